@@ -1,7 +1,8 @@
 //! The identity of a peer: the role and name in its certificate, never what the peer claims.
 //!
 //! Certificates of the tunnel's CA carry one SAN URI: `culvert://agent/NAME`, `culvert://server` or
-//! `culvert://peer/NAME`.
+//! `culvert://peer/NAME`. A generation other than 0 follows the name of an agent, as in
+//! `culvert://agent/NAME/1`.
 //! A kubelet with a client certificate of the cluster's CA is the agent of its node.
 
 use std::time::{Duration, SystemTime};
@@ -56,18 +57,32 @@ impl Role {
         }
     }
 
-    fn from_uri(uri: &str) -> Option<Self> {
+    /// Returns the SAN URI of the role in a certificate of a generation. Only agents have one.
+    #[must_use]
+    pub fn uri_of_generation(&self, generation: u64) -> String {
+        let uri = self.uri();
+        match (self, generation) {
+            (Self::Agent(_), 1..) => format!("{uri}/{generation}"),
+            (Self::Agent(_), 0) | (Self::Server | Self::Peer(_), _) => uri,
+        }
+    }
+
+    /// Returns the role and the generation.
+    fn from_uri(uri: &str) -> Option<(Self, u64)> {
         let rest = uri.strip_prefix(SCHEME)?;
         if rest == "server" {
-            return Some(Self::Server);
+            return Some((Self::Server, 0));
         }
-        // Accept only the canonical form, so that a certificate has exactly one interpretation.
-        let role = match rest.split_once('/')? {
-            ("agent", name) => Self::Agent(name.parse().ok()?),
-            ("peer", name) => Self::Peer(name.parse().ok()?),
+        let (role, generation) = match rest.split_once('/')? {
+            ("agent", name) => {
+                let (name, generation) = name.split_once('/').unwrap_or((name, "0"));
+                (Self::Agent(name.parse().ok()?), generation.parse().ok()?)
+            }
+            ("peer", name) => (Self::Peer(name.parse().ok()?), 0),
             _ => return None,
         };
-        (role.uri() == uri).then_some(role)
+        // Accept only the canonical form, so that a certificate has exactly one interpretation.
+        (role.uri_of_generation(generation) == uri).then_some((role, generation))
     }
 }
 
@@ -78,6 +93,8 @@ pub struct PeerIdentity {
     pub domain: TrustDomain,
     /// The role in the peer's certificate.
     pub role: Role,
+    /// Generation of an agent's certificate by the tunnel's CA, else 0.
+    pub generation: u64,
     /// Start of the certificate's validity. The tunnel's CA issued the certificate [`BACKDATED`]
     /// later.
     pub not_before: SystemTime,
@@ -150,16 +167,21 @@ impl PeerIdentity {
         let node = kubelet::node(&certificate).ok_or(IdentityError::NoRole)?;
         Ok(Self::new(
             TrustDomain::Cluster,
-            Role::Agent(node),
+            (Role::Agent(node), 0),
             &certificate,
         ))
     }
 
-    fn new(domain: TrustDomain, role: Role, certificate: &X509Certificate<'_>) -> Self {
+    fn new(
+        domain: TrustDomain,
+        (role, generation): (Role, u64),
+        certificate: &X509Certificate<'_>,
+    ) -> Self {
         let (not_before, not_after) = validity_period(certificate);
         Self {
             domain,
             role,
+            generation,
             not_before,
             not_after,
         }
@@ -175,6 +197,7 @@ impl PeerIdentity {
         Ok(Self {
             domain: TrustDomain::Tunnel,
             role: Role::Server,
+            generation: 0,
             not_before,
             not_after,
         })
@@ -199,8 +222,9 @@ impl PeerIdentity {
     }
 }
 
-/// Returns the only `culvert` role in a certificate, or `None` if it has no `culvert` URI.
-fn role_of(certificate: &X509Certificate<'_>) -> Result<Option<Role>, IdentityError> {
+/// Returns the only `culvert` role in a certificate with its generation, or `None` if it has no
+/// `culvert` URI.
+fn role_of(certificate: &X509Certificate<'_>) -> Result<Option<(Role, u64)>, IdentityError> {
     let names = certificate
         .subject_alternative_name()
         .map_err(|_twice| IdentityError::Malformed)?;
@@ -293,6 +317,9 @@ mod tests {
     fn role_is_read_from_the_single_uri() {
         let agent = identity(&["spiffe://x/y", "culvert://agent/worker-1"]).unwrap();
         assert_eq!(agent.node().unwrap().as_str(), "worker-1");
+        assert_eq!(agent.generation, 0);
+        let later = identity(&["culvert://agent/worker-1/12"]).unwrap();
+        assert_eq!((later.role, later.generation), (agent.role, 12));
         let server = identity(&["culvert://server"]).unwrap();
         assert_eq!(server.role, Role::Server);
         let peer = identity(&["culvert://peer/server-0"]).unwrap();
@@ -310,6 +337,11 @@ mod tests {
             &["culvert://agent/a."],
             &["culvert://agent/"],
             &["culvert://agent/a/b"],
+            &["culvert://agent/a/0"],
+            &["culvert://agent/a/01"],
+            &["culvert://agent/a/1/1"],
+            &["culvert://agent/a/99999999999999999999"],
+            &["culvert://peer/a/1"],
             &["culvert://peer/"],
             &["culvert://peer/A"],
             &["culvert://agent/a", "culvert://peer/a"],

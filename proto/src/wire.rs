@@ -8,6 +8,7 @@ pub mod enroll;
 pub mod frame;
 pub mod header;
 pub mod name;
+pub mod order;
 pub mod peer;
 
 /// The protobuf messages, generated from `tunnel.proto`. The sibling modules have the typed forms.

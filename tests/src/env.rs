@@ -215,6 +215,7 @@ impl TestEnv {
             TOKEN_TTL,
             addresses.to_vec(),
             self.ca().spki_sha256(),
+            self.revocations().of_node(&name),
             std::time::SystemTime::now(),
         )?)
     }

@@ -15,20 +15,22 @@ use hyper_util::rt::{TokioIo, TokioTimer};
 use serde::Serialize;
 use tokio::net::UnixStream;
 use tokio::sync::Semaphore;
+use tokio::time::Instant;
 use tracing::{debug, info, warn};
 use tunnel_proto::process::accept::RetryingListener;
 use tunnel_proto::process::meta::{FullResponse, json, text};
 use tunnel_proto::process::shutdown::Shutdown;
 use tunnel_proto::process::unix_socket::{self, SocketPermissions};
-use tunnel_proto::wire::name::NodeName;
+use tunnel_proto::wire::name::{NodeName, ReplicaId};
 
 use crate::admin::status::NodeList;
 use crate::ca::LocalCa;
-use crate::ca::revocation::Revocations;
+use crate::ca::revocation::{OrderAction, Revocations};
 use crate::ca::rotation::{CaRotator, RotationAction, RotationError, RotationStatus};
 use crate::ca::tokens::{CreateTokenError, TokenStore};
 use crate::ingress::connect::AdminTunnels;
 use crate::routing::known_nodes::KnownNodes;
+use crate::routing::peers::Peers;
 use crate::store::data_dir::DataDir;
 
 mod client;
@@ -43,8 +45,8 @@ pub mod verbs;
 
 pub use client::{AdminClient, AdminError};
 pub use message::{
-    AgentCommand, CreateToken, CreatedToken, ErrorBody, RevocationInfo, RevokedNode, RunningServer,
-    agent_command,
+    AgentCommand, CreateToken, CreatedToken, ErrorBody, NodesOrder, OrderOutcome, RevocationInfo,
+    RunningServer, agent_command,
 };
 #[cfg(feature = "test-util")]
 pub use node_metrics::ExampleNodeMetrics;
@@ -57,8 +59,10 @@ pub struct AdminState {
     pub tokens: Arc<TokenStore>,
     /// Known nodes to record and forget.
     pub nodes: Arc<KnownNodes>,
-    /// Nodes whose certificates are revoked.
+    /// Orders about nodes.
     pub revocations: Arc<Revocations>,
+    /// Other servers, at which orders are in force, too.
+    pub peers: Arc<Peers>,
     /// Rotation of the CA.
     pub rotator: Result<Arc<CaRotator>, NoRotation>,
     /// The list of nodes that the meta port and the status page share.
@@ -178,21 +182,9 @@ async fn answer(
             blocking(state, move |state| forget_node(&state, &node)).await??;
             Ok(text(StatusCode::NO_CONTENT, ""))
         }
-        ("POST", ["nodes", name, "revoke"]) => {
-            let node = node_name(name)?;
-            let revoked = blocking(state, move |state| {
-                revoke_node(&state.revocations, &state.tokens, &node).map(|tokens| (node, tokens))
-            });
-            let (node, tokens) = revoked
-                .await?
-                .map_err(|error| RequestError::internal(&error))?;
-            info!(%node, tokens, "node revoked");
-            value(StatusCode::OK, &RevokedNode { tokens })
-        }
-        ("POST", ["nodes", name, "unrevoke"]) => {
-            let node = node_name(name)?;
-            blocking(state, move |state| unrevoke_node(&state, &node)).await??;
-            Ok(text(StatusCode::NO_CONTENT, ""))
+        ("POST", ["revocations"]) => {
+            let order = read(request).await?;
+            value(StatusCode::OK, &apply_order(state, order).await?)
         }
         ("GET", ["revocations"]) => {
             let in_force = blocking(state, |state| state.revocations.in_force()).await?;
@@ -246,6 +238,7 @@ fn create_token(
             ttl,
             token_request.ips.clone(),
             state.ca.spki_sha256(),
+            state.revocations.of_node(&token_request.node),
             now,
         )
         .map_err(|error| match error {
@@ -280,34 +273,54 @@ fn revoke_token(state: &AdminState, id: &str) -> Result<(), RequestError> {
     }
 }
 
-/// Revokes a node's tokens and certificates. Returns the number of revoked tokens that had not
-/// expired. Blocks the thread.
-///
-/// # Errors
-/// Returns an error if the revocation cannot be persisted. In a running server it is then in force
-/// until the process ends.
-pub fn revoke_node(
-    revocations: &Revocations,
-    tokens: &TokenStore,
-    node: &NodeName,
-) -> io::Result<usize> {
-    // Do both even if the first fails: a token would admit the same key to another certificate.
-    // Revoke tokens first: a certificate issued with a token until then is dated before the
-    // revocation.
-    let tokens = tokens.revoke_node_tokens(node, SystemTime::now());
-    let certificates = revocations.revoke(node, SystemTime::now());
-    certificates.and(tokens)
+/// Puts an order in force, and waits for a moment until it is in force at the other servers and
+/// saved. Both go on after that.
+async fn apply_order(
+    state: &Arc<AdminState>,
+    NodesOrder { action, nodes }: NodesOrder,
+) -> Result<OrderOutcome, RequestError> {
+    let nodes: Vec<NodeName> = nodes
+        .iter()
+        .map(|name| node_name(name))
+        .collect::<Result<_, _>>()?;
+    let order = move |state: Arc<AdminState>| {
+        let changed = state.revocations.order(action, &nodes, SystemTime::now());
+        for node in &changed {
+            match action {
+                OrderAction::Revoke => info!(%node, "node revoked"),
+                OrderAction::Unrevoke => info!(%node, "revocation of a node ended"),
+                OrderAction::Reissue => info!(%node, "certificates of a node revoked"),
+            }
+        }
+        changed.iter().map(NodeName::to_string).collect()
+    };
+    let changed: Vec<String> = blocking(state, order).await?;
+    let deadline = Instant::now() + ORDER_WAIT;
+    loop {
+        let outcome = order_outcome(state, changed.clone());
+        if outcome.pending.is_empty() || changed.is_empty() || Instant::now() >= deadline {
+            return Ok(outcome);
+        }
+        tokio::time::sleep(ORDER_POLL).await;
+    }
 }
 
-/// Lifts the revocation of a node's certificates. Blocks the thread.
-fn unrevoke_node(state: &AdminState, node: &NodeName) -> Result<(), RequestError> {
-    match state.revocations.lift(node, SystemTime::now()) {
-        Ok(true) => {
-            info!(%node, "revocation of a node lifted");
-            Ok(())
-        }
-        Ok(false) => Err(RequestError::not_found(format!("{node} is not revoked"))),
-        Err(error) => Err(RequestError::internal(&error)),
+/// Returns where all orders of this server are in force and saved.
+fn order_outcome(state: &AdminState, changed: Vec<String>) -> OrderOutcome {
+    let servers = state.peers.holders_of(&state.revocations.all());
+    let (holders, others): (Vec<_>, Vec<_>) =
+        servers.into_iter().partition(|(_, is_same)| *is_same);
+    let own = state.peers.own().to_string();
+    let name = |(replica, _): (ReplicaId, bool)| replica.to_string();
+    let unconfirmed = others
+        .into_iter()
+        .map(|other| format!("server {}", name(other)));
+    OrderOutcome {
+        changed,
+        in_force: std::iter::once(own)
+            .chain(holders.into_iter().map(name))
+            .collect(),
+        pending: unconfirmed.chain(state.revocations.unwritten()).collect(),
     }
 }
 
@@ -456,6 +469,9 @@ const OWNER_ONLY: SocketPermissions = SocketPermissions {
 /// Maximum number of concurrent connections; further ones wait. Each command opens one.
 const CONNECTIONS_MAX: usize = 16;
 const HEAD_TIMEOUT: Duration = Duration::from_secs(5);
+/// Time for which the answer to an order waits for the other servers and the stores.
+const ORDER_WAIT: Duration = Duration::from_secs(3);
+const ORDER_POLL: Duration = Duration::from_millis(20);
 /// Maximum size of a request body. A token with a hundred addresses is a few KiB.
 const BODY_MAX_BYTES: usize = 64 * 1024;
 

@@ -160,7 +160,7 @@ impl LocalCa {
         self.material.load().spki_sha256
     }
 
-    /// Issues a certificate for an agent. The public key is taken from the request; the names in
+    /// Issues a certificate of generation 0 for an agent. The public key is taken from the request; the names in
     /// the request are ignored.
     ///
     /// # Errors
@@ -170,10 +170,11 @@ impl LocalCa {
         csr_der: &[u8],
         node: &NodeName,
     ) -> Result<AgentCertificate, IssueError> {
-        self.issue(&AgentCsr::parse(csr_der)?, node, SystemTime::now())
+        self.issue(&AgentCsr::parse(csr_der)?, node, 0, SystemTime::now())
     }
 
-    /// Issues a certificate like [`Self::issue_agent`] for a request that is already parsed.
+    /// Issues a certificate of a generation like [`Self::issue_agent`] for a request that is already
+    /// parsed.
     ///
     /// # Errors
     /// Returns an [`IssueError`].
@@ -181,12 +182,13 @@ impl LocalCa {
         &self,
         request: &AgentCsr,
         node: &NodeName,
+        generation: u64,
         now: SystemTime,
     ) -> Result<AgentCertificate, IssueError> {
         let leaf = LeafParams {
             // A bare node name must not match a CN that is checked for callers.
             common_name: format!("culvert agent {node}"),
-            names: vec![uri(&Role::Agent(node.clone()))?],
+            names: vec![uri(Role::Agent(node.clone()).uri_of_generation(generation))?],
             usages: vec![ExtendedKeyUsagePurpose::ClientAuth],
         };
         let material = self.material.load();
@@ -202,7 +204,7 @@ impl LocalCa {
     fn server_leaf(&self, now: SystemTime) -> Result<CertifiedKey, IssueError> {
         let leaf = LeafParams {
             common_name: "culvert server".into(),
-            names: vec![uri(&Role::Server)?],
+            names: vec![uri(Role::Server.uri())?],
             usages: vec![ExtendedKeyUsagePurpose::ServerAuth],
         };
         self.serving(leaf, &self.server_key, now)
@@ -212,7 +214,7 @@ impl LocalCa {
     fn peer_leaf(&self, replica: &ReplicaId, now: SystemTime) -> Result<CertifiedKey, IssueError> {
         let leaf = LeafParams {
             common_name: format!("culvert peer {replica}"),
-            names: vec![uri(&Role::Peer(replica.clone()))?],
+            names: vec![uri(Role::Peer(replica.clone()).uri())?],
             usages: vec![
                 ExtendedKeyUsagePurpose::ServerAuth,
                 ExtendedKeyUsagePurpose::ClientAuth,

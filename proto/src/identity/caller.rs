@@ -53,8 +53,8 @@ pub fn caller_name(der: &CertificateDer<'_>) -> Result<String, CallerError> {
         return Err(CallerError::Kubelet);
     }
     match role_of(&certificate) {
-        Ok(None | Some(Role::Agent(_) | Role::Server)) => {}
-        Ok(Some(Role::Peer(_))) | Err(_) => return Err(CallerError::Peer),
+        Ok(None | Some((Role::Agent(_) | Role::Server, _))) => {}
+        Ok(Some((Role::Peer(_), _))) | Err(_) => return Err(CallerError::Peer),
     }
     let name = single_value(subject.iter_common_name()).filter(|name| !name.is_empty());
     name.map(str::to_owned).ok_or(CallerError::NoSingleName)

@@ -45,6 +45,7 @@ pub fn pair() -> (Arc<MemorySession>, Arc<MemorySession>) {
             peer: PeerIdentity {
                 domain: TrustDomain::Tunnel,
                 role: peer_role,
+                generation: 0,
                 not_before: SystemTime::UNIX_EPOCH,
                 not_after: SystemTime::now() + Duration::from_secs(30 * 86400),
             },

@@ -16,9 +16,8 @@ use super::frame::{
 };
 use super::header::{StreamHeader, StreamKind, StreamReply, Target};
 use super::name::{InstanceId, Port, SessionId};
-use super::peer::{
-    Alive, Ask, HeldNode, Holds, PeerHello, PeerMessage, RevokedNode, StateDigest, StatePart,
-};
+use super::order::{NodeOrder, Order};
+use super::peer::{Alive, Ask, HeldNode, Holds, PeerHello, PeerMessage, StateDigest, StatePart};
 use super::{
     ALPN_ENROLL, ALPN_SESSION, ALPN_SESSION_TCP, PORT_AGENTS, VERSION_MAX, VERSION_MIN,
     negotiate_version,
@@ -202,17 +201,23 @@ fn messages_between_servers_are_as_captured() {
                 DIGEST,
                 PeerMessage::StateDigest(StateDigest {
                     version: 5,
-                    revocations: [0x11; 32],
+                    orders: [0x11; 32],
                     ca: [0x22; 32],
                 }),
             ),
             ("024200", PeerMessage::StateFetch),
             (
-                "0c4a0a 0a06 0a0177 10ac02 1001",
+                "144a12 0a0e 0a0177 10ac02 1801 2005 2802 3004 1001",
                 PeerMessage::StatePart(StatePart {
-                    revoked: vec![RevokedNode {
+                    orders: vec![NodeOrder {
                         node: held_node.node.clone(),
-                        at: held_node.since,
+                        order: Order {
+                            counter: 300,
+                            is_revoked: true,
+                            at: 5,
+                            generation: 2,
+                            reissued_at: 4,
+                        },
                     }],
                     has_more: true,
                 }),

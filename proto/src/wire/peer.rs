@@ -9,6 +9,7 @@ use super::control::{decode_replica, millis, sanitize_addresses};
 pub use super::frame::PEER_MESSAGE_MAX;
 use super::frame::{self, FrameError};
 use super::name::{InstanceId, NodeName, ReplicaId};
+use super::order::{NodeOrder, Order};
 use super::pb;
 
 /// A message of the control stream between two servers, sent after its header and reply.
@@ -26,7 +27,7 @@ pub enum PeerMessage {
     Alive(Alive),
     /// Either end: what the sender knows. The receiver fetches what differs.
     StateDigest(StateDigest),
-    /// Either end: asks for the revocations in force.
+    /// Either end: asks for the orders about nodes.
     StateFetch,
     /// Either end: a part of the answer to [`PeerMessage::StateFetch`].
     StatePart(StatePart),
@@ -97,30 +98,21 @@ pub struct Alive {
 /// Digests of what all servers of an installation agree on, as one server knows it.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub struct StateDigest {
-    /// Counts the changes of the sender's revocations.
+    /// Counts the changes of the sender's orders about nodes.
     pub version: u64,
-    /// SHA-256 over the revocations in force.
-    pub revocations: [u8; 32],
+    /// SHA-256 over the orders.
+    pub orders: [u8; 32],
     /// SHA-256 over the key that signs and the trusted certificates.
     pub ca: [u8; 32],
 }
 
-/// A part of the revocations in force at a server.
+/// A part of the orders about nodes that a server knows.
 #[derive(Debug, Clone, PartialEq, Eq, Default)]
 pub struct StatePart {
-    /// Some of the revocations, none of them twice.
-    pub revoked: Vec<RevokedNode>,
+    /// Some of the orders, no node twice.
+    pub orders: Vec<NodeOrder>,
     /// Whether the next message continues the answer.
     pub has_more: bool,
-}
-
-/// The revocation of a node's certificates.
-#[derive(Debug, Clone, PartialEq, Eq)]
-pub struct RevokedNode {
-    /// The node that the agent serves.
-    pub node: NodeName,
-    /// Certificates that were issued until then are revoked.
-    pub at: SystemTime,
 }
 
 impl PeerMessage {
@@ -157,12 +149,12 @@ impl PeerMessage {
             })),
             Self::StateDigest(digest) => Some(Kind::StateDigest(pb::StateDigest {
                 version: digest.version,
-                revocations: digest.revocations.to_vec(),
+                orders: digest.orders.to_vec(),
                 ca: digest.ca.to_vec(),
             })),
             Self::StateFetch => Some(Kind::StateFetch(pb::StateFetch {})),
             Self::StatePart(part) => Some(Kind::StatePart(pb::StatePart {
-                revoked: part.revoked.iter().map(encode_revoked).collect(),
+                orders: part.orders.iter().map(encode_order).collect(),
                 more: part.has_more,
             })),
             Self::Unknown => None,
@@ -213,15 +205,15 @@ impl PeerMessage {
             }),
             Kind::StateDigest(digest) => Self::StateDigest(StateDigest {
                 version: digest.version,
-                revocations: decode_digest(digest.revocations)?,
+                orders: decode_digest(digest.orders)?,
                 ca: decode_digest(digest.ca)?,
             }),
             Kind::StateFetch(pb::StateFetch {}) => Self::StateFetch,
             Kind::StatePart(part) => Self::StatePart(StatePart {
-                revoked: part
-                    .revoked
+                orders: part
+                    .orders
                     .into_iter()
-                    .map(decode_revoked)
+                    .map(decode_order)
                     .collect::<Result<_, _>>()?,
                 has_more: part.more,
             }),
@@ -257,17 +249,27 @@ fn decode_held(held_node: pb::HeldNode) -> Result<HeldNode, FrameError> {
     })
 }
 
-fn encode_revoked(revoked: &RevokedNode) -> pb::RevokedNode {
-    pb::RevokedNode {
-        node: revoked.node.to_string(),
-        at_millis: since_epoch(revoked.at),
+fn encode_order(NodeOrder { node, order }: &NodeOrder) -> pb::NodeOrder {
+    pb::NodeOrder {
+        node: node.to_string(),
+        counter: order.counter,
+        revoked: order.is_revoked,
+        at: order.at,
+        generation: order.generation,
+        reissued_at: order.reissued_at,
     }
 }
 
-fn decode_revoked(revoked: pb::RevokedNode) -> Result<RevokedNode, FrameError> {
-    Ok(RevokedNode {
-        node: decode_node(&revoked.node)?,
-        at: decode_time(revoked.at_millis)?,
+fn decode_order(order: pb::NodeOrder) -> Result<NodeOrder, FrameError> {
+    Ok(NodeOrder {
+        node: decode_node(&order.node)?,
+        order: Order {
+            counter: order.counter,
+            is_revoked: order.revoked,
+            at: order.at,
+            generation: order.generation,
+            reissued_at: order.reissued_at,
+        },
     })
 }
 

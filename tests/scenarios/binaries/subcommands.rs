@@ -323,7 +323,7 @@ const HELP: &[(&str, &str, &str)] = &[
     (
         SERVER,
         "nodes",
-        "--output table wide json name --away --watch revoke unrevoke revocations forget",
+        "--output table wide json name --away --watch revoke unrevoke reissue revocations forget",
     ),
     (SERVER, "nodes forget", "--data-dir"),
     (

@@ -2,6 +2,7 @@
 //! QUIC keys that survive the loss of a disk.
 
 mod first;
+mod orders;
 mod restart;
 mod rotation;
 mod shared;

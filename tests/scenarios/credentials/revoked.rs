@@ -10,7 +10,7 @@ use tunnel_proto::tls::{self, Trust};
 use tunnel_proto::wire::ALPN_SESSION_TCP;
 use tunnel_proto::wire::code::CloseCode;
 use tunnel_proto::wire::enroll::JoinToken;
-use tunnel_server::admin::revoke_node;
+use tunnel_server::ca::revocation::OrderAction::{self, Reissue, Revoke, Unrevoke};
 use tunnel_tests::env::{Agent, TestEnv, WAIT_TIMEOUT};
 use tunnel_tests::eventually::{eventually, scaled};
 
@@ -19,9 +19,11 @@ use super::attacks::{connect, resuming};
 
 const SECONDS_10: Duration = Duration::from_secs(10);
 
-fn revoke(env: &TestEnv, node: &str) -> Result<usize> {
-    let node = node.parse()?;
-    Ok(revoke_node(env.revocations(), env.tokens(), &node)?)
+fn order(env: &TestEnv, action: OrderAction, node: &str) -> Result<()> {
+    let revocations = env.revocations();
+    let changed = revocations.order(action, &[node.parse()?], SystemTime::now());
+    ensure!(changed.len() == 1, "nothing changed");
+    Ok(revocations.flush()?)
 }
 
 #[tokio::test(flavor = "multi_thread")]
@@ -34,7 +36,7 @@ async fn t03_revoked_node_is_out_within_10_s_and_after_a_restart() -> Result<()>
     };
     let other = ScriptedAgent::connect(&env, "worker-2").await?;
     let began = Instant::now();
-    revoke(&env, "worker-1")?;
+    order(&env, Revoke, "worker-1")?;
     let reason = timeout(scaled(SECONDS_10), live.closed()).await?;
     ensure!(reason.code == CloseCode::CredentialRevoked, "{reason:?}");
     ensure!(began.elapsed() < SECONDS_10, "{:?}", began.elapsed());
@@ -75,7 +77,7 @@ async fn t03_old_session_cache_of_a_revoked_client_is_of_no_use() -> Result<()> 
         let kind = stream.get_ref().1.handshake_kind();
         ensure!(kind == Some(rustls::HandshakeKind::Full), "{kind:?}");
     }
-    revoke(&env, "worker-1")?;
+    order(&env, Revoke, "worker-1")?;
     for _ in 0..3 {
         let error = connect(&env, config.clone()).await.err();
         let error = error.context("let in")?;
@@ -85,15 +87,14 @@ async fn t03_old_session_cache_of_a_revoked_client_is_of_no_use() -> Result<()> 
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn t03_revoked_agent_cannot_enroll_again_but_its_operator_can() -> Result<()> {
+async fn t03_reissued_agent_cannot_enroll_again_but_its_operator_can() -> Result<()> {
     let env = TestEnv::start().await?;
     let token = env.token("worker-1", &[])?;
     let mut config = env.agent_config("worker-1")?;
     config.token = Some(TokenSource::Inline(token.clone()));
     let agent = Agent::start(config).await?;
     env.connected("worker-1").await;
-    let taken = revoke(&env, "worker-1")?;
-    ensure!(taken == 2, "{taken} tokens revoked");
+    order(&env, Reissue, "worker-1")?;
     let gone = async || {
         let sessions = env.registry().of_node(&"worker-1".parse().ok()?);
         sessions.is_empty().then_some(())
@@ -108,8 +109,33 @@ async fn t03_revoked_agent_cannot_enroll_again_but_its_operator_can() -> Result<
     let ended = timeout(scaled(WAIT_TIMEOUT), ended).await?;
     let error = format!("{:#}", ended.err().context("enrolled")?);
     ensure!(error.contains("revoked"), "{error}");
-    // A new token of the operator works at once.
-    let _back = env.agent("worker-1").await?;
+    // A new token of the operator works at once, until the node is revoked.
+    let unused = env.token("worker-1", &[])?;
+    let back = env.agent("worker-1").await?;
+    back.stop().await?;
+    let agent = async |token: &JoinToken| {
+        let directory = env.path().join("agent-worker-1");
+        for file in ["agent.crt", "agent.key"] {
+            let _absent = std::fs::remove_file(directory.join(file));
+        }
+        let mut config = env.agent_config("worker-1")?;
+        config.token = Some(TokenSource::Inline(token.clone()));
+        Agent::start(config).await?.ended().await
+    };
+    let token = env.token("worker-1", &[])?;
+    order(&env, Revoke, "worker-1")?;
+    let refused = async |token: &JoinToken| {
+        let ended = timeout(scaled(WAIT_TIMEOUT), agent(token)).await?;
+        let error = format!("{:#}", ended.err().context("enrolled")?);
+        ensure!(error.contains("revoked"), "{error}");
+        Ok(())
+    };
+    refused(&token).await?;
+    order(&env, Unrevoke, "worker-1")?;
+    // Tokens of before the revocation stay void.
+    for token in [token, unused] {
+        refused(&token).await?;
+    }
     Ok(())
 }
 

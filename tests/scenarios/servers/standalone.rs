@@ -2,10 +2,12 @@
 //! the other, a node is reached over either, and a revocation holds at both.
 
 use std::net::SocketAddr;
+use std::time::{Duration, SystemTime};
 
 use anyhow::{Context, Result, ensure};
 use serde_json::Value;
-use tunnel_server::admin::revoke_node;
+use tunnel_proto::wire::name::NodeName;
+use tunnel_server::ca::revocation::OrderAction;
 use tunnel_server::ca::{CaMaterial, transfer};
 use tunnel_server::config::RawConfig;
 use tunnel_server::store::data_dir::DataDir;
@@ -45,14 +47,42 @@ async fn node_revoked_at_one_server_is_out_at_the_other_within_10_s() -> Result<
     let _agent = pair.enroll("worker-1", &pair.a, &pair.b).await?;
     let node = "worker-1".parse()?;
     // As the verb does at A. The agent's session is at B.
-    revoke_node(pair.a.revocations(), pair.a.tokens(), &node)?;
+    let nodes = std::slice::from_ref(&node);
+    let revocations = pair.a.revocations();
+    revocations.order(OrderAction::Revoke, nodes, SystemTime::now());
     let at_a = pair.a.revocations().of_node(&node);
     eventually("the node is out at B", WAIT_TIMEOUT, async || {
         let at_b = pair.b.revocations().of_node(&node);
-        ensure!(at_b.is_some() && at_b == at_a, "{at_b:?}, not {at_a:?}");
+        ensure!(at_b.is_revoked && at_b == at_a, "{at_b:?}, not {at_a:?}");
         let sessions = pair.b.registry().of_node(&node);
         let is_out = sessions.iter().all(|session| session.is_withdrawn());
         ensure!(is_out, "still connected");
+        anyhow::Ok(())
+    })
+    .await;
+    Ok(())
+}
+
+/// The clock of A was wrong: its orders count by their numbers, and one command at B ends them all.
+#[tokio::test(flavor = "multi_thread")]
+async fn orders_of_a_server_with_a_wrong_clock_are_ended_by_one_command_at_another() -> Result<()> {
+    let pair = Pair::start().await?;
+    let names = (0..50).map(|number| format!("worker-{number}").parse());
+    let names: Vec<NodeName> = names.collect::<Result<_, _>>()?;
+    let far = SystemTime::now() + Duration::from_secs(1_000_000_000);
+    let [a, b] = [&pair.a, &pair.b].map(TestEnv::revocations);
+    a.order(OrderAction::Revoke, &names, far);
+    eventually("the orders at B", WAIT_TIMEOUT, async || {
+        let count = b.in_force().len();
+        ensure!(count == names.len(), "{count}");
+        anyhow::Ok(())
+    })
+    .await;
+    let ended = b.order(OrderAction::Unrevoke, &names, SystemTime::now());
+    ensure!(ended.len() == names.len());
+    eventually("their end at A", WAIT_TIMEOUT, async || {
+        let count = a.in_force().len();
+        ensure!(count == 0 && a.all() == b.all(), "{count}");
         anyhow::Ok(())
     })
     .await;
@@ -67,7 +97,7 @@ pub(super) struct Pair {
 
 impl Pair {
     pub(super) async fn start() -> Result<Self> {
-        let ca = CaMaterial::generate(std::time::SystemTime::now())?;
+        let ca = CaMaterial::generate(SystemTime::now())?;
         let [at_a, at_b] = [next_loopback(), next_loopback()].map(|ip| Listener::Peers.on(ip));
         let pair = Self {
             a: server(&ca, "a", at_a, format!("b={at_b}")).await?,

@@ -277,9 +277,14 @@ impl Objects<'_> {
 }
 
 /// Returns the Secrets as the manifests contain them.
-pub fn empty_secrets() -> [Value; 2] {
+pub fn empty_secrets() -> [Value; 3] {
     let names = ObjectNames::default();
-    [names.ca_secret, names.state_secret].map(|name| {
+    [
+        names.ca_secret,
+        names.state_secret,
+        names.revocations_secret,
+    ]
+    .map(|name| {
         json!({
             "apiVersion": "v1", "kind": "Secret", "type": "Opaque",
             "metadata": { "name": name, "namespace": SERVICE_ACCOUNT.0 },
@@ -384,6 +389,7 @@ fn named_by(flag: &str) -> String {
         "--leader-lease" => names.leader_lease,
         "--ca-secret" => names.ca_secret,
         "--state-secret" => names.state_secret,
+        "--revocations-secret" => names.revocations_secret,
         "--ca-config-map" => names.ca_config_map,
         "--replica-lease" => names.replica_lease,
         other => format!("no-such-flag{other}"),

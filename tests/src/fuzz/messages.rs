@@ -13,8 +13,9 @@ use tunnel_proto::wire::frame::{
 };
 use tunnel_proto::wire::header::{StreamHeader, StreamKind, StreamReply, Target};
 use tunnel_proto::wire::name::{InstanceId, Port, SessionId};
+use tunnel_proto::wire::order::{NodeOrder, Order};
 use tunnel_proto::wire::peer::{
-    Alive, Ask, HeldNode, Holds, PeerHello, PeerMessage, RevokedNode, StateDigest, StatePart,
+    Alive, Ask, HeldNode, Holds, PeerHello, PeerMessage, StateDigest, StatePart,
 };
 
 fn control_messages() -> Result<Vec<ControlMessage>> {
@@ -167,14 +168,20 @@ pub(super) fn peers() -> Result<Vec<Vec<u8>>> {
         }),
         PeerMessage::StateDigest(StateDigest {
             version: 7,
-            revocations: [1; 32],
+            orders: [1; 32],
             ca: [2; 32],
         }),
         PeerMessage::StateFetch,
         PeerMessage::StatePart(StatePart {
-            revoked: vec![RevokedNode {
+            orders: vec![NodeOrder {
                 node: held_node.node.clone(),
-                at: held_node.since,
+                order: Order {
+                    counter: 300,
+                    is_revoked: true,
+                    at: 5,
+                    generation: 2,
+                    reissued_at: 4,
+                },
             }],
             has_more: true,
         }),

@@ -10,7 +10,8 @@ use tunnel_proto::process::settings::{PortSet, parse_address, parse_duration, pa
 use tunnel_proto::process::yaml;
 use tunnel_proto::wire::enroll::decode_hex;
 use tunnel_proto::wire::name::{NodeName, Port};
-use tunnel_server::ca::revocation::Revocations;
+use tunnel_proto::wire::order::Order;
+use tunnel_server::ca::revocation::{OrderAction, Revocations};
 use tunnel_server::ca::tokens::TokenStore;
 use tunnel_server::dns::{NamePattern, Records, restore};
 use tunnel_server::ingress::connect::basic_auth::BasicAuthUsers;
@@ -95,10 +96,19 @@ pub(super) fn persisted() -> Result<Vec<Vec<u8>>> {
     let data = Data::new()?;
     let now = SystemTime::now();
     let node: NodeName = "worker-1".parse()?;
-    Revocations::open(&data.dir, true)?.revoke(&node, now)?;
+    let revocations = Revocations::open(&data.dir, true)?;
+    revocations.order(OrderAction::Revoke, std::slice::from_ref(&node), now);
+    revocations.flush()?;
     let tokens = TokenStore::open(&data.dir)?;
     let ip = IpAddr::from([192, 0, 2, 1]);
-    let _token = tokens.create(&node, Duration::from_secs(60), vec![ip], [0x11; 32], now)?;
+    let _token = tokens.create(
+        &node,
+        Duration::from_secs(60),
+        vec![ip],
+        [0x11; 32],
+        Order::default(),
+        now,
+    )?;
     data.dir
         .set_advertised(&["cloud.example.com:10262".to_owned()])?;
     let mut corpus = vec![

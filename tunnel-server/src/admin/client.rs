@@ -12,7 +12,9 @@ use serde::de::DeserializeOwned;
 use tokio::net::UnixStream;
 use tunnel_proto::wire::name::NodeName;
 
-use super::{CreateToken, CreatedToken, ErrorBody, RevocationInfo, RevokedNode, RunningServer};
+use super::{
+    CreateToken, CreatedToken, ErrorBody, NodesOrder, OrderOutcome, RevocationInfo, RunningServer,
+};
 use crate::admin::status::NodeStatus;
 use crate::ca::rotation::{RotationAction, RotationStatus};
 use crate::ca::tokens::TokenInfo;
@@ -110,16 +112,11 @@ impl AdminClient {
         self.delete(&format!("/nodes/{node}")).await
     }
 
-    /// Revokes a node's certificates and tokens.
-    pub async fn revoke_node(&self, node: &NodeName) -> Result<RevokedNode, AdminError> {
-        let path = format!("/nodes/{node}/revoke");
-        parse(&self.call(Method::POST, &path, Vec::new()).await?)
-    }
-
-    /// Lifts the revocation of a node's certificates. Returns `false` if none is in force.
-    pub async fn unrevoke_node(&self, node: &NodeName) -> Result<bool, AdminError> {
-        let path = format!("/nodes/{node}/unrevoke");
-        self.change(Method::POST, &path).await
+    /// Orders something about nodes.
+    pub async fn order(&self, order: &NodesOrder) -> Result<OrderOutcome, AdminError> {
+        let body = serde_json::to_vec(order)
+            .map_err(|error| AdminError::InvalidResponse(error.to_string()))?;
+        parse(&self.call(Method::POST, "/revocations", body).await?)
     }
 
     /// Returns the revocations in force, ordered by node.
@@ -151,13 +148,9 @@ impl AdminClient {
         parse(&self.call(Method::GET, "/diag", Vec::new()).await?)
     }
 
+    /// Deletes an object. Returns `false` if it does not exist.
     async fn delete(&self, path: &str) -> Result<bool, AdminError> {
-        self.change(Method::DELETE, path).await
-    }
-
-    /// Sends a request without a body. Returns `false` if its object does not exist.
-    async fn change(&self, method: Method, path: &str) -> Result<bool, AdminError> {
-        match self.call(method, path, Vec::new()).await {
+        match self.call(Method::DELETE, path, Vec::new()).await {
             Ok(_empty) => Ok(true),
             Err(error) if error.is_not_found() => Ok(false),
             Err(error) => Err(error),

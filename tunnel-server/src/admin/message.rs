@@ -12,7 +12,7 @@ use tunnel_proto::wire::PORT_AGENTS;
 use tunnel_proto::wire::enroll::JoinToken;
 use tunnel_proto::wire::name::NodeName;
 
-use crate::ca::revocation::RevocationInForce;
+use crate::ca::revocation::{OrderAction, RevocationInForce};
 use crate::store::data_dir::{name_text, time_text};
 
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
@@ -28,11 +28,24 @@ pub struct CreateToken {
     pub ips: Vec<IpAddr>,
 }
 
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+/// An order of an operator about nodes.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct NodesOrder {
+    pub action: OrderAction,
+    pub nodes: Vec<String>,
+}
+
+/// What became of an order.
+#[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "camelCase")]
-pub struct RevokedNode {
-    /// Number of revoked tokens that had not expired.
-    pub tokens: usize,
+pub struct OrderOutcome {
+    /// Nodes that the order changed.
+    pub changed: Vec<String>,
+    /// Servers at which the order is in force.
+    pub in_force: Vec<String>,
+    /// Servers that have not confirmed it, and stores that do not have it. Both follow by themselves.
+    pub pending: Vec<String>,
 }
 
 /// A revocation in force, for lists.
@@ -41,11 +54,8 @@ pub struct RevokedNode {
 pub struct RevocationInfo {
     #[serde(with = "name_text")]
     pub node: NodeName,
-    /// Time until which the node's certificates are revoked.
     #[serde(with = "time_text")]
     pub revoked_at: SystemTime,
-    /// Whether the server saw or issued a certificate of the node that is not revoked.
-    pub has_later_certificate: bool,
 }
 
 impl From<RevocationInForce> for RevocationInfo {
@@ -53,7 +63,6 @@ impl From<RevocationInForce> for RevocationInfo {
         Self {
             node: revocation.node,
             revoked_at: revocation.at,
-            has_later_certificate: revocation.has_later_certificate,
         }
     }
 }

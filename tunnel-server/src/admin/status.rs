@@ -59,8 +59,7 @@ pub struct NodeStatus {
     /// was before the start of the server.
     #[serde(default)]
     pub last_close: Option<CloseStatus>,
-    /// Time until which the certificates of the node are revoked, RFC 3339. Empty if this server
-    /// saw or issued a later certificate.
+    /// Time at which the node was revoked, RFC 3339. Empty if it is not revoked.
     #[serde(default)]
     pub revoked_at: Option<String>,
     /// How the agent enrolled last, if this server knows.
@@ -204,17 +203,15 @@ pub fn list(
         .collect()
 }
 
-/// Returns the nodes that have no certificate but revoked ones, as far as this process knows.
 fn revoked_nodes(revocations: &Revocations) -> BTreeMap<NodeName, SystemTime> {
     let in_force = revocations.in_force().into_iter();
     in_force
-        .filter(|revocation| !revocation.has_later_certificate)
         .map(|revocation| (revocation.node, revocation.at))
         .collect()
 }
 
 impl NodeStatus {
-    /// Returns whether the node is away and has no certificate but revoked ones.
+    /// Returns whether the node is away and revoked.
     #[must_use]
     pub fn is_revoked(&self) -> bool {
         !self.connected && self.revoked_at.is_some()
@@ -258,13 +255,12 @@ pub(super) const CONFLICTS_MAX: usize = 16;
 
 #[cfg(test)]
 mod tests {
-    use std::time::Duration;
-
     use tunnel_proto::wire::code::CloseCode;
     use tunnel_proto::wire::name::InstanceId;
     use tunnel_proto::wire::peer::{HeldNode, Holds};
 
     use super::*;
+    use crate::ca::revocation::OrderAction;
     use crate::routing::peers::PeerAddress;
     use crate::routing::registry::SuspectReason;
     use crate::testing::{Bench, eventually, node};
@@ -385,18 +381,17 @@ mod tests {
     }
 
     #[tokio::test(start_paused = true)]
-    async fn node_is_shown_as_revoked_until_it_has_a_later_certificate() {
+    async fn node_is_shown_as_revoked_until_the_end_of_its_revocation() {
         let bench = Bench::new();
         let revocations = &bench.sessions.revocations;
         bench.sessions.nodes.record(&node(), &[]);
         let shown = || list_of(&bench, &[]).remove(0);
         assert_eq!(shown().revoked_at, None);
         let now = SystemTime::now();
-        revocations.revoke(&node(), now).unwrap();
+        revocations.order(OrderAction::Revoke, &[node()], now);
         assert_eq!(shown().revoked_at, Some(rfc3339(now)));
-        let revoked = revocations.of_node(&node());
-        let later = now + Duration::from_secs(60);
-        assert!(revocations.confirm(&node(), revoked, later));
+        revocations.order(OrderAction::Reissue, &[node()], now);
+        revocations.order(OrderAction::Unrevoke, &[node()], now);
         assert_eq!(shown().revoked_at, None);
     }
 

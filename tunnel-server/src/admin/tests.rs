@@ -18,6 +18,7 @@ pub(super) fn state(dir: &DataDir) -> AdminState {
     let nodes = Arc::new(KnownNodes::open(dir).unwrap());
     AdminState {
         revocations: Arc::new(Revocations::open(dir, true).unwrap()),
+        peers: Peers::alone("server-1".parse().unwrap(), Vec::new()),
         rotator: Ok(Arc::new(CaRotator::new(
             ca.clone(),
             dir.clone(),
@@ -188,27 +189,4 @@ async fn no_token_is_made_where_it_would_be_of_no_use() {
         assert_contains(&error, words);
     }
     assert!(fixture.state.tokens.list(SystemTime::now()).is_empty());
-}
-
-#[test]
-fn tokens_are_taken_back_before_the_certificates_are_revoked() {
-    let fixture = Fixture::new();
-    let created = create_token(&fixture.state, token_request());
-    created.unwrap_or_else(|refusal| panic!("{}", refusal.problem));
-    let node = node("worker-1");
-    let (revocations, tokens) = (&fixture.state.revocations, &fixture.state.tokens);
-    // The first change waits here for the lock on its file.
-    let held = fixture.scratch.0.lock_files().unwrap();
-    std::thread::scope(|scope| {
-        let revoking = scope.spawn(|| revoke_node(revocations, tokens, &node));
-        let is_token_back = || tokens.list(SystemTime::now())[0].state == TokenState::Revoked;
-        while !is_token_back() && revocations.of_node(&node).is_none() {
-            std::thread::yield_now();
-        }
-        let came_first = (is_token_back(), revocations.of_node(&node));
-        drop(held);
-        assert_eq!(revoking.join().unwrap().unwrap(), 1);
-        assert_eq!(came_first, (true, None));
-    });
-    assert!(revocations.of_node(&node).is_some());
 }

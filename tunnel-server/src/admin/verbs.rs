@@ -8,6 +8,7 @@ use std::time::{Duration, SystemTime};
 use tunnel_proto::wire::name::NodeName;
 
 use crate::admin::{AdminClient, AdminError, CreateToken, CreatedToken};
+use crate::ca::revocation::Revocations;
 use crate::ca::tokens::{CreateTokenError, TokenStore};
 use crate::ca::{CaError, IssueError, LocalCa};
 use crate::routing::known_nodes::KnownNodes;
@@ -269,7 +270,14 @@ async fn create_token(
         let ca = load_ca(require_standalone(dir)?, offline)?;
         let now = SystemTime::now();
         let tokens = TokenStore::open(dir)?;
-        let token = tokens.create(&node, ttl, ips.clone(), ca.spki_sha256(), now)?;
+        let token = tokens.create(
+            &node,
+            ttl,
+            ips.clone(),
+            ca.spki_sha256(),
+            Revocations::open(dir, true)?.of_node(&node),
+            now,
+        )?;
         let nodes = KnownNodes::open(dir)?;
         nodes.record(&node, &ips);
         nodes.save()?;

@@ -32,6 +32,7 @@ pub(super) fn start_socket(
         tokens: authority.tokens.clone(),
         nodes: context.nodes.clone(),
         revocations: authority.revocations.clone(),
+        peers: context.peers.clone(),
         rotator: rotator(authority, context),
         status: nodes,
         node_labels: node_labels(context),

@@ -112,7 +112,11 @@ impl Authority {
             ca: shared.ca,
             ca_secret: Some(shared.ca_secret),
             tokens: Arc::new(TokenStore::from_document(tokens)?),
-            revocations: Arc::new(Revocations::from_document(revocations, is_issuer(config))?),
+            revocations: Arc::new(Revocations::open_shared(
+                data,
+                revocations,
+                is_issuer(config),
+            )?),
             keys: shared.keys,
             cluster_handle: Some(cluster_handle),
             quic_key_lease: shared.quic_key_lease,
@@ -159,7 +163,7 @@ impl AgentAuth {
     pub(super) fn build(authority: &Authority, context: &ServerContext) -> anyhow::Result<Self> {
         authority
             .revocations
-            .enforce(&context.registry, &context.shutdown);
+            .enforce(&context.registry, &context.readiness, &context.shutdown);
         let agents = match &context.config.agent_files {
             Some(files) => Self::from_files(files, authority, &context.watcher)?,
             None => Self::from_ca(authority, context)?,

@@ -54,7 +54,7 @@ pub(super) fn start(
         list_linger: LIST_LINGER,
         open_limit: limits.open_timeout,
         shutdown: context.shutdown.clone(),
-        on_revoked: revocations::exchange(&authority.revocations, context),
+        on_orders: revocations::exchange(&authority.revocations, context),
         on_enroll: on_enroll(authority, agents, context),
     };
     endpoint.start(listener, membership);

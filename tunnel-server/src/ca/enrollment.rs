@@ -16,15 +16,16 @@ use tunnel_proto::wire::enroll::{
 };
 use tunnel_proto::wire::frame::{self, ENROLL_MESSAGE_MAX, FrameError};
 use tunnel_proto::wire::name::ReplicaId;
+use tunnel_proto::wire::order::Order;
 use zeroize::Zeroize as _;
 
 use crate::ca::AgentCsr;
 use crate::ca::attestation::{AttestedToken, Attestor, KeyBinding, ServiceAccountToken};
-use crate::ca::renewal::{EnrollRefusal, Renewals, refusal};
+use crate::ca::renewal::{EnrollRefusal, Renewals, refusal, revoked};
+use crate::ca::revocation::is_issued_before;
 use crate::ca::tokens::TokenStore;
 use crate::routing::known_nodes::{EnrollmentKind, KnownNodes};
 use crate::routing::peers::Peers;
-use crate::store::data_dir::rfc3339;
 
 mod forwarded;
 
@@ -140,9 +141,9 @@ impl Enrollment {
             let detail = "this server is not connected to a cluster and accepts join tokens only, not ServiceAccount tokens";
             return Err((EnrollCode::NotOffered, detail.to_owned()));
         };
-        // Read the revocation before the token is reviewed, so that a revocation in the meantime
-        // refuses the certificate.
-        let revoked = renewals.revocations.of_node(&request.node_name);
+        // Read the order before the token is reviewed, so that one in the meantime refuses the
+        // certificate.
+        let order = renewals.revocations.of_node(&request.node_name);
         let token = ServiceAccountToken::new(&request.token);
         let attested = attestor
             .node_of(token, SystemTime::now())
@@ -155,14 +156,10 @@ impl Enrollment {
             );
             return Err((EnrollCode::WrongNode, detail));
         }
-        if let Some(at) = revoked.filter(|at| attested.issued <= *at) {
-            let detail = format!(
-                "the node was revoked at {}; a ServiceAccount token that is issued later is accepted",
-                rfc3339(at)
-            );
-            return Err((EnrollCode::Revoked, detail));
+        if order.is_revoked || is_issued_before(order, attested.issued) {
+            return Err(revoked(order));
         }
-        Ok(Some(Attestation { attested, revoked }))
+        Ok(Some(Attestation { attested, order }))
     }
 
     /// Binds a ServiceAccount token to the first key that uses it, like a join token.
@@ -224,38 +221,47 @@ impl Enrollment {
         // Parse the request first, so that a damaged request does not bind the token to an unusable
         // key.
         let certificate_request = AgentCsr::parse(&request.csr).map_err(refusal)?;
-        if let Some(Attestation { attested, revoked }) = attestation {
+        if let Some(Attestation { attested, order }) = attestation {
             let node = &attested.node;
             self.bind(&attested, &certificate_request, now)?;
-            let issued = renewals.issue(&certificate_request, node, revoked, now)?;
+            let issued = renewals.issue(&certificate_request, node, order, now)?;
             self.nodes
                 .record_enrollment(node, EnrollmentKind::ServiceAccount);
             return Ok((EnrolledBy::Account(attested.account), issued.reply));
         }
-        // Read the revocation before the token is redeemed: revoking a node revokes its tokens
-        // first and its certificates after that.
-        let revoked = renewals.revocations.of_node(&request.node_name);
+        // Read the order before the token is redeemed, so that one in the meantime refuses the
+        // certificate.
+        let order = renewals.revocations.of_node(&request.node_name);
+        if order.is_revoked {
+            return Err(revoked(order));
+        }
         let grant = self.tokens.redeem(
             &request.token,
             &request.node_name,
             certificate_request.key_sha256(),
             now,
         )?;
-        let issued = renewals.issue(&certificate_request, &grant.node, revoked, now)?;
+        if grant.order.is_before(order) {
+            return Err((EnrollCode::Revoked, VOID.to_owned()));
+        }
+        let issued = renewals.issue(&certificate_request, &grant.node, order, now)?;
         self.nodes
             .record_enrollment(&grant.node, EnrollmentKind::JoinToken);
         Ok((EnrolledBy::Token(grant.id), issued.reply))
     }
 }
 
+/// Refusal for a token that an order made void.
+const VOID: &str =
+    "the node was revoked or reissued after the token was created; create a new token";
 /// Refusal for a key other than the first.
 const TOKEN_BOUND_TO_OTHER_KEY: &str =
     "this ServiceAccount token is bound to another key; wait for the kubelet's next token";
 
-/// An attested token, and the revocation of its node as read before the review.
+/// An attested token, and the order about its node as read before the review.
 struct Attestation {
     attested: AttestedToken,
-    revoked: Option<SystemTime>,
+    order: Order,
 }
 
 /// The credential that authorized a certificate.
@@ -359,7 +365,10 @@ mod tests {
             };
             let (minute, now) = (Duration::from_secs(60), SystemTime::now());
             let ca = enrollment.renewals.as_ref().unwrap().ca.spki_sha256();
-            let token = enrollment.tokens.create(&node(), minute, vec![], ca, now);
+            let token =
+                enrollment
+                    .tokens
+                    .create(&node(), minute, vec![], ca, Order::default(), now);
             Self {
                 token: token.unwrap().reveal(),
                 enrollment,

@@ -10,7 +10,7 @@ use rcgen::{
 };
 use rustls::sign::SigningKey;
 use rustls_pki_types::PrivateKeyDer;
-use tunnel_proto::identity::{BACKDATED, Role};
+use tunnel_proto::identity::BACKDATED;
 use tunnel_proto::tls;
 
 use super::error::{CaError, IssueError};
@@ -67,9 +67,9 @@ impl LeafKey {
     }
 }
 
-/// Returns the alternative name with the identity of a role.
-pub(super) fn uri(role: &Role) -> Result<SanType, IssueError> {
-    Ia5String::try_from(role.uri())
+/// Returns the alternative name with the URI of a role.
+pub(super) fn uri(uri: String) -> Result<SanType, IssueError> {
+    Ia5String::try_from(uri)
         .map(SanType::URI)
         .map_err(IssueError::Sign)
 }

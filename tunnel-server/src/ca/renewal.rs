@@ -13,6 +13,7 @@ use tunnel_proto::tls::{AgentTrust, verify_proof};
 use tunnel_proto::wire::code::EnrollCode;
 use tunnel_proto::wire::enroll::{EnrollReply, EnrollRequest, RENEW_EXPORT_BYTES, RenewalProof};
 use tunnel_proto::wire::name::NodeName;
+use tunnel_proto::wire::order::Order;
 
 use crate::ca::revocation::{self, Revocations};
 use crate::ca::{AgentCsr, IssueError, LocalCa};
@@ -62,14 +63,14 @@ impl Renewals {
                 "certificate was issued by the cluster and cannot be renewed here".to_owned();
             return Err((EnrollCode::NotOffered, detail));
         }
-        // Read the revocation once: the old certificate is checked against it, and the new one is
-        // dated after it.
-        let revoked = self.revocations.of_node(node);
-        if self.revocations.covers(revoked, peer) {
-            return Err(self.revoked(node));
+        // Read the order once: the old certificate is checked against it, and the new one has its
+        // generation.
+        let order = self.revocations.of_node(node);
+        if self.revocations.refuses(order, peer) {
+            return Err(revoked(order));
         }
         let request = AgentCsr::parse(csr).map_err(refusal)?;
-        self.issue(&request, node, revoked, now)
+        self.issue(&request, node, order, now)
     }
 
     /// Renews an expired certificate for a sender that proves possession of its key. The
@@ -101,7 +102,7 @@ impl Renewals {
         if now < not_before {
             return Err(clock_wrong(not_before, now));
         }
-        let revoked = self.revocations.of_node(claimed);
+        let order = self.revocations.of_node(claimed);
         let peer = self.verify_at(now.min(not_after), &chain, claimed)?;
         if now > not_after + RENEWAL_GRACE {
             let detail = format!(
@@ -120,26 +121,30 @@ impl Renewals {
         if spki_sha256(leaf).ok() != Some(request.key_sha256()) {
             return Err(bad_proof("the request is not for the certificate's key"));
         }
-        self.issue(&request, node, revoked, now)
+        self.issue(&request, node, order, now)
     }
 
-    /// Issues a certificate for a node that is already authorized. `revoked` is the node's
-    /// revocation ([`Revocations::of_node`]) as read before the authorization. A later revocation
-    /// refuses the certificate.
+    /// Issues a certificate for a node that is already authorized. `order` is the order about the node
+    /// ([`Revocations::of_node`]) as read before the authorization.
     ///
     /// # Errors
-    /// Returns an error if the CA cannot sign, or if the node was revoked in the meantime.
+    /// Returns an error if the CA cannot sign, or if the node is revoked, or was reissued in the
+    /// meantime.
     pub fn issue(
         &self,
         request: &AgentCsr,
         node: &NodeName,
-        revoked: Option<SystemTime>,
+        order: Order,
         now: SystemTime,
     ) -> Result<RenewedCertificate, EnrollRefusal> {
-        let issued_at = revocation::issue_time(revoked, now);
-        let issued = self.ca.issue(request, node, issued_at).map_err(refusal)?;
-        if !self.revocations.confirm(node, revoked, issued_at) {
-            return Err(self.revoked(node));
+        let generation = order.generation;
+        let issued = self
+            .ca
+            .issue(request, node, generation, now)
+            .map_err(refusal)?;
+        let current = self.revocations.of_node(node);
+        if current.is_revoked || current.generation != generation {
+            return Err(revoked(current));
         }
         let bytes = |certificates: &[CertificateDer<'_>]| {
             certificates.iter().map(|der| der.to_vec()).collect()
@@ -155,7 +160,7 @@ impl Renewals {
     }
 
     /// Verifies the certificate that another server of this CA issued for a request: its chain, node
-    /// and key. Later revocations of the node cover the certificate, whatever the clock says.
+    /// and key.
     ///
     /// # Errors
     /// Returns a description of what is wrong.
@@ -196,21 +201,19 @@ impl Renewals {
         match self.trust.verify(chain, UnixTime::since_unix_epoch(since)) {
             Ok(peer) if peer.domain == TrustDomain::Tunnel => Ok(peer),
             Ok(_cluster) => Err(bad_proof("the certificate is not of the CA of this server")),
-            Err(Error::InvalidCertificate(CertificateError::Revoked)) => Err(self.revoked(claimed)),
+            Err(Error::InvalidCertificate(CertificateError::Revoked)) => {
+                Err(revoked(self.revocations.of_node(claimed)))
+            }
             Err(error) => Err(bad_proof(format!(
                 "the certificate is not accepted: {error}"
             ))),
         }
     }
+}
 
-    fn revoked(&self, node: &NodeName) -> EnrollRefusal {
-        let at = self.revocations.of_node(node);
-        let detail = at.map_or_else(
-            || "the node is revoked".to_owned(),
-            revocation::revoked_message,
-        );
-        (EnrollCode::Revoked, detail)
-    }
+/// Returns the refusal for a node by the order about it.
+pub(crate) fn revoked(order: Order) -> EnrollRefusal {
+    (EnrollCode::Revoked, revocation::revoked_message(order))
 }
 
 fn bad_proof(detail: impl Into<String>) -> EnrollRefusal {

@@ -1,5 +1,9 @@
-//! Nodes whose certificates an operator revoked. Every handshake checks them, and they persist
-//! across restarts.
+//! Orders of operators about nodes: which nodes are refused, and which generations of certificates.
+//! Every handshake checks them.
+//!
+//! An order is in force as soon as it is made or received, and is written afterwards, until that
+//! succeeds: to a file of the data directory, and in a cluster to a Secret, too. Orders from files,
+//! the cluster and other servers are merged ([`Order::merge`]), so that none is lost on the way.
 
 use std::collections::BTreeMap;
 use std::io;
@@ -10,60 +14,82 @@ use parking_lot::Mutex;
 use serde::{Deserialize, Serialize};
 use tokio::sync::watch;
 use tracing::{info, warn};
-use tunnel_proto::identity::{BACKDATED, PeerIdentity, TrustDomain};
+use tunnel_proto::identity::{PeerIdentity, TrustDomain};
+use tunnel_proto::process::meta::Readiness;
 use tunnel_proto::process::shutdown::Shutdown;
 use tunnel_proto::process::telemetry::LogRateLimit;
 use tunnel_proto::timers::sleep_coalesced;
 use tunnel_proto::tls::{RevocationCheck, Revoked};
 use tunnel_proto::wire::code::CloseCode;
-use tunnel_proto::wire::name::NodeName;
-use tunnel_proto::wire::peer::RevokedNode;
+use tunnel_proto::wire::name::{NodeName, ReplicaId};
+use tunnel_proto::wire::order::{NodeOrder, Order};
 
 use crate::routing::registry::Registry;
-use crate::store::data_dir::{DataDir, rfc3339, time_text, time_text_option, whole_seconds};
+use crate::store::data_dir::{DataDir, rfc3339};
 use crate::store::document::SharedDocument;
 use crate::store::file_document;
 
-/// The revocations of a data directory or of a cluster. A revocation covers every certificate of
-/// its node that was issued up to that time. A later certificate, obtained with a new token, is
-/// accepted. A revocation that is lifted stays recorded with the time at which it was lifted: other
-/// processes merge what they know, and would otherwise bring it back.
+/// The orders about nodes of a data directory or of a cluster.
 #[derive(Debug)]
 pub struct Revocations {
-    doc: SharedDocument,
+    /// Places where the orders are written, each of which has all of them.
+    stores: Vec<Store>,
     state: Mutex<State>,
-    /// Held while writing, so that an older state never replaces a newer one.
-    writing: Mutex<()>,
     version: watch::Sender<u64>,
-    /// Time between the start of a certificate's validity and its issue.
-    backdated: Duration,
+    /// Whether certificates have a generation.
+    is_local_ca: bool,
 }
 
 #[derive(Debug, Default)]
 struct State {
-    nodes: BTreeMap<NodeName, Revocation>,
-    /// Number of changes of `nodes`.
+    orders: BTreeMap<NodeName, Order>,
+    /// Number of changes of `orders`.
     changes: u64,
-    /// Issue time of the newest certificate of each node that this process saw or issued.
-    issued: BTreeMap<NodeName, SystemTime>,
+    received: BTreeMap<ReplicaId, ReceivedOrders>,
+}
+
+/// Numbers of orders of another server since the start.
+#[derive(Debug, Default)]
+struct ReceivedOrders {
+    accepted: usize,
+    refused: usize,
+}
+
+#[derive(Debug)]
+struct Store {
+    document: SharedDocument,
+    progress: Mutex<Progress>,
+}
+
+#[derive(Debug, Default)]
+struct Progress {
     /// Version of the document that was last read or written.
     last_version: Option<u64>,
-    /// Whether this process has a revocation, or a later time of one, that is not persisted yet.
-    has_unwritten: bool,
+    pending: Pending,
+    /// The reason why the last write failed.
+    problem: Option<String>,
 }
 
-/// The last revocation of a node.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-struct Revocation {
-    at: SystemTime,
-    /// Time until which revocations of the node are lifted.
-    lifted_at: Option<SystemTime>,
+/// What a store lacks.
+#[derive(Debug, Default, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
+enum Pending {
+    #[default]
+    Nothing,
+    /// Orders that this server received, and that others write, too.
+    Received,
+    /// Orders that were made here.
+    Own,
 }
 
-impl Revocation {
-    fn is_in_force(self) -> bool {
-        self.lifted_at.is_none_or(|lifted_at| lifted_at < self.at)
-    }
+/// What an operator orders about a node.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "lowercase")]
+pub enum OrderAction {
+    /// Refuse the node until [`OrderAction::Unrevoke`].
+    Revoke,
+    Unrevoke,
+    /// Refuse the certificates that the node has; it may enroll again.
+    Reissue,
 }
 
 /// A revocation that is in force.
@@ -71,235 +97,251 @@ impl Revocation {
 pub struct RevocationInForce {
     pub node: NodeName,
     pub at: SystemTime,
-    /// Whether this process saw or issued a certificate of the node that the revocation does not
-    /// cover.
-    pub has_later_certificate: bool,
 }
 
-#[derive(Debug, Serialize, Deserialize)]
-struct RevocationsDocument {
-    nodes: BTreeMap<String, RevocationEntry>,
+#[derive(Debug, PartialEq, Eq, Serialize, Deserialize)]
+struct OrdersDocument {
+    nodes: BTreeMap<String, OrderEntry>,
 }
 
-#[derive(Debug, Serialize, Deserialize)]
-#[serde(rename_all = "camelCase")]
-struct RevocationEntry {
-    #[serde(with = "time_text")]
-    revoked_at: SystemTime,
-    #[serde(
-        default,
-        with = "time_text_option",
-        skip_serializing_if = "Option::is_none"
-    )]
-    lifted_at: Option<SystemTime>,
+#[derive(Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "camelCase", remote = "Order")]
+struct OrderFields {
+    #[serde(default, skip_serializing_if = "is_default")]
+    counter: u64,
+    #[serde(default, rename = "revoked", skip_serializing_if = "is_default")]
+    is_revoked: bool,
+    #[serde(default, skip_serializing_if = "is_default")]
+    at: u64,
+    #[serde(default, skip_serializing_if = "is_default")]
+    generation: u64,
+    #[serde(default, skip_serializing_if = "is_default")]
+    reissued_at: u64,
 }
+
+#[derive(Debug, PartialEq, Eq, Serialize, Deserialize)]
+struct OrderEntry(#[serde(with = "OrderFields")] Order);
 
 impl Revocations {
-    /// Opens the revocations of a data directory. `is_local_ca` means that the local CA issues the
-    /// agents' certificates, whose validity begins some minutes before the issue.
+    /// Opens the orders of a data directory. `is_local_ca` means that the local CA issues the agents'
+    /// certificates, with generations.
     ///
     /// # Errors
     /// Returns an error with the path if the file cannot be read or is damaged.
     pub fn open(dir: &DataDir, is_local_ca: bool) -> io::Result<Self> {
-        Self::from_document(file_document::open(dir, dir.revoked())?, is_local_ca)
+        Self::with_stores(vec![file_document::open(dir, dir.revoked())?], is_local_ca)
     }
 
-    /// Opens the revocations of a document; `is_local_ca` as for [`Revocations::open`].
+    /// Opens the orders of a data directory and of a document that other servers share; `is_local_ca`
+    /// as for [`Revocations::open`].
     ///
     /// # Errors
-    /// Returns an error with the document's name if the document cannot be read or is damaged.
-    pub(crate) fn from_document(doc: SharedDocument, is_local_ca: bool) -> io::Result<Self> {
-        let mut state = State::default();
-        state.refresh(&doc)?;
-        Ok(Self {
-            doc,
-            state: Mutex::new(state),
-            writing: Mutex::default(),
+    /// Returns an error with the name of the file or document that cannot be read or is damaged.
+    pub(crate) fn open_shared(
+        dir: &DataDir,
+        shared: SharedDocument,
+        is_local_ca: bool,
+    ) -> io::Result<Self> {
+        let file = file_document::open(dir, dir.revoked())?;
+        Self::with_stores(vec![shared, file], is_local_ca)
+    }
+
+    fn with_stores(documents: Vec<SharedDocument>, is_local_ca: bool) -> io::Result<Self> {
+        let stores = documents.into_iter().map(|document| Store {
+            document,
+            progress: Mutex::default(),
+        });
+        let revocations = Self {
+            stores: stores.collect(),
+            state: Mutex::default(),
             version: watch::Sender::new(0),
-            backdated: if is_local_ca {
-                BACKDATED
-            } else {
-                Duration::ZERO
-            },
-        })
-    }
-
-    /// Revokes every certificate of a node that was issued until now, and every certificate of the
-    /// node that this process has seen, whatever the clock says. A revocation is always later than
-    /// the previous one and than the certificates that it covers. Blocks the thread until the
-    /// revocation is on disk or in the cluster.
-    ///
-    /// # Errors
-    /// Returns an error if the revocation cannot be persisted. The revocation is then in force, and
-    /// is written again until that succeeds ([`Revocations::enforce`]) or the process ends.
-    pub fn revoke(&self, node: &NodeName, now: SystemTime) -> io::Result<()> {
-        let _writing = self.writing.lock();
-        self.state.lock().revoke(node, now, &self.doc);
-        self.version.send_modify(|version| *version += 1);
-        self.write()
-    }
-
-    /// Lifts the revocation of a node: its certificates are accepted again. Returns whether a
-    /// revocation was in force. Blocks the thread until the change is on disk or in the cluster.
-    ///
-    /// # Errors
-    /// Returns an error if the change cannot be persisted. The revocation then stays in force.
-    pub fn lift(&self, node: &NodeName, now: SystemTime) -> io::Result<bool> {
-        let _writing = self.writing.lock();
-        if self.of_node(node).is_none() {
-            return Ok(false);
+            is_local_ca,
+        };
+        let mut state = revocations.state.lock();
+        for store in &revocations.stores {
+            revocations.refresh(&mut state, store)?;
         }
-        // Until the change is persisted, no certificate of the node may be accepted or renewed.
-        let mut lifted_at = None;
-        self.write_with(|content| {
-            if let Some(entry) = content.nodes.get_mut(node.as_str()) {
-                lifted_at = Some(whole_seconds(now).max(entry.revoked_at));
-                entry.lifted_at = lifted_at;
-            }
-        })?;
-        self.state.lock().set_lifted_at(node, lifted_at);
-        self.version.send_modify(|version| *version += 1);
-        Ok(true)
+        drop(state);
+        Ok(revocations)
+    }
+
+    /// Puts an order about nodes in force, and returns the nodes that it changed: all, or those that
+    /// were revoked. [`Revocations::enforce`] writes the order, or [`Revocations::flush`].
+    pub fn order(&self, action: OrderAction, nodes: &[NodeName], now: SystemTime) -> Vec<NodeName> {
+        let at = seconds(now);
+        let mut state = self.state.lock();
+        self.reload(&mut state);
+        let mut changed = Vec::new();
+        for node in nodes {
+            let known = state.orders.get(node).copied().unwrap_or_default();
+            let order = match action {
+                OrderAction::Revoke => known.with_revoked(true, at),
+                OrderAction::Unrevoke if !known.is_revoked => continue,
+                OrderAction::Unrevoke => known.with_revoked(false, at),
+                OrderAction::Reissue => known.reissued(at),
+            };
+            state.insert(node.clone(), order);
+            changed.push(node.clone());
+        }
+        if !changed.is_empty() {
+            self.mark(Pending::Own, None);
+            self.notify();
+        }
+        changed
     }
 
     /// Returns the revocations that are in force, ordered by node.
     #[must_use]
     pub fn in_force(&self) -> Vec<RevocationInForce> {
         let mut state = self.state.lock();
-        state.reload(&self.doc);
-        let in_force = (state.nodes.iter()).filter(|(_, revocation)| revocation.is_in_force());
-        in_force
-            .map(|(node, revocation)| RevocationInForce {
+        self.reload(&mut state);
+        let revoked = state.orders.iter().filter(|(_, order)| order.is_revoked);
+        revoked
+            .map(|(node, order)| RevocationInForce {
                 node: node.clone(),
-                at: revocation.at,
-                has_later_certificate: (state.issued.get(node))
-                    .is_some_and(|issued| *issued > revocation.at),
+                at: time(order.at),
             })
             .collect()
     }
 
-    /// Merges revocations of another server: of several revocations of a node, the latest counts.
-    /// Times are taken as they are, so that servers that exchange revocations agree. New nodes
-    /// beyond [`NODES_MAX`] are ignored. Returns whether anything changed. The changes are in force
-    /// at once, and [`Revocations::enforce`] writes them.
-    pub fn merge(&self, revoked: Vec<RevokedNode>) -> bool {
-        let is_changed = self.state.lock().merge_announced(revoked, &self.doc);
-        if is_changed {
-            self.version.send_modify(|version| *version += 1);
+    /// Merges orders of another server. New nodes beyond [`NODES_MAX`] and implausible numbers are
+    /// refused. What is new is in force at once, and [`Revocations::enforce`] writes it unless
+    /// another server has.
+    pub fn merge(&self, replica: &ReplicaId, orders: Vec<NodeOrder>) {
+        let mut state = self.state.lock();
+        self.reload(&mut state);
+        let (mut accepted, mut refused) = (0, 0);
+        for NodeOrder { node, order } in orders {
+            let known = state.orders.get(&node).copied();
+            let has_room = known.is_some() || state.orders.len() < NODES_MAX;
+            let known = known.unwrap_or_default();
+            if !has_room || !order.is_plausible_after(known) {
+                refused += 1;
+            } else if known.merge(order) != known {
+                state.insert(node, known.merge(order));
+                accepted += 1;
+            }
         }
-        is_changed
+        let received = state.received.entry(replica.clone()).or_default();
+        received.accepted += accepted;
+        received.refused += refused;
+        if accepted > 0 {
+            info!(
+                peer = %replica,
+                count = accepted,
+                total = received.accepted,
+                "orders of another server about nodes are in force"
+            );
+            self.mark(Pending::Received, None);
+            self.notify();
+        }
     }
 
-    /// Returns a receiver that is notified when this process changes a revocation, and, once
-    /// [`Revocations::enforce`] runs, when it observes that the document has changed.
+    /// Returns a receiver that is notified when an order changes or is written, and, once
+    /// [`Revocations::enforce`] runs, when a document changes.
     #[must_use]
     pub fn changed(&self) -> watch::Receiver<u64> {
         self.version.subscribe()
     }
 
-    /// Returns the revocations in force and the number of changes so far, or `None` if that number is
-    /// still `changes`. The first call passes 0.
+    /// Returns all orders and the number of changes so far, or `None` if that number is still
+    /// `changes`. The first call passes 0.
     #[must_use]
-    pub fn changed_since(&self, changes: u64) -> Option<(u64, Vec<RevokedNode>)> {
+    pub fn changed_since(&self, changes: u64) -> Option<(u64, Vec<NodeOrder>)> {
         let mut state = self.state.lock();
-        state.reload(&self.doc);
-        if state.changes == changes {
-            return None;
-        }
-        let in_force = (state.nodes.iter()).filter(|(_, revocation)| revocation.is_in_force());
-        let nodes = in_force.map(|(node, revocation)| RevokedNode {
-            node: node.clone(),
-            at: revocation.at,
-        });
-        Some((state.changes, nodes.collect()))
+        self.reload(&mut state);
+        (state.changes != changes).then(|| (state.changes, state.all()))
     }
 
-    /// Writes revocations that are not persisted yet. Blocks the thread.
-    fn flush(&self) -> io::Result<()> {
-        let _writing = self.writing.lock();
-        if !self.has_unwritten() {
+    /// Returns all orders, ordered by node.
+    #[must_use]
+    pub fn all(&self) -> Vec<NodeOrder> {
+        let mut state = self.state.lock();
+        self.reload(&mut state);
+        state.all()
+    }
+
+    /// Returns the names of the stores that do not have all orders yet, with the problem if a write
+    /// failed.
+    #[must_use]
+    pub fn unwritten(&self) -> Vec<String> {
+        let unwritten = self.stores.iter().filter_map(|store| {
+            let progress = store.progress.lock();
+            (progress.pending > Pending::Nothing).then(|| match &progress.problem {
+                Some(problem) => problem.clone(),
+                None => store.document.name().to_owned(),
+            })
+        });
+        unwritten.collect()
+    }
+
+    /// Writes the orders that are not persisted yet. Blocks the thread.
+    ///
+    /// # Errors
+    /// Returns an error if the orders cannot be persisted. They stay in force until the process ends.
+    pub fn flush(&self) -> io::Result<()> {
+        self.stores.iter().try_for_each(|store| self.write(store))
+    }
+
+    /// Writes the orders to a store unless it has all of them. Blocks the thread.
+    fn write(&self, store: &Store) -> io::Result<()> {
+        if store.progress.lock().pending == Pending::Nothing {
             return Ok(());
         }
-        self.write()
-    }
-
-    fn has_unwritten(&self) -> bool {
-        self.state.lock().has_unwritten
-    }
-
-    fn write(&self) -> io::Result<()> {
-        self.write_with(|_| {})
-    }
-
-    /// Writes the revocations after `edit`, which may be called several times.
-    fn write_with(&self, mut edit: impl FnMut(&mut RevocationsDocument)) -> io::Result<()> {
         let mut changes = 0;
-        let last_version = self.doc.change(|theirs: Option<RevocationsDocument>| {
+        let written = store.document.change(|theirs: Option<OrdersDocument>| {
             let mut state = self.state.lock();
             if let Some(theirs) = theirs {
-                state.merge(theirs, &self.doc)?;
+                self.merge_document(&mut state, store, theirs)?;
             }
             changes = state.changes;
-            let mut content = RevocationsDocument::of(&state.nodes);
-            edit(&mut content);
-            Ok(content)
-        })?;
-        let mut state = self.state.lock();
-        state.last_version = Some(last_version);
-        // What was merged during the write is written next.
-        state.has_unwritten &= state.changes != changes;
-        Ok(())
+            Ok(OrdersDocument::of(&state.orders))
+        });
+        let state = self.state.lock();
+        let mut progress = store.progress.lock();
+        match written {
+            Ok(version) => {
+                progress.last_version = Some(version);
+                progress.problem = None;
+                // What was merged during the write is written next.
+                if state.changes == changes {
+                    progress.pending = Pending::Nothing;
+                    self.notify();
+                }
+                Ok(())
+            }
+            Err(error) => {
+                progress.problem = Some(error.to_string());
+                Err(error)
+            }
+        }
     }
 
-    /// Returns the time of the last revocation of a node's certificates.
+    /// Returns the order about a node.
     #[must_use]
-    pub fn of_node(&self, node: &NodeName) -> Option<SystemTime> {
-        self.state.lock().of_node(node, &self.doc)
+    pub fn of_node(&self, node: &NodeName) -> Order {
+        let mut state = self.state.lock();
+        self.reload(&mut state);
+        state.orders.get(node).copied().unwrap_or_default()
     }
 
-    /// Returns whether a certificate is revoked, and records the certificate as seen.
+    /// Returns whether the node of a certificate is revoked, or the certificate.
     #[must_use]
     pub fn is_revoked(&self, peer: &PeerIdentity) -> bool {
-        let Some(node) = peer.node() else {
-            return false;
-        };
-        let mut state = self.state.lock();
-        let revoked = state.of_node(node, &self.doc);
-        state.record_issued(node, self.issued(peer));
-        self.covers(revoked, peer)
+        let order = peer.node().map(|node| self.of_node(node));
+        order.is_some_and(|order| self.refuses(order, peer))
     }
 
-    /// Returns whether a revocation, as returned by [`Revocations::of_node`], covers a certificate.
+    /// Returns whether an order refuses a certificate.
     #[must_use]
-    pub fn covers(&self, revoked: Option<SystemTime>, peer: &PeerIdentity) -> bool {
-        revoked.is_some_and(|at| self.issued(peer) <= at)
-    }
-
-    /// Returns whether the node's revocation is still `revoked`. If so, records a certificate
-    /// issued at `issued_at`, so that the next revocation covers it.
-    #[must_use]
-    pub fn confirm(
-        &self,
-        node: &NodeName,
-        revoked: Option<SystemTime>,
-        issued_at: SystemTime,
-    ) -> bool {
-        let mut state = self.state.lock();
-        let is_same = state.of_node(node, &self.doc) == revoked;
-        if is_same {
-            state.record_issued(node, whole_seconds(issued_at));
-        }
-        is_same
-    }
-
-    fn issued(&self, peer: &PeerIdentity) -> SystemTime {
-        let backdated = match peer.domain {
-            TrustDomain::Tunnel => self.backdated,
-            // Cluster signers backdate by unknown amounts. Without a correction a revocation may
-            // cover a certificate too many, but never one too few.
-            TrustDomain::Cluster => Duration::ZERO,
+    pub fn refuses(&self, order: Order, peer: &PeerIdentity) -> bool {
+        let has_generation = self.is_local_ca && peer.domain == TrustDomain::Tunnel;
+        let is_ended = if has_generation {
+            peer.generation < order.generation
+        } else {
+            is_issued_before(order, peer.not_before)
         };
-        whole_seconds(peer.not_before + backdated)
+        order.is_revoked || is_ended
     }
 
     #[must_use]
@@ -315,19 +357,27 @@ impl Revocations {
     }
 
     /// Closes live sessions whose certificate is revoked, as soon as this process has made or
-    /// observed the revocation, whether it is written or not. A file of another process is observed
-    /// within 5 s. Writes what this process has not written yet.
-    pub fn enforce(self: &Arc<Self>, registry: &Arc<Registry>, shutdown: &Shutdown) {
-        self.follow_document(shutdown);
-        self.write_pending(shutdown);
+    /// observed the order, whether it is written or not. A file of another process is observed
+    /// within 5 s. Writes the orders until that succeeds, and reports a condition meanwhile.
+    pub fn enforce(
+        self: &Arc<Self>,
+        registry: &Arc<Registry>,
+        readiness: &Readiness,
+        shutdown: &Shutdown,
+    ) {
+        for index in 0..self.stores.len() {
+            self.follow_document(index, shutdown);
+            shutdown.spawn_service(self.clone().write_pending(index));
+        }
         let (revocations, registry, tasks) = (self.clone(), registry.clone(), shutdown.clone());
-        let mut changed = self.version.subscribe();
+        let (readiness, mut changed) = (readiness.clone(), self.version.subscribe());
         shutdown.spawn_service(async move {
             loop {
                 tokio::select! {
                     _ = changed.changed() => {}
                     () = sleep_coalesced(CHECK_INTERVAL) => {}
                 }
+                readiness.set_conditions(CONDITION, revocations.conditions());
                 for agent in registry.all() {
                     if !revocations.is_revoked(agent.session.peer()) || agent.is_closing() {
                         continue;
@@ -341,183 +391,167 @@ impl Revocations {
             }
         });
     }
-}
 
-impl Revocations {
+    /// Returns what an operator should fix.
+    fn conditions(&self) -> Vec<String> {
+        let failed = self.stores.iter().filter_map(|store| {
+            let progress = store.progress.lock();
+            let problem = progress.problem.as_ref();
+            let problem = problem.filter(|_| progress.pending > Pending::Nothing)?;
+            Some(format!(
+                "orders about nodes are in force here but not saved: {problem}; the server tries again"
+            ))
+        });
+        let mut lines: Vec<_> = failed.collect();
+        let state = self.state.lock();
+        let refused = state
+            .received
+            .iter()
+            .filter(|(_, received)| received.refused > 0);
+        lines.extend(refused.map(|(replica, received)| {
+            format!(
+                "server {replica} announced {} orders about nodes that this server refuses ({} accepted): at most {NODES_MAX} \
+                 nodes have orders of other servers, and numbers do not jump; check that server",
+                received.refused, received.accepted
+            )
+        }));
+        lines
+    }
+
     /// Notifies of each observed change of the document.
-    fn follow_document(self: &Arc<Self>, shutdown: &Shutdown) {
-        let (revocations, mut observed) = (self.clone(), self.doc.changed());
+    fn follow_document(self: &Arc<Self>, index: usize, shutdown: &Shutdown) {
+        let Some(store) = self.stores.get(index) else {
+            return;
+        };
+        let (revocations, mut observed) = (self.clone(), store.document.changed());
         shutdown.spawn_service(async move {
             while observed.changed().await.is_ok() {
-                revocations.version.send_modify(|version| *version += 1);
+                revocations.notify();
             }
         });
     }
 
-    /// Writes what this process has not written yet, until that succeeds.
-    fn write_pending(self: &Arc<Self>, shutdown: &Shutdown) {
-        let (revocations, mut changed) = (self.clone(), self.version.subscribe());
-        shutdown.spawn_service(async move {
-            loop {
-                tokio::select! {
-                    _ = changed.changed() => {}
-                    () = sleep_coalesced(CHECK_INTERVAL) => {}
+    /// Writes to a store what it lacks, until that succeeds: own orders at once, and those of other
+    /// servers after a pause, if they have not written them by then.
+    async fn write_pending(self: Arc<Self>, index: usize) {
+        let mut changed = self.version.subscribe();
+        let mut has_failed = false;
+        loop {
+            let pending = self
+                .stores
+                .get(index)
+                .map(|store| store.progress.lock().pending);
+            let pause = match pending {
+                Some(Pending::Own) if !has_failed => Duration::ZERO,
+                Some(Pending::Received) if !has_failed => {
+                    RECEIVED_PAUSE.mul_f64(1.0 + rand::random::<f64>())
                 }
-                if !revocations.has_unwritten() {
+                _ => CHECK_INTERVAL,
+            };
+            tokio::select! {
+                biased;
+                () = tokio::time::sleep(pause) => {}
+                _ = changed.changed() => {
+                    has_failed = false;
                     continue;
                 }
-                // A write blocks.
-                let flushing = revocations.clone();
-                let flushed = tokio::task::spawn_blocking(move || flushing.flush()).await;
-                if let Ok(Err(error)) = flushed {
-                    warn!(%error, "cannot save revocations; they are in force, trying again");
+            }
+            if pending.is_none_or(|pending| pending == Pending::Nothing) {
+                continue;
+            }
+            // A write blocks.
+            let writing = self.clone();
+            let written = tokio::task::spawn_blocking(move || {
+                writing
+                    .stores
+                    .get(index)
+                    .map_or(Ok(()), |store| writing.write(store))
+            });
+            has_failed = matches!(written.await, Ok(Err(_)) | Err(_));
+            static UNSAVED: LogRateLimit = LogRateLimit::new("orders that cannot be saved");
+            if has_failed && UNSAVED.admit() {
+                warn!("cannot save orders about nodes; they are in force, trying again");
+            }
+        }
+    }
+
+    fn notify(&self) {
+        self.version.send_modify(|version| *version += 1);
+    }
+
+    /// Records that the stores, except for one, lack orders.
+    fn mark(&self, pending: Pending, except: Option<&Store>) {
+        let is_other = |store: &&Store| except.is_none_or(|except| !std::ptr::eq(*store, except));
+        for store in self.stores.iter().filter(is_other) {
+            let mut progress = store.progress.lock();
+            progress.pending = progress.pending.max(pending);
+        }
+    }
+
+    /// Loads orders that other processes wrote, and logs an error.
+    fn reload(&self, state: &mut State) {
+        for store in &self.stores {
+            if let Err(error) = self.refresh(state, store) {
+                static UNREAD: LogRateLimit = LogRateLimit::new("orders that cannot be reloaded");
+                if UNREAD.admit() {
+                    warn!(%error, "cannot reload the orders about nodes; the known ones stay in force");
                 }
             }
-        });
-    }
-}
-
-impl State {
-    /// Records a revocation that is later than the node's last one, so that a reader of the last
-    /// one notices the change.
-    fn revoke(&mut self, node: &NodeName, now: SystemTime, doc: &SharedDocument) {
-        self.reload(doc);
-        let last = self.nodes.get(node);
-        // A lifted revocation covers later times than its own.
-        let last = last.map(|last| last.lifted_at.map_or(last.at, |at| at.max(last.at)));
-        let newest = self.issued.get(node).copied();
-        let at = issue_time(last, whole_seconds(now));
-        let at = newest.map_or(at, |newest| newest.max(at));
-        self.insert(node.clone(), at);
-        self.has_unwritten = true;
+        }
     }
 
-    fn insert(&mut self, node: NodeName, at: SystemTime) {
-        let first = Revocation {
-            at,
-            lifted_at: None,
-        };
-        self.nodes.entry(node).or_insert(first).at = at;
-        self.changes += 1;
-    }
-
-    fn set_lifted_at(&mut self, node: &NodeName, lifted_at: Option<SystemTime>) {
-        if let Some(revocation) = self.nodes.get_mut(node)
-            && revocation.lifted_at != lifted_at
+    /// Loads orders that other processes wrote. A missing document undoes none, and is written.
+    fn refresh(&self, state: &mut State, store: &Store) -> io::Result<()> {
+        let version = store.document.version();
         {
-            revocation.lifted_at = lifted_at;
-            self.changes += 1;
-        }
-    }
-
-    fn of_node(&mut self, node: &NodeName, doc: &SharedDocument) -> Option<SystemTime> {
-        self.reload(doc);
-        let revocation = self.nodes.get(node).copied();
-        let in_force = revocation.filter(|revocation| revocation.is_in_force());
-        in_force.map(|revocation| revocation.at)
-    }
-
-    /// Loads revocations that other processes wrote, and logs an error.
-    fn reload(&mut self, doc: &SharedDocument) {
-        if let Err(error) = self.refresh(doc) {
-            static UNREAD: LogRateLimit = LogRateLimit::new("revocations cannot be reloaded");
-            if UNREAD.admit() {
-                warn!(%error, "cannot reload the revocations; the known ones stay in force");
+            let mut progress = store.progress.lock();
+            if version.is_none() || version == progress.last_version {
+                return Ok(());
             }
+            // Damaged content is parsed once.
+            progress.last_version = version;
         }
-    }
-
-    /// Merges revocations that another server announced. Returns whether anything changed.
-    fn merge_announced(&mut self, revoked: Vec<RevokedNode>, doc: &SharedDocument) -> bool {
-        self.reload(doc);
-        let changes = self.changes;
-        let mut ignored = 0;
-        for RevokedNode { node, at } in revoked {
-            // The document has whole seconds.
-            let at = whole_seconds(at);
-            match self.nodes.get(&node).copied() {
-                Some(known) if known.at >= at => {}
-                // The clock of the other server may be behind the one that lifted.
-                Some(known) => self.insert(node, issue_time(known.lifted_at, at)),
-                None if self.nodes.len() >= NODES_MAX => ignored += 1,
-                None => self.insert(node, at),
-            }
-        }
-        if ignored > 0 {
-            static IGNORED: LogRateLimit = LogRateLimit::new("revocations beyond the limit");
-            if IGNORED.admit() {
-                warn!(
-                    ignored,
-                    limit = NODES_MAX,
-                    "another server announces more revoked nodes than this one stores; the rest is ignored"
-                );
-            }
-        }
-        let is_changed = self.changes != changes;
-        self.has_unwritten |= is_changed;
-        is_changed
-    }
-
-    fn record_issued(&mut self, node: &NodeName, issued: SystemTime) {
-        match self.issued.get_mut(node) {
-            Some(newest) => *newest = issued.max(*newest),
-            None => {
-                self.issued.insert(node.clone(), issued);
-            }
-        }
-    }
-
-    /// Loads revocations that other processes wrote. A missing document does not undo any
-    /// revocation.
-    fn refresh(&mut self, doc: &SharedDocument) -> io::Result<()> {
-        let version = doc.version();
-        if version.is_none() || version == self.last_version {
-            return Ok(());
-        }
-        // Damaged content is parsed once.
-        self.last_version = version;
-        match doc.read::<RevocationsDocument>()? {
-            Some(content) => self.merge(content, doc),
+        match store.document.read::<OrdersDocument>()? {
+            Some(content) => self.merge_document(state, store, content),
             None => Ok(()),
         }
     }
 
-    /// Merges persisted revocations. An invalid name is reported as an error after all other
-    /// entries are merged.
-    fn merge(&mut self, content: RevocationsDocument, doc: &SharedDocument) -> io::Result<()> {
-        let mut damaged = None;
-        for (name, entry) in content.nodes {
+    /// Merges persisted orders. An invalid name is reported as an error after all other entries are
+    /// merged.
+    fn merge_document(
+        &self,
+        state: &mut State,
+        store: &Store,
+        content: OrdersDocument,
+    ) -> io::Result<()> {
+        let (mut damaged, mut is_changed) = (None, false);
+        for (name, OrderEntry(theirs)) in &content.nodes {
             let node: NodeName = match name.parse() {
                 Ok(node) => node,
                 Err(error) => {
-                    damaged = Some(format!("{} is damaged: {name:?}: {error}", doc.name()));
+                    let document = store.document.name();
+                    damaged = Some(format!("{document} is damaged: {name:?}: {error}"));
                     continue;
                 }
             };
-            let known = self.nodes.get(&node).copied();
-            let lifted_at = known.and_then(|known| known.lifted_at);
-            let lifted_at = lifted_at.max(entry.lifted_at);
-            let known = known.map(|known| known.at);
-            if known.is_some_and(|known| known >= entry.revoked_at) {
-                self.set_lifted_at(&node, lifted_at);
-                continue;
+            let known = state.orders.get(&node).copied();
+            let merged = known.unwrap_or_default().merge(*theirs);
+            if known != Some(merged) {
+                state.insert(node, merged);
+                is_changed = true;
             }
-            // The revoking server may not have known certificates that this process issued or saw
-            // before it received the revocation. A time that is hardly later than the known one is
-            // the same revocation, raised by another server; certificates issued since then stay
-            // valid. After a lift every later time is another revocation.
-            let is_again =
-                lifted_at.is_some_and(|lifted_at| known.is_some_and(|at| at <= lifted_at));
-            // A lifted revocation is not raised: a later time would put it in force again.
-            let is_lifted = lifted_at.is_some_and(|at| at >= entry.revoked_at);
-            let is_later = known.is_none_or(|known| entry.revoked_at > known + RAISE_TOLERANCE);
-            let is_new = !is_lifted && (is_later || is_again);
-            let newest = self.issued.get(&node).copied().filter(|_| is_new);
-            let at = newest.map_or(entry.revoked_at, |newest| newest.max(entry.revoked_at));
-            self.has_unwritten |= at > entry.revoked_at;
-            self.insert(node.clone(), at);
-            self.set_lifted_at(&node, lifted_at);
         }
+        if is_changed {
+            self.mark(Pending::Received, Some(store));
+        }
+        let lacks = content != OrdersDocument::of(&state.orders);
+        let mut progress = store.progress.lock();
+        progress.pending = match progress.pending {
+            _ if !lacks => Pending::Nothing,
+            Pending::Nothing => Pending::Received,
+            pending => pending,
+        };
         match damaged {
             Some(text) => Err(io::Error::new(io::ErrorKind::InvalidData, text)),
             None => Ok(()),
@@ -525,49 +559,77 @@ impl State {
     }
 }
 
-impl RevocationsDocument {
-    fn of(nodes: &BTreeMap<NodeName, Revocation>) -> Self {
-        let entry = |(node, revocation): (&NodeName, &Revocation)| {
-            let entry = RevocationEntry {
-                revoked_at: revocation.at,
-                lifted_at: revocation.lifted_at,
-            };
-            (node.to_string(), entry)
-        };
+impl State {
+    fn insert(&mut self, node: NodeName, order: Order) {
+        self.orders.insert(node, order);
+        self.changes += 1;
+    }
+
+    fn all(&self) -> Vec<NodeOrder> {
+        let orders = self.orders.iter().map(|(node, order)| NodeOrder {
+            node: node.clone(),
+            order: *order,
+        });
+        orders.collect()
+    }
+}
+
+impl OrdersDocument {
+    fn of(orders: &BTreeMap<NodeName, Order>) -> Self {
+        let entry = |(node, order): (&NodeName, &Order)| (node.to_string(), OrderEntry(*order));
         Self {
-            nodes: nodes.iter().map(entry).collect(),
+            nodes: orders.iter().map(entry).collect(),
         }
     }
 }
 
-/// Returns the issue time for a certificate that is issued now. The time is late enough that the
-/// node's last revocation, as returned by [`Revocations::of_node`], does not cover the certificate.
+/// Returns whether an order refuses a credential of another issuer, which has no generation, by its
+/// time of issue.
 #[must_use]
-pub fn issue_time(revoked: Option<SystemTime>, now: SystemTime) -> SystemTime {
-    let after = revoked.map(|at| at + Duration::from_secs(1));
-    after.map_or(now, |after| after.max(now))
+pub fn is_issued_before(order: Order, issued: SystemTime) -> bool {
+    order.generation > 0 && seconds(issued) <= order.reissued_at
 }
 
-/// Returns the message for the agent of a revoked node.
+/// Returns the message for the agent of a node whose certificate or token an order refuses.
 #[must_use]
-pub fn revoked_message(at: SystemTime) -> String {
-    format!(
-        "the node's certificates were revoked at {}; remove agent.key and agent.crt on the node and enroll with a new token",
-        rfc3339(at)
-    )
+pub fn revoked_message(order: Order) -> String {
+    if order.is_revoked {
+        let at = rfc3339(time(order.at));
+        format!("the node was revoked at {at}; 'tunnel-server nodes unrevoke' admits it again")
+    } else {
+        let at = rfc3339(time(order.reissued_at));
+        format!(
+            "the node's certificates were revoked at {at}; remove agent.key and agent.crt on the node and enroll with a new token"
+        )
+    }
 }
 
-/// Maximum number of revoked nodes that this server stores because another server announced them.
-/// With the longest names they are half of the largest file that is read.
-pub const NODES_MAX: usize = 100_000;
+fn seconds(time: SystemTime) -> u64 {
+    let since_epoch = time.duration_since(SystemTime::UNIX_EPOCH);
+    since_epoch.unwrap_or_default().as_secs()
+}
+
+fn time(seconds: u64) -> SystemTime {
+    let time = SystemTime::UNIX_EPOCH.checked_add(Duration::from_secs(seconds));
+    time.unwrap_or(SystemTime::UNIX_EPOCH)
+}
+
+fn is_default<T: Default + PartialEq>(value: &T) -> bool {
+    *value == T::default()
+}
+
+/// Maximum number of nodes with orders that this server takes from other servers. With names of
+/// usual length they fill two thirds of the largest Secret. Operators may order more.
+pub const NODES_MAX: usize = 10_000;
 /// Reason of the session close.
 const REVOKED: &str = "the node's certificate was revoked";
+/// Name of the condition in `/readyz?verbose`.
+const CONDITION: &str = "unsaved orders";
 /// Interval at which a failed write is tried again, and sessions are checked that were registered
 /// while their certificate was revoked.
 const CHECK_INTERVAL: Duration = Duration::from_secs(5);
-/// Upper bound for the clock difference between servers and for the delay until a server receives a
-/// revocation.
-const RAISE_TOLERANCE: Duration = Duration::from_secs(60);
+/// Minimum time for which a server waits for others to write the orders that it received.
+const RECEIVED_PAUSE: Duration = Duration::from_secs(2);
 
 #[cfg(test)]
 mod tests;

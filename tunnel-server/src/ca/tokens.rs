@@ -16,6 +16,7 @@ use tunnel_proto::process::telemetry::LogRateLimit;
 use tunnel_proto::wire::code::EnrollCode;
 use tunnel_proto::wire::enroll::{JoinToken, TOKEN_ID_LEN, TOKEN_SECRET_BYTES, TokenError, hex};
 use tunnel_proto::wire::name::NodeName;
+use tunnel_proto::wire::order::Order;
 
 use crate::store::data_dir::{DataDir, name_text, random, time_text, whole_seconds};
 use crate::store::document::SharedDocument;
@@ -71,6 +72,8 @@ pub struct TokenGrant {
     pub id: String,
     /// Node for which the certificate is issued.
     pub node: NodeName,
+    /// What was ordered about the node when the token was created: its counter and generation.
+    pub order: Order,
 }
 
 #[derive(Debug, thiserror::Error)]
@@ -109,7 +112,8 @@ impl TokenStore {
         })
     }
 
-    /// Creates a token for a node. Only the result contains the secret.
+    /// Creates a token for a node. `order` is the order about the node: a later one makes the token
+    /// void. Only the result contains the secret.
     ///
     /// # Errors
     /// Returns a [`CreateTokenError`].
@@ -119,6 +123,7 @@ impl TokenStore {
         ttl: Duration,
         ips: Vec<IpAddr>,
         ca_hash: [u8; 32],
+        order: Order,
         now: SystemTime,
     ) -> Result<JoinToken, CreateTokenError> {
         if ttl < Duration::from_secs(1) || ttl > LIFE_MAX {
@@ -132,6 +137,8 @@ impl TokenStore {
             node: node.clone(),
             secret_sha256: hex(&sha256(&secret)),
             ips,
+            counter: order.counter,
+            generation: order.generation,
             created,
             expires: created + ttl,
             used_by: None,
@@ -187,25 +194,6 @@ impl TokenStore {
             self.save(generation, now)?;
         }
         Ok(found)
-    }
-
-    /// Revokes all tokens of a node. Returns the number of revoked tokens that had not expired.
-    ///
-    /// # Errors
-    /// Returns an error if the change cannot be persisted. The tokens are then revoked until the
-    /// process ends.
-    pub fn revoke_node_tokens(&self, node: &NodeName, now: SystemTime) -> io::Result<usize> {
-        let mut count = 0;
-        let generation = self.change(now, |state| {
-            for stored in state.tokens.values_mut() {
-                if stored.node == *node && !stored.revoked {
-                    stored.revoked = true;
-                    count += usize::from(stored.expires > now);
-                }
-            }
-        });
-        self.save(generation, now)?;
-        Ok(count)
     }
 
     /// Accepts or refuses a token for a node and a key (SHA-256 of its SubjectPublicKeyInfo). The
@@ -311,6 +299,9 @@ struct StoredToken {
     secret_sha256: String,
     #[serde(default)]
     ips: Vec<IpAddr>,
+    /// Counter and generation of the order about the node when the token was created.
+    counter: u64,
+    generation: u64,
     #[serde(with = "time_text")]
     created: SystemTime,
     #[serde(with = "time_text")]
@@ -413,6 +404,11 @@ impl State {
             return Ok(TokenGrant {
                 id: token.id().to_owned(),
                 node: stored.node.clone(),
+                order: Order {
+                    counter: stored.counter,
+                    generation: stored.generation,
+                    ..Order::default()
+                },
             });
         };
         Err(refusal)

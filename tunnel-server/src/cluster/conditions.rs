@@ -96,8 +96,10 @@ pub(super) enum Condition {
     CaSecret,
     /// The ConfigMap of the CA certificates.
     CaBundle,
-    /// The Secret with tokens and revocations.
+    /// The Secret with tokens and QUIC keys.
     State,
+    /// The Secret with the orders about nodes.
+    Revocations,
     QuicKeyLease,
     /// The annotation with names of the HTTPS serving certificate.
     ServingNames,
@@ -130,6 +132,7 @@ impl Condition {
             Self::Watching(Object::Ca) => "watching ca",
             Self::Watching(Object::CaBundle) => "watching ca certificates",
             Self::Watching(Object::State) => "watching state",
+            Self::Watching(Object::Revocations) => "watching revocations",
             Self::Watching(Object::Peers) => "watching peers",
             Self::Watching(_) => "watching",
             Self::Writing(Object::Records) => "writing records",
@@ -139,6 +142,7 @@ impl Condition {
             Self::CaSecret => "ca",
             Self::CaBundle => "ca certificates",
             Self::State => "state",
+            Self::Revocations => "revocations",
             Self::QuicKeyLease => "quic keys",
             Self::ServingNames => "serving names",
             Self::PodLookup => "pod lookup",

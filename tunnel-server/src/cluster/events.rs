@@ -62,6 +62,7 @@ impl EventRecorder {
             | Condition::CaSecret
             | Condition::CaBundle
             | Condition::State
+            | Condition::Revocations
             | Condition::QuicKeyLease
             | Condition::ServingNames
             | Condition::ServiceRanges

@@ -63,8 +63,10 @@ pub(super) enum Object {
     Ca,
     /// The ConfigMap of the CA certificates.
     CaBundle,
-    /// The Secret with tokens, revocations and QUIC keys.
+    /// The Secret with tokens and QUIC keys.
     State,
+    /// The Secret with the orders about nodes.
+    Revocations,
     /// The EndpointSlices of the servers' headless Service.
     Peers,
 }
@@ -82,6 +84,7 @@ impl Object {
             Self::Ca => "ca",
             Self::CaBundle => "ca_certificates",
             Self::State => "state",
+            Self::Revocations => "revocations",
             Self::Peers => "peers",
         }
     }
@@ -93,7 +96,7 @@ impl Object {
             Self::Service => "Service",
             Self::Lease => "Lease",
             Self::Events => "Event",
-            Self::Ca | Self::State => "Secret",
+            Self::Ca | Self::State | Self::Revocations => "Secret",
             Self::Peers => "EndpointSlice",
         }
     }
@@ -228,7 +231,14 @@ pub const RIGHTS: &[Right] = &[
         resource: "secrets",
         scope: Scope::Named("--state-secret"),
         verbs: &["get", "list", "watch", "update"],
-        purpose: "join tokens, revocations and QUIC keys of all servers",
+        purpose: "join tokens and QUIC keys of all servers",
+    },
+    Right {
+        group: "",
+        resource: "secrets",
+        scope: Scope::Named("--revocations-secret"),
+        verbs: &["get", "list", "watch", "update"],
+        purpose: "orders about nodes: who may write them decides which nodes are refused",
     },
     Right {
         group: "",

@@ -1,14 +1,14 @@
-//! State that all servers of a cluster share: one CA, one set of join tokens and revocations, and
-//! the assignment of QUIC keys to servers. Two Secrets hold all of it. Manifests ship them empty,
-//! and the first writer fills them.
+//! State that all servers of a cluster share: one CA, one set of join tokens and of orders about
+//! nodes, and the assignment of QUIC keys to servers. Three Secrets hold all of it. Manifests ship
+//! them empty, and the first writer fills them.
 //!
 //! ```text
 //! Secret ca    ──▶ CaReconciler ──▶ LocalCa (issuer, listeners, agent trust), CA bundle ConfigMap
 //!              ◀─▶ RotatedSecret ◀─▶ CaRotator (compare-and-swap)
-//! Secret state ◀─▶ SharedDocuments ◀─▶ TokenStore, Revocations (compare-and-swap, no Lease)
+//! Secret state, revocations ◀─▶ SharedDocuments ◀─▶ TokenStore, Revocations (compare-and-swap)
 //! ```
 //!
-//! A server waits for both Secrets before it serves requests. The server also persists their
+//! A server waits for all Secrets before it serves requests. The server also persists their
 //! content, so that a server with a persistent data directory starts without the API server.
 
 use std::sync::Arc;
@@ -20,7 +20,9 @@ use tunnel_proto::process::shutdown::Shutdown;
 use tunnel_proto::transport::quic::QuicKeys;
 
 use super::client::ClusterHandle;
+use super::conditions::Condition;
 use super::lease::identity;
+use super::objects::Object;
 use crate::ca::rotation::CaSecret;
 use crate::ca::{CaError, CaMaterial, LocalCa};
 use crate::config::KubernetesSettings;
@@ -37,7 +39,7 @@ mod snapshot;
 
 use ca::CaReconciler;
 use cluster_objects::ClusterObjects;
-use documents::{REVOKED, SharedDocuments, TOKENS};
+use documents::{DocumentsSecret, QUIC_KEYS, REVOKED, SharedDocuments, TOKENS};
 pub use quic_key_lease::QuicKeyLease;
 use quic_key_lease::QuicKeyLeases;
 use rotated_secret::RotatedSecret;
@@ -74,19 +76,33 @@ impl ClusterHandle {
         let persisted = snapshot::load(data, &cluster_objects.describe_secret(&names.ca_secret));
         let material = persisted.material().map(Arc::new);
         let (current, changes) = (watch::Sender::new(material), watch::Sender::new(()));
-        let documents = SharedDocuments::new(
-            &cluster_objects,
-            &names.state_secret,
-            &persisted.documents,
-            persisted.is_whole,
-            changes.clone(),
-            shutdown,
-        );
+        let open = |secret| {
+            SharedDocuments::new(
+                &cluster_objects,
+                secret,
+                &persisted.documents,
+                persisted.is_whole,
+                changes.clone(),
+                shutdown,
+            )
+        };
+        let documents = open(DocumentsSecret {
+            name: names.state_secret.clone(),
+            object: Object::State,
+            condition: Condition::State,
+            keys: &[TOKENS, QUIC_KEYS],
+        });
+        let revocations = open(DocumentsSecret {
+            name: names.revocations_secret.clone(),
+            object: Object::Revocations,
+            condition: Condition::Revocations,
+            keys: &[REVOKED],
+        });
         snapshot::start(
             data,
             persisted,
             current.subscribe(),
-            &documents,
+            [documents.clone(), revocations.clone()],
             changes.subscribe(),
             shutdown,
         );
@@ -102,6 +118,7 @@ impl ClusterHandle {
         let mut known = current.subscribe();
         let material = first(&mut known).await;
         documents.wait_observed().await;
+        revocations.wait_observed().await;
         snapshot::publish(data, material.clone()).await;
         let ca = Arc::new(LocalCa::new(material)?.with_life(life));
         follow(&ca, known, shutdown);
@@ -124,7 +141,7 @@ impl ClusterHandle {
             ca,
             ca_secret,
             tokens: documents.document(TOKENS),
-            revocations: documents.document(REVOKED),
+            revocations: revocations.document(REVOKED),
             keys: claimed.keys,
             quic_key_lease,
         })

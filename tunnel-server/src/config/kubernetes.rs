@@ -93,6 +93,8 @@ pub struct ObjectNames {
     pub ca_secret: String,
     /// Secret with the state that all servers change.
     pub state_secret: String,
+    /// Secret with the orders about nodes.
+    pub revocations_secret: String,
     /// ConfigMap with the certificates of the local CA.
     pub ca_config_map: String,
     /// Name prefix of the Leases of QUIC keys.
@@ -110,6 +112,7 @@ impl Default for ObjectNames {
             leader_lease: "tunnel-dns-controller".into(),
             ca_secret: "tunnel-server-ca".into(),
             state_secret: "tunnel-server-state".into(),
+            revocations_secret: "tunnel-server-revocations".into(),
             ca_config_map: "tunnel-ca".into(),
             replica_lease: "tunnel-server-replica".into(),
             peer_service: "tunnel-server-peers".into(),
@@ -221,6 +224,11 @@ impl ObjectNames {
             leader_lease: name("--leader-lease", &raw.leader_lease, defaults.leader_lease),
             ca_secret: name("--ca-secret", &raw.ca_secret, defaults.ca_secret),
             state_secret: name("--state-secret", &raw.state_secret, defaults.state_secret),
+            revocations_secret: name(
+                "--revocations-secret",
+                &raw.revocations_secret,
+                defaults.revocations_secret,
+            ),
             ca_config_map: name(
                 "--ca-config-map",
                 &raw.ca_config_map,

@@ -213,10 +213,14 @@ tunnel_proto::layered! {
         /// server fills it [default: tunnel-server-ca]
         #[arg(long, value_name = "NAME", env = "TUNNEL_SERVER_CA_SECRET", help_heading = "Kubernetes")]
         pub ca_secret: Option<String>,
-        /// Secret with join tokens, revocations and QUIC keys of all servers; it must exist and may
-        /// be empty [default: tunnel-server-state]
+        /// Secret with join tokens and QUIC keys of all servers; it must exist and may be empty
+        /// [default: tunnel-server-state]
         #[arg(long, value_name = "NAME", env = "TUNNEL_SERVER_STATE_SECRET", help_heading = "Kubernetes")]
         pub state_secret: Option<String>,
+        /// Secret with the revocations of nodes, which all servers share; it must exist and may be
+        /// empty [default: tunnel-server-revocations]
+        #[arg(long, value_name = "NAME", env = "TUNNEL_SERVER_REVOCATIONS_SECRET", help_heading = "Kubernetes")]
+        pub revocations_secret: Option<String>,
         /// ConfigMap to which the CA's certificates are written, for agents [default: tunnel-ca]
         #[arg(long, value_name = "NAME", env = "TUNNEL_SERVER_CA_CONFIG_MAP", help_heading = "Kubernetes")]
         pub ca_config_map: Option<String>,

@@ -51,8 +51,8 @@ mod yields;
 
 pub use address::PeerAddress;
 pub use agreed::CaDigest;
-use agreed::{AgreedState, AnnouncedCa};
-pub use endpoint::{OnEnroll, OnRevoked, PeerEndpoint, PeerTls};
+use agreed::{AgreedState, AnnouncedState};
+pub use endpoint::{OnEnroll, OnOrders, PeerEndpoint, PeerTls};
 pub use forward_policy::ForwardPolicy;
 use link::{Link, WarnInterval};
 pub use members::{LeftOut, listed_addresses};
@@ -122,7 +122,7 @@ struct State {
     /// Time of the last connection with each server, in either direction, if it was recent.
     connected_at: BTreeMap<ReplicaId, Instant>,
     /// The connected servers, with what they announced of their CAs.
-    cas: BTreeMap<ReplicaId, AnnouncedCa>,
+    announced: BTreeMap<ReplicaId, AnnouncedState>,
 }
 
 impl State {
@@ -182,7 +182,7 @@ impl Peers {
                 yields: Yields::default(),
                 used_twice: NamesUsedTwice::default(),
                 connected_at: BTreeMap::new(),
-                cas: BTreeMap::new(),
+                announced: BTreeMap::new(),
             }),
             members: watch::Sender::new(Arc::default()),
             left_out: Mutex::default(),

@@ -8,6 +8,7 @@ use anyhow::{Context, Result, ensure};
 use tunnel_agent::config::{Config as AgentConfig, TokenSource};
 use tunnel_proto::identity::TrustDomain;
 use tunnel_proto::wire::code::CloseCode;
+use tunnel_server::ca::revocation::OrderAction;
 use tunnel_tests::apiserver::{Presence, Reviewing, TokenClaims};
 use tunnel_tests::ca::replace;
 use tunnel_tests::cluster::Cluster;
@@ -249,7 +250,7 @@ async fn api_server_that_is_away_is_a_reason_to_come_again() -> Result<()> {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn revoked_node_comes_back_with_a_token_that_was_issued_later() -> Result<()> {
+async fn reissued_node_comes_back_with_a_token_that_was_issued_later() -> Result<()> {
     let site = Site::start().await?;
     let first = site.claims()?;
     let token = site.api()?.sign(&first);
@@ -257,12 +258,14 @@ async fn revoked_node_comes_back_with_a_token_that_was_issued_later() -> Result<
     site.env.connected("worker-1").await;
     let node = "worker-1".parse()?;
     let revoked = SystemTime::now();
-    site.env.revocations().revoke(&node, revoked)?;
-    // The token of the Pod was issued before the revocation.
+    let nodes = std::slice::from_ref(&node);
+    let revocations = site.env.revocations();
+    revocations.order(OrderAction::Reissue, nodes, revoked);
+    // The token of the Pod was issued before the order.
     site.has_code("revoked").await;
     ensure!(site.env.registry().of_node(&node).is_empty());
     agent.stop().await?;
-    // The next agent has the stored certificate and a token from before the revocation.
+    // The next agent has the stored certificate and a token from before the order.
     let before = site.enrolled("revoked").await?;
     let agent = Agent::start(site.agent_with_token("worker-1", &token)?).await?;
     let revocations = enrollments("revoked");

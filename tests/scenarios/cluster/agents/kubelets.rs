@@ -6,6 +6,7 @@ use std::time::Duration;
 use anyhow::{Result, ensure};
 use tunnel_proto::identity::{TrustDomain, validity};
 use tunnel_proto::tls::{self, Trust};
+use tunnel_server::ca::revocation::OrderAction;
 use tunnel_tests::apiserver::Presence;
 use tunnel_tests::ca::{Leaf, Subject, TestCa, replace};
 use tunnel_tests::client::UpgradeClient;
@@ -225,14 +226,18 @@ async fn kubelets_are_agents_without_a_cluster_by_a_file_and_never_when_it_is_of
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn revoked_kubelet_is_out_until_the_cluster_gives_it_a_later_certificate() -> Result<()> {
+async fn reissued_kubelet_is_out_until_the_cluster_gives_it_a_later_certificate() -> Result<()> {
     let site = Site::start().await?;
     ca_is_loaded(&site, &site.client_ca).await;
     let pki = site.kubelet("worker-1")?;
     let agent = site.agent_of_kubelet("worker-1", &pki, |_| {}).await?;
     let node = "worker-1".parse()?;
     let now = std::time::SystemTime::now();
-    site.env.revocations().revoke(&node, now)?;
+    let order = |action| {
+        let nodes = std::slice::from_ref(&node);
+        site.env.revocations().order(action, nodes, now)
+    };
+    order(OrderAction::Reissue);
     eventually("the session ends", WAIT_TIMEOUT, async || {
         ensure!(site.env.registry().of_node(&node).is_empty());
         anyhow::Ok(())
@@ -242,7 +247,7 @@ async fn revoked_kubelet_is_out_until_the_cluster_gives_it_a_later_certificate()
         let key = site.client_ca.issue(leaf)?.own;
         over_tcp(&site.env, Some(key), trust(&site.env)?).await
     };
-    // According to the start of its validity, this certificate was issued before the revocation.
+    // According to the start of its validity, this certificate was issued before the order.
     ensure!(dial(&Leaf::kubelet("worker-1")).await.is_err());
     dial(&Leaf::kubelet("worker-2")).await?;
     let later = Leaf {
@@ -251,6 +256,9 @@ async fn revoked_kubelet_is_out_until_the_cluster_gives_it_a_later_certificate()
     };
     let accepted = async || dial(&later).await;
     eventually("a later certificate is accepted", WAIT_TIMEOUT, accepted).await;
+    // A revocation refuses every certificate.
+    order(OrderAction::Revoke);
+    ensure!(dial(&later).await.is_err());
     drop(agent);
     Ok(())
 }

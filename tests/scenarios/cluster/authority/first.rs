@@ -131,7 +131,7 @@ async fn r11_a_missing_secret_is_reported_and_waited_for_and_no_other_ca_is_made
     let folder = cluster_env.scratch.path().join("a");
     ensure!(!folder.join("ca.key").exists() && !folder.join("ca.crt").exists());
 
-    let [secret, _] = empty_secrets();
+    let [secret, ..] = empty_secrets();
     cluster_env.admin().create(SECRETS, &secret).await?;
     eventually("the server to be ready", FIRST, async || {
         let reply = request(meta, &RawRequest::get("meta", "/readyz")).await?;
@@ -195,7 +195,7 @@ async fn r11_an_emptied_secret_gets_the_same_ca_again_and_a_damaged_one_is_left_
     let first = cluster.objects().secret(&ca_secret()).await?;
     let path = Objects::path("secrets", &ca_secret());
     cluster.admin().delete(&path).await?;
-    let [secret, _] = empty_secrets();
+    let [secret, ..] = empty_secrets();
     cluster.admin().create(SECRETS, &secret).await?;
     eventually("the same CA", WAIT_TIMEOUT, async || {
         let now = cluster.objects().secret(&ca_secret()).await?;

@@ -148,7 +148,7 @@ async fn p06_a_server_with_its_disk_starts_without_the_api_server_and_refuses_wh
     let persisted = cluster_env.scratch.path().join("a").join("authority.json");
     eventually("the revocation on disk", FIRST, async || {
         let text = std::fs::read_to_string(&persisted)?;
-        ensure!(text.contains("worker-1") && text.contains("revokedAt"));
+        ensure!(text.contains("worker-1") && text.contains("revoked"));
         Ok(())
     })
     .await;

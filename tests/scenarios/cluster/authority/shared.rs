@@ -5,6 +5,7 @@ use std::time::{Duration, Instant, SystemTime};
 
 use anyhow::{Context, Result, ensure};
 use tunnel_proto::wire::code::EnrollCode;
+use tunnel_server::ca::revocation::OrderAction;
 use tunnel_tests::apiserver::Fault;
 use tunnel_tests::cluster::Cluster;
 use tunnel_tests::env::{Agent, TestEnv, WAIT_TIMEOUT};
@@ -112,7 +113,9 @@ async fn t03_a_revocation_at_one_server_ends_the_session_at_another_within_10_s(
     let (one, other) = pair(&cluster).await?;
     let _agent = agent("worker-1", &other, &one).await?;
     let node = "worker-1".parse()?;
-    one.revocations().revoke(&node, SystemTime::now())?;
+    let nodes = std::slice::from_ref(&node);
+    one.revocations()
+        .order(OrderAction::Revoke, nodes, SystemTime::now());
     let revoked = Instant::now();
     eventually("the session to end", Duration::from_secs(15), async || {
         let live = other.registry().of_node(&node);
@@ -129,9 +132,15 @@ async fn t03_a_revocation_at_one_server_ends_the_session_at_another_within_10_s(
         "{:?}",
         revoked.elapsed()
     );
+    eventually("the revocation in the cluster", WAIT_TIMEOUT, async || {
+        let unwritten = one.revocations().unwritten();
+        ensure!(unwritten.is_empty(), "{unwritten:?}");
+        Ok(())
+    })
+    .await;
     // A server that starts later knows the revocation before it serves any agent.
     let late = server(&cluster, |_| {}).await?;
-    ensure!(late.revocations().of_node(&node).is_some());
+    ensure!(late.revocations().of_node(&node).is_revoked);
     Ok(())
 }
 

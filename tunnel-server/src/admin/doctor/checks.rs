@@ -119,7 +119,7 @@ fn away_fault(node: &NodeStatus) -> Fault {
         return Fault {
             severity: Severity::Info,
             place: node.node.clone(),
-            what: format!("the certificates that the node got until {at} are revoked"),
+            what: format!("the node was revoked at {at}"),
             fix: format!(
                 "if that was a mistake: tunnel-server nodes unrevoke {}",
                 node.node

@@ -117,25 +117,28 @@ pub struct NodesArgs {
 /// Actions on a node.
 #[derive(Debug, Clone, clap::Subcommand)]
 pub enum NodesVerb {
-    /// Refuse all certificates of a node and close its sessions: for a stolen or compromised edge
+    /// Refuse nodes until unrevoke, and close their sessions: for a stolen or compromised edge
     ///
-    /// The join tokens of the node are revoked too. A new token admits the node again with a new
-    /// certificate.
+    /// No certificate and no token admits the nodes. The order is in force at once, and reaches the
+    /// other servers over their connections and in a cluster through the API server.
     Revoke {
-        /// Name of the node
-        name: NodeName,
+        /// Names of the nodes
+        #[arg(required = true, value_name = "NAME")]
+        names: Vec<NodeName>,
     },
-    /// Accept the certificates of a revoked node again; its join tokens stay revoked
-    ///
-    /// Servers outside of a cluster do not share this: repeat the command at each of them.
+    /// Accept the certificates of revoked nodes again; join tokens of before stay void
     Unrevoke {
-        /// Name of the node
-        name: NodeName,
+        /// Names of the nodes
+        #[arg(required = true, value_name = "NAME")]
+        names: Vec<NodeName>,
+    },
+    /// Refuse the certificates and tokens that nodes have; new tokens admit them again
+    Reissue {
+        /// Names of the nodes
+        #[arg(required = true, value_name = "NAME")]
+        names: Vec<NodeName>,
     },
     /// List the revoked nodes, and since when
-    ///
-    /// LATER CERTIFICATE is "yes" if the server has issued or seen a certificate of the node that is
-    /// newer than the revocation, with which the node can connect.
     Revocations {
         /// Output format of the list
         #[arg(short, long, value_enum, default_value = "table")]

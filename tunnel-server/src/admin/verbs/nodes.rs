@@ -1,5 +1,5 @@
-//! The command `nodes`: lists the known nodes and the revocations, and revokes, unrevokes or forgets
-//! a node.
+//! The command `nodes`: lists the known nodes and the revocations, and revokes, unrevokes, reissues or
+//! forgets nodes.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::io;
@@ -16,9 +16,8 @@ use super::{
     require_standalone, write_all,
 };
 use crate::admin::status::{CONFLICTS_MAX, NodeStatus, NodeTotals};
-use crate::admin::{self, AdminClient, RevocationInfo};
-use crate::ca::revocation::Revocations;
-use crate::ca::tokens::TokenStore;
+use crate::admin::{AdminClient, NodesOrder, OrderOutcome, RevocationInfo};
+use crate::ca::revocation::{OrderAction, Revocations};
 use crate::routing::known_nodes::KnownNodes;
 use crate::store::data_dir::{DataDir, rfc3339};
 
@@ -70,8 +69,15 @@ impl NodesArgs {
         let server = AdminClient::connect(&dir).await?;
         match &self.verb {
             None => self.list(&dir, server).await,
-            Some(NodesVerb::Revoke { name }) => revoke(&dir, server, name).await,
-            Some(NodesVerb::Unrevoke { name }) => unrevoke(&dir, server, name).await,
+            Some(NodesVerb::Revoke { names }) => {
+                order(&dir, server, OrderAction::Revoke, names).await
+            }
+            Some(NodesVerb::Unrevoke { names }) => {
+                order(&dir, server, OrderAction::Unrevoke, names).await
+            }
+            Some(NodesVerb::Reissue { names }) => {
+                order(&dir, server, OrderAction::Reissue, names).await
+            }
             Some(NodesVerb::Revocations { output }) => revocations(&dir, server, *output).await,
             Some(NodesVerb::Forget { name }) => forget(&dir, server, name).await,
         }
@@ -219,55 +225,63 @@ struct NodeListDocument<'a> {
     nodes: &'a [NodeStatus],
 }
 
-async fn revoke(
+/// Orders something about nodes, and says where that is in force and saved.
+async fn order(
     dir: &DataDir,
     server: Option<AdminClient>,
-    node: &NodeName,
+    action: OrderAction,
+    names: &[NodeName],
 ) -> Result<VerbOutput, VerbError> {
-    let (tokens, when) = if let Some(server) = server {
-        (
-            server.revoke_node(node).await?.tokens,
-            "its sessions end now",
-        )
+    let is_running = server.is_some();
+    let outcome = if let Some(server) = server {
+        let nodes = names.iter().map(NodeName::to_string).collect();
+        server.order(&NodesOrder { action, nodes }).await?
     } else {
-        let dir = require_standalone(dir)?;
         // Only the running server needs to know whether the CA is local.
-        let revocations = Revocations::open(dir, true)?;
-        let tokens = admin::revoke_node(&revocations, &TokenStore::open(dir)?, node)?;
-        (tokens, "no tunnel-server runs with this data directory")
-    };
-    let is_known = KnownNodes::open(dir)?.knows(node);
-    let hint = if is_known {
-        ""
-    } else {
-        "note: no node of this name is known; check the spelling\n"
-    };
-    Ok(VerbOutput {
-        out: format!("node {node} revoked, {tokens} token(s) taken back; {when}\n"),
-        err: hint.to_owned(),
-    })
-}
-
-async fn unrevoke(
-    dir: &DataDir,
-    server: Option<AdminClient>,
-    node: &NodeName,
-) -> Result<VerbOutput, VerbError> {
-    let is_lifted = match server {
-        Some(server) => server.unrevoke_node(node).await?,
-        None => {
-            let revocations = Revocations::open(require_standalone(dir)?, true)?;
-            revocations.lift(node, SystemTime::now())?
+        let revocations = Revocations::open(require_standalone(dir)?, true)?;
+        let changed = revocations.order(action, names, SystemTime::now());
+        revocations.flush()?;
+        OrderOutcome {
+            changed: changed.iter().map(NodeName::to_string).collect(),
+            ..OrderOutcome::default()
         }
     };
-    if is_lifted {
-        let text = format!(
-            "node {node} is no longer revoked; an agent that runs connects within about half a minute\n"
-        );
-        Ok(VerbOutput::out(text))
-    } else {
-        Err(VerbError::NotRevoked(node.clone()))
+    let changed: BTreeSet<&str> = outcome.changed.iter().map(String::as_str).collect();
+    let (mut out, mut err) = (String::new(), String::new());
+    let known = KnownNodes::open(dir)?;
+    for name in names {
+        let is_changed = changed.contains(name.as_str());
+        let line = match action {
+            _ if !is_changed => format!("note: {}\n", VerbError::NotRevoked(name.clone())),
+            OrderAction::Revoke => format!("node {name} revoked\n"),
+            OrderAction::Unrevoke => format!(
+                "node {name} is no longer revoked; an agent that runs connects within about half a minute\n"
+            ),
+            OrderAction::Reissue => format!(
+                "certificates of node {name} revoked; a new token admits it: tunnel-server token create --node {name}\n"
+            ),
+        };
+        if is_changed { &mut out } else { &mut err }.push_str(&line);
+        if is_changed && action != OrderAction::Unrevoke && !known.knows(name) {
+            let hint = format!("note: no node of the name {name} is known; check the spelling\n");
+            err.push_str(&hint);
+        }
     }
+    if let (true, Some(name)) = (changed.is_empty(), names.first()) {
+        return Err(VerbError::NotRevoked(name.clone()));
+    }
+    out.push_str(&if is_running {
+        format!("in force at {}\n", outcome.in_force.join(", "))
+    } else {
+        "no tunnel-server runs with this data directory\n".to_owned()
+    });
+    if !outcome.pending.is_empty() {
+        let pending = outcome.pending.join("; ");
+        err.push_str(&format!(
+            "pending, and tried until it succeeds: {pending}\n"
+        ));
+    }
+    Ok(VerbOutput { out, err })
 }
 
 /// Lists the revocations in force.

@@ -150,14 +150,9 @@ pub(super) fn revocations(revocations: &[RevocationInfo]) -> String {
     if revocations.is_empty() {
         return "no node is revoked\n".into();
     }
-    let mut table = new_table(&["NODE", "REVOKED", "LATER CERTIFICATE"]);
+    let mut table = new_table(&["NODE", "REVOKED"]);
     for revocation in revocations {
-        let has_later = revocation.has_later_certificate;
-        table.add_row([
-            revocation.node.to_string(),
-            rfc3339(revocation.revoked_at),
-            if has_later { "yes" } else { "no" }.to_owned(),
-        ]);
+        table.add_row([revocation.node.to_string(), rfc3339(revocation.revoked_at)]);
     }
     finish(&table)
 }

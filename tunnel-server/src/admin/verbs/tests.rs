@@ -105,13 +105,19 @@ async fn tour(scratch: &Scratch, server: &str) {
         &out(scratch, "nodes revocations").await,
         "no node is revoked",
     );
-    out(scratch, "nodes revoke worker-1").await;
+    out(scratch, "nodes revoke worker-1 worker-2").await;
     let revocations = out(scratch, "nodes revocations -o json").await;
     let revocations: serde_json::Value = serde_json::from_str(&revocations).unwrap();
     assert_eq!(revocations["schemaVersion"], 1);
     assert_eq!(revocations["revocations"][0]["node"], "worker-1");
     assert_contains(&out(scratch, "nodes revocations").await, "worker-1");
-    out(scratch, "nodes unrevoke worker-1").await;
+    assert_contains(
+        &out(scratch, "nodes reissue worker-1").await,
+        "token create --node worker-1",
+    );
+    // What is not revoked is named, and the others are done.
+    let ended = out(scratch, "nodes unrevoke worker-1 worker-9 worker-2").await;
+    assert!(ended.contains("worker-1 is no longer") && ended.contains("worker-2 is no longer"));
     let again = error(scratch, "nodes unrevoke worker-1").await;
     assert!(matches!(again, VerbError::NotRevoked(_)));
     assert_eq!(again.exit_code(), 1);
@@ -153,6 +159,7 @@ async fn directory_of_a_cluster_has_its_ca_and_nothing_that_could_be_changed() {
         "token revoke abcdef012345",
         "nodes revoke worker-1",
         "nodes unrevoke worker-1",
+        "nodes reissue worker-1",
         "nodes revocations",
     ] {
         let refused = error(&scratch, line).await;

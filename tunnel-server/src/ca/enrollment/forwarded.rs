@@ -199,6 +199,7 @@ mod tests {
     use super::super::tests::{Fixture, csr};
     use super::*;
     use crate::ca::renewal::Renewals;
+    use crate::ca::revocation::OrderAction;
     use crate::store::data_dir::testing::Scratch;
     use crate::testing::{assert_contains, node};
 
@@ -307,7 +308,9 @@ mod tests {
             let error = renewals.verify_issued(&chain, &request, now).unwrap_err();
             assert_contains(&error, problem);
         }
-        renewals.revocations.revoke(&node(), now).unwrap();
+        renewals
+            .revocations
+            .order(OrderAction::Reissue, &[node()], now);
         let revoked = renewals.verify_issued(&good, &request, now);
         assert_contains(&revoked.unwrap_err(), "revoked");
     }

@@ -3,6 +3,7 @@ use rustls::sign::CertifiedKey;
 use tunnel_proto::tls::{self, sign_proof};
 
 use super::*;
+use crate::ca::revocation::OrderAction;
 use crate::store::data_dir::DataDir;
 use crate::store::data_dir::testing::Scratch;
 
@@ -51,7 +52,7 @@ impl Holder {
     fn new(renewals: &Renewals, issued: SystemTime) -> Self {
         let pair = KeyPair::generate().unwrap();
         let request = AgentCsr::parse(&csr(&pair)).unwrap();
-        let issued = renewals.ca.issue(&request, &node(), issued);
+        let issued = renewals.ca.issue(&request, &node(), 0, issued);
         let key = pair.serialize_der().try_into().unwrap();
         let own = tls::certified_key(issued.unwrap().chain, key).unwrap();
         Self { pair, own }
@@ -143,53 +144,52 @@ fn only_the_keys_own_name_and_connection_count() {
 }
 
 #[test]
-fn revoked_node_is_refused_until_it_has_a_later_certificate() {
+fn refused_certificate_is_not_renewed_and_the_next_one_has_the_next_generation() {
     let scratch = Scratch::new();
     let now = SystemTime::now();
     let (renewals, holder) = service(&scratch, now - DAY);
-    let (node, revocations) = (node(), &renewals.revocations);
-    revocations.revoke(&node, now).unwrap();
-    let refused = holder.ask(&renewals, &node, now);
-    assert_eq!(refused.unwrap_err(), EnrollCode::Revoked);
+    let revocations = &renewals.revocations;
     let peer = PeerIdentity::from_certificate(&holder.own.cert[0]).unwrap();
-    let refused = renewals.renew_on_session(&peer, &csr(&holder.pair), now);
-    let (code, detail) = refused.unwrap_err();
-    assert_eq!(code, EnrollCode::Revoked);
-    assert!(detail.contains("new token"), "{detail}");
-    // A new token yields a certificate in the same second.
-    let revoked = revocations.of_node(&node);
-    let renewed = renewals.issue(&holder.request(), &node, revoked, now);
-    assert!(!revocations.is_revoked(&identity(renewed.unwrap())));
-}
-
-#[test]
-fn revocation_between_the_judgement_and_the_signature_refuses_the_certificate() {
-    let scratch = Scratch::new();
-    let now = SystemTime::now();
-    let (renewals, holder) = service(&scratch, now - DAY);
-    let (node, request) = (node(), holder.request());
-    // Revoke once, and again in the same second.
-    for _ in 0..2 {
-        let judged_by = renewals.revocations.of_node(&node);
-        renewals.revocations.revoke(&node, now).unwrap();
-        let refused = renewals.issue(&request, &node, judged_by, now);
-        assert_eq!(refused.unwrap_err().0, EnrollCode::Revoked);
-        let judged_by = renewals.revocations.of_node(&node);
-        renewals.issue(&request, &node, judged_by, now).unwrap();
+    for (action, words) in [
+        (OrderAction::Reissue, "new token"),
+        (OrderAction::Revoke, "unrevoke"),
+    ] {
+        revocations.order(action, &[node()], now);
+        let refused = holder.ask(&renewals, &node(), now);
+        assert_eq!(refused.unwrap_err(), EnrollCode::Revoked);
+        let refused = renewals.renew_on_session(&peer, &csr(&holder.pair), now);
+        let (code, detail) = refused.unwrap_err();
+        assert_eq!(code, EnrollCode::Revoked);
+        assert!(detail.contains(words), "{detail}");
     }
+    let issue = || {
+        renewals.issue(
+            &holder.request(),
+            &node(),
+            revocations.of_node(&node()),
+            now,
+        )
+    };
+    assert_eq!(issue().unwrap_err().0, EnrollCode::Revoked);
+    revocations.order(OrderAction::Unrevoke, &[node()], now);
+    let next = identity(issue().unwrap());
+    assert_eq!(next.generation, 1);
+    assert!(!revocations.is_revoked(&next));
+    revocations.order(OrderAction::Reissue, &[node()], now);
+    assert!(revocations.is_revoked(&next));
 }
 
 #[test]
-fn revocation_right_after_the_signature_holds_for_what_was_signed() {
+fn order_between_the_judgement_and_the_signature_refuses_the_certificate() {
     let scratch = Scratch::new();
     let now = SystemTime::now();
     let (renewals, holder) = service(&scratch, now - DAY);
-    let (node, revocations) = (node(), &renewals.revocations);
-    revocations.revoke(&node, now).unwrap();
-    let revoked = revocations.of_node(&node);
-    let renewed = renewals.issue(&holder.request(), &node, revoked, now);
-    revocations.revoke(&node, now).unwrap();
-    assert!(revocations.is_revoked(&identity(renewed.unwrap())));
+    for action in [OrderAction::Reissue, OrderAction::Revoke] {
+        let judged_by = renewals.revocations.of_node(&node());
+        renewals.revocations.order(action, &[node()], now);
+        let refused = renewals.issue(&holder.request(), &node(), judged_by, now);
+        assert_eq!(refused.unwrap_err().0, EnrollCode::Revoked, "{action:?}");
+    }
 }
 
 /// The cluster's CA attests kubelets, but a kubelet's certificate never yields a certificate of the

@@ -26,7 +26,7 @@ impl Fixture {
         let scratch = Scratch::new();
         let store = TokenStore::open(&scratch.0).unwrap();
         let hour = Duration::from_secs(3600);
-        let token = store.create(&name("worker-1"), hour, vec![], CA, at(0));
+        let token = store.create(&name("worker-1"), hour, vec![], CA, Order::default(), at(0));
         let token = token.unwrap();
         Self {
             scratch,
@@ -154,7 +154,14 @@ fn list_shows_states_and_forgets_ended_tokens_after_a_day() {
     let fixture = Fixture::new();
     let ip = "192.168.33.221".parse().unwrap();
     let (store, minute) = (&fixture.store, Duration::from_secs(60));
-    let second = store.create(&name("worker-2"), minute, vec![ip], CA, at(5));
+    let second = store.create(
+        &name("worker-2"),
+        minute,
+        vec![ip],
+        CA,
+        Order::default(),
+        at(5),
+    );
     let second = second.unwrap();
     fixture.redeem(KEY, 10).unwrap();
     let states = |seconds| {
@@ -179,7 +186,14 @@ fn token_made_by_a_verb_beside_the_server_is_known_and_kept() {
     let fixture = Fixture::new();
     let verb = fixture.open_again();
     let minute = Duration::from_secs(60);
-    let token = verb.create(&name("worker-1"), minute, vec![], CA, at(1));
+    let token = verb.create(
+        &name("worker-1"),
+        minute,
+        vec![],
+        CA,
+        Order::default(),
+        at(1),
+    );
     let text = token.unwrap().reveal();
     fixture.store.doc.refresh();
     assert!(fixture.try_text(&text, KEY, 2).is_ok());
@@ -198,7 +212,9 @@ fn life_is_bounded() {
     let fixture = Fixture::new();
     let too_long = LIFE_MAX + Duration::from_secs(1);
     for ttl in [Duration::ZERO, too_long, Duration::MAX] {
-        let made = fixture.store.create(&name("a"), ttl, vec![], CA, at(0));
+        let made = fixture
+            .store
+            .create(&name("a"), ttl, vec![], CA, Order::default(), at(0));
         assert!(matches!(made, Err(CreateTokenError::InvalidTtl)));
     }
 }

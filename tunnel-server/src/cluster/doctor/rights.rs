@@ -126,6 +126,7 @@ fn name_of(flag: &str, names: &ObjectNames) -> Option<String> {
         "--leader-lease" => &names.leader_lease,
         "--ca-secret" => &names.ca_secret,
         "--state-secret" => &names.state_secret,
+        "--revocations-secret" => &names.revocations_secret,
         "--ca-config-map" => &names.ca_config_map,
         "--replica-lease" => &names.replica_lease,
         "--peer-service" => &names.peer_service,

@@ -1,4 +1,4 @@
-//! Secret with the documents that all servers change: observed by a watch, written by
+//! Secrets with the documents that all servers change: observed by a watch, written by
 //! compare-and-swap.
 
 use std::collections::BTreeMap;
@@ -25,13 +25,22 @@ pub(super) const TOKENS: &str = "tokens.json";
 pub(super) const REVOKED: &str = "revoked.json";
 /// Key of the QUIC keys of all servers.
 pub(super) const QUIC_KEYS: &str = "replicas.json";
-pub(super) const DOCUMENTS: [&str; 3] = [TOKENS, REVOKED, QUIC_KEYS];
 /// Maximum number of pending changes. Further changes are refused.
 const SWAPS_MAX: usize = 64;
 
-/// The observed content of all documents, with a channel to change them. Clones share it.
+/// A Secret with documents.
+#[derive(Debug, Clone)]
+pub(super) struct DocumentsSecret {
+    pub(super) name: String,
+    pub(super) object: Object,
+    pub(super) condition: Condition,
+    pub(super) keys: &'static [&'static str],
+}
+
+/// The observed content of all documents of a Secret, with a channel to change them. Clones share it.
 #[derive(Debug, Clone)]
 pub(super) struct SharedDocuments {
+    secret: DocumentsSecret,
     name: String,
     swaps: mpsc::Sender<CompareAndSwap>,
     contents: Arc<[(&'static str, watch::Sender<ObservedContent>)]>,
@@ -44,7 +53,7 @@ impl SharedDocuments {
     /// `is_whole` says whether it is complete. `changes` is sent to after a document changed.
     pub(super) fn new(
         cluster_objects: &ClusterObjects,
-        name: &str,
+        secret: DocumentsSecret,
         persisted: &BTreeMap<String, String>,
         is_whole: bool,
         changes: watch::Sender<()>,
@@ -61,33 +70,39 @@ impl SharedDocuments {
             (key, watch::Sender::new(observed))
         };
         let documents = Self {
-            name: cluster_objects.describe_secret(name),
+            name: cluster_objects.describe_secret(&secret.name),
             swaps,
-            contents: DOCUMENTS.map(content).into(),
+            contents: secret.keys.iter().copied().map(content).collect(),
+            secret,
             is_observed: watch::Sender::new(is_whole),
             changes,
         };
         let watching = documents.clone();
-        shutdown.spawn_service(watching.watch(cluster_objects.clone(), name.to_owned()));
+        shutdown.spawn_service(watching.watch(cluster_objects.clone()));
         let writing = documents.clone();
-        let (cluster_objects, secret) = (cluster_objects.clone(), name.to_owned());
-        shutdown.spawn_service(writing.write(cluster_objects, secret, swap_requests));
+        shutdown.spawn_service(writing.write(cluster_objects.clone(), swap_requests));
         documents
     }
 
     /// Applies each observed content of the Secret.
-    async fn watch(self, cluster_objects: ClusterObjects, secret: String) {
+    async fn watch(self, cluster_objects: ClusterObjects) {
+        let DocumentsSecret {
+            name: secret,
+            object,
+            condition,
+            ..
+        } = self.secret.clone();
         let secrets = cluster_objects.secrets.clone();
-        let context = cluster_objects.cluster.watch_context(Object::State);
+        let context = cluster_objects.cluster.watch_context(object);
         let change = |observed: Observed<Secret>| match observed {
             Observed::Present(found) => {
                 self.observe(&found);
-                cluster_objects.cluster.metrics.synced(Object::State);
-                cluster_objects.condition(Condition::State, None);
+                cluster_objects.cluster.metrics.synced(object);
+                cluster_objects.condition(condition, None);
             }
             Observed::Absent => {
-                let absent = ApiError::absent(Object::State, &cluster_objects.namespace, &secret);
-                cluster_objects.condition(Condition::State, Some(absent.to_string()));
+                let absent = ApiError::absent(object, &cluster_objects.namespace, &secret);
+                cluster_objects.condition(condition, Some(absent.to_string()));
             }
             Observed::Unknown => {}
         };
@@ -161,14 +176,13 @@ impl SharedDocuments {
     async fn write(
         self,
         cluster_objects: ClusterObjects,
-        secret: String,
         mut swap_requests: mpsc::Receiver<CompareAndSwap>,
     ) {
         while let Some(swap) = swap_requests.recv().await {
-            let swapped = match self.swap(&cluster_objects, &secret, &swap).await {
+            let swapped = match self.swap(&cluster_objects, &swap).await {
                 Ok(swapped) => swapped,
                 Err(failure) => {
-                    warn!(secret, key = swap.key, error = %failure, "cannot write");
+                    warn!(secret = self.secret.name, key = swap.key, error = %failure, "cannot write");
                     CasOutcome::Failed(failure.to_string())
                 }
             };
@@ -179,10 +193,9 @@ impl SharedDocuments {
     async fn swap(
         &self,
         cluster_objects: &ClusterObjects,
-        name: &str,
         swap: &CompareAndSwap,
     ) -> Result<CasOutcome, ApiError> {
-        let mut conflicts = conflicts();
+        let (name, mut conflicts) = (self.secret.name.as_str(), conflicts());
         loop {
             let mut secret = cluster_objects.secret(name).await?;
             let now = content(&secret, swap.key);
@@ -200,7 +213,7 @@ impl SharedDocuments {
             let replaced = cluster_objects.secrets.replace(name, &parameters, &secret);
             let written = with_limit(CALL_LIMIT, replaced).await;
             let metrics = &cluster_objects.cluster.metrics;
-            if let Some(written) = count_write(metrics, Object::State, written)? {
+            if let Some(written) = count_write(metrics, self.secret.object, written)? {
                 debug!(secret = name, key = swap.key, "wrote");
                 self.observe(&written);
                 return Ok(CasOutcome::Written(self.sequence(swap.key)));

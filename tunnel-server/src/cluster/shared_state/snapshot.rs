@@ -95,12 +95,12 @@ pub(super) fn start(
     data: &DataDir,
     persisted: SharedSnapshot,
     current: watch::Receiver<Option<Arc<CaMaterial>>>,
-    documents: &SharedDocuments,
+    documents: [SharedDocuments; 2],
     changes: watch::Receiver<()>,
     shutdown: &Shutdown,
 ) {
     let (path, certificate) = (data.authority(), data.ca_certificate());
-    let (secret, documents) = (persisted.secret.clone(), documents.clone());
+    let secret = persisted.secret.clone();
     let snapshot = Snapshot::new(
         "shared CA state",
         PAUSE,
@@ -119,18 +119,15 @@ pub(super) fn start(
 fn shared_state(
     secret: &str,
     material: Option<&CaMaterial>,
-    documents: &SharedDocuments,
+    documents: &[SharedDocuments; 2],
 ) -> SharedSnapshot {
-    let texts = documents.texts();
+    let texts = documents.iter().flat_map(SharedDocuments::texts);
     SharedSnapshot {
         secret: secret.to_owned(),
         certificates: material.map_or_else(String::new, |ca| ca.certificates_pem().to_owned()),
         key: material.map_or_else(Zeroizing::default, |ca| ca.key_pem().to_owned().into()),
-        is_whole: documents.is_observed(),
-        documents: texts
-            .into_iter()
-            .map(|(key, text)| (key.to_owned(), text))
-            .collect(),
+        is_whole: documents.iter().all(SharedDocuments::is_observed),
+        documents: texts.map(|(key, text)| (key.to_owned(), text)).collect(),
     }
 }
 

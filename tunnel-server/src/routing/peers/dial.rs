@@ -390,7 +390,9 @@ impl PeerTask {
             PeerMessage::Hello(_) => return Err(LinkError::protocol("a second PeerHello")),
             PeerMessage::StateDigest(digest) => exchange.digest(&digest),
             PeerMessage::StateFetch => exchange.asked(),
-            PeerMessage::StatePart(part) => (self.endpoint.on_revoked)(exchange.receive(part)?),
+            PeerMessage::StatePart(part) => {
+                (self.endpoint.on_orders)(&self.id, exchange.receive(part)?);
+            }
             PeerMessage::Ask(_) | PeerMessage::Unknown => {
                 debug!(peer = %self.id, "unexpected message of another server");
             }

@@ -9,14 +9,14 @@ use rustls::{ClientConfig, ServerConfig};
 use tunnel_proto::process::shutdown::Shutdown;
 use tunnel_proto::transport::{SessionSettings, Stream};
 use tunnel_proto::wire::name::ReplicaId;
-use tunnel_proto::wire::peer::RevokedNode;
+use tunnel_proto::wire::order::NodeOrder;
 
 use super::Peers;
 use super::forward_policy::ForwardPolicy;
 use crate::routing::registry::Registry;
 
-/// A callback that receives the revocations of another server. It must not block.
-pub type OnRevoked = Box<dyn Fn(Vec<RevokedNode>) + Send + Sync>;
+/// A callback that receives orders about nodes that another server announced. It must not block.
+pub type OnOrders = Box<dyn Fn(&ReplicaId, Vec<NodeOrder>) + Send + Sync>;
 
 /// A callback that serves an enrollment of an agent which dialed another server. The stream is
 /// accepted, and the name is that of the other server.
@@ -45,7 +45,7 @@ pub struct PeerEndpoint {
     /// Time to open a forwarded stream to an agent, up to its reply.
     pub open_limit: Duration,
     pub shutdown: Shutdown,
-    pub on_revoked: OnRevoked,
+    pub on_orders: OnOrders,
     /// `None` if this server issues no certificates for other servers.
     pub on_enroll: Option<OnEnroll>,
 }

@@ -1,6 +1,6 @@
 //! Exchange of what all servers agree on, next to the API server. Each end of a connection announces
-//! a digest of its revocations and of its CA, at the start and after each change. When the digests of
-//! the revocations differ, each end fetches those of the other: a revocation that one server knows
+//! a digest of its orders about nodes and of its CA, at the start and after each change. When the
+//! digests of the orders differ, each end fetches those of the other: an order that one server knows
 //! reaches all that are connected to it. Nothing is forgotten by this way.
 
 use std::collections::{BTreeMap, BTreeSet};
@@ -10,25 +10,24 @@ use std::sync::Arc;
 
 use tokio::sync::{Notify, mpsc, watch};
 use tunnel_proto::wire::name::ReplicaId;
-use tunnel_proto::wire::peer::{
-    PEER_MESSAGE_MAX, PeerMessage, RevokedNode, StateDigest, StatePart,
-};
+use tunnel_proto::wire::order::NodeOrder;
+use tunnel_proto::wire::peer::{PEER_MESSAGE_MAX, PeerMessage, StateDigest, StatePart};
 
 use super::Peers;
 use super::agreed::{AgreedState, CaDigest, digest_of};
 use super::link::LinkError;
 
 impl Peers {
-    /// Replaces the revocations that other servers learn, including those that connect later.
-    pub fn set_revoked(&self, mut nodes: Vec<RevokedNode>) {
-        nodes.sort_unstable_by(|one, other| one.node.cmp(&other.node));
-        let revocations = digest_of(&nodes);
+    /// Replaces the orders that other servers learn, including those that connect later. The orders
+    /// are ordered by node.
+    pub fn set_orders(&self, nodes: Vec<NodeOrder>) {
+        let orders = digest_of(&nodes);
         self.agreed.send_if_modified(|agreed| {
-            let is_changed = agreed.digest.revocations != revocations;
+            let is_changed = agreed.digest.orders != orders;
             if is_changed {
                 agreed.digest.version += 1;
-                agreed.digest.revocations = revocations;
-                agreed.revoked = nodes.into();
+                agreed.digest.orders = orders;
+                agreed.orders = nodes.into();
             }
             is_changed
         });
@@ -48,14 +47,27 @@ impl Peers {
     /// unknown.
     #[must_use]
     pub fn announced_cas(&self) -> BTreeMap<ReplicaId, Option<CaDigest>> {
+        self.announced(|digest| digest.ca)
+    }
+
+    /// Returns every other server as [`Self::announced_cas`] does, with whether it has announced
+    /// exactly these orders, which are ordered by node.
+    #[must_use]
+    pub fn holders_of(&self, orders: &[NodeOrder]) -> BTreeMap<ReplicaId, bool> {
+        let own = digest_of(orders);
+        let others = self.announced(|digest| digest.orders == own).into_iter();
+        others
+            .map(|(replica, is_same)| (replica, is_same == Some(true)))
+            .collect()
+    }
+
+    fn announced<T>(&self, select: impl Fn(StateDigest) -> T) -> BTreeMap<ReplicaId, Option<T>> {
         let state = self.state.lock();
-        let others: BTreeSet<_> = state.peers.keys().chain(state.cas.keys()).collect();
+        let others: BTreeSet<_> = state.peers.keys().chain(state.announced.keys()).collect();
         let others = others.into_iter().map(|replica| {
-            let digest = state
-                .cas
-                .get(replica)
-                .and_then(|announced| announced.digest);
-            (replica.clone(), digest)
+            let announced = state.announced.get(replica);
+            let digest = announced.and_then(|announced| announced.digest);
+            (replica.clone(), digest.map(&select))
         });
         others.collect()
     }
@@ -84,8 +96,8 @@ impl Exchange {
         replica: &ReplicaId,
         outbox: mpsc::Sender<PeerMessage>,
     ) -> (Self, impl Future<Output = Infallible> + use<>) {
-        let cas = &mut peers.state.lock().cas;
-        cas.entry(replica.clone()).or_default().connections += 1;
+        let announced = &mut peers.state.lock().announced;
+        announced.entry(replica.clone()).or_default().connections += 1;
         let due = Arc::<DueMessages>::default();
         let sending = send_state(peers.agreed.subscribe(), due.clone(), outbox);
         let exchange = Self {
@@ -99,49 +111,49 @@ impl Exchange {
 
     /// Handles what the other server announced.
     pub(super) fn digest(&mut self, digest: &StateDigest) {
-        let cas = &mut self.peers.state.lock().cas;
-        if let Some(announced) = cas.get_mut(&self.replica) {
-            announced.digest = Some(digest.ca);
+        let announced = &mut self.peers.state.lock().announced;
+        if let Some(announced) = announced.get_mut(&self.replica) {
+            announced.digest = Some(*digest);
         }
-        let own = self.peers.agreed.borrow().digest.revocations;
-        if self.fetch.is_due(digest.revocations, own) {
+        let own = self.peers.agreed.borrow().digest.orders;
+        if self.fetch.is_due(digest.orders, own) {
             self.due.fetch.notify_one();
         }
     }
 
-    /// Handles a question for this server's revocations.
+    /// Handles a question for this server's orders.
     pub(super) fn asked(&self) {
         self.due.answer.notify_one();
     }
 
-    /// Handles a part of the answer to a question of this server. Returns the revocations in it.
-    pub(super) fn receive(&mut self, part: StatePart) -> Result<Vec<RevokedNode>, LinkError> {
+    /// Handles a part of the answer to a question of this server. Returns the orders in it.
+    pub(super) fn receive(&mut self, part: StatePart) -> Result<Vec<NodeOrder>, LinkError> {
         if self.fetch.received(&part)? {
             self.due.fetch.notify_one();
         }
-        Ok(part.revoked)
+        Ok(part.orders)
     }
 }
 
 impl Drop for Exchange {
     fn drop(&mut self) {
-        let cas = &mut self.peers.state.lock().cas;
-        if let Some(announced) = cas.get_mut(&self.replica) {
+        let servers = &mut self.peers.state.lock().announced;
+        if let Some(announced) = servers.get_mut(&self.replica) {
             announced.connections -= 1;
             if announced.connections == 0 {
-                cas.remove(&self.replica);
+                servers.remove(&self.replica);
             }
         }
     }
 }
 
-/// When to fetch the revocations of the other server: once for each digest that it announces and
+/// When to fetch the orders of the other server: once for each digest that it announces and
 /// that is not this server's, one at a time.
 #[derive(Debug, Default)]
 struct Fetch {
     /// The digest that was last asked for.
     asked: Option<[u8; 32]>,
-    /// Revocations that the answer may still have, while it is awaited.
+    /// Orders that the answer may still have, while it is awaited.
     left: Option<usize>,
     /// The digest that was announced while an answer was awaited.
     next: Option<[u8; 32]>,
@@ -166,9 +178,9 @@ impl Fetch {
     fn received(&mut self, part: &StatePart) -> Result<bool, LinkError> {
         let left = self
             .left
-            .and_then(|left| left.checked_sub(part.revoked.len()));
+            .and_then(|left| left.checked_sub(part.orders.len()));
         let Some(left) = left else {
-            return Err(LinkError::protocol("revocations that were not asked for"));
+            return Err(LinkError::protocol("orders that were not asked for"));
         };
         if part.has_more {
             self.left = Some(left);
@@ -203,7 +215,7 @@ async fn send_state(
                 continue;
             }
             () = due.fetch.notified() => vec![PeerMessage::StateFetch],
-            () = due.answer.notified() => answer_messages(&state.revoked),
+            () = due.answer.notified() => answer_messages(&state.orders),
         };
         for message in messages {
             if outbox.send(message).await.is_err() {
@@ -213,12 +225,12 @@ async fn send_state(
     }
 }
 
-/// Returns the messages with all revocations, at least one.
-fn answer_messages(revoked: &[RevokedNode]) -> Vec<PeerMessage> {
-    let mut parts: Vec<_> = (revoked.chunks(REVOKED_PER_MESSAGE))
-        .take(FETCHED_MAX / REVOKED_PER_MESSAGE)
-        .map(|revoked| StatePart {
-            revoked: revoked.to_vec(),
+/// Returns the messages with all orders, at least one.
+fn answer_messages(orders: &[NodeOrder]) -> Vec<PeerMessage> {
+    let mut parts: Vec<_> = (orders.chunks(ORDERS_PER_MESSAGE))
+        .take(FETCHED_MAX / ORDERS_PER_MESSAGE)
+        .map(|orders| StatePart {
+            orders: orders.to_vec(),
             has_more: true,
         })
         .collect();
@@ -229,26 +241,25 @@ fn answer_messages(revoked: &[RevokedNode]) -> Vec<PeerMessage> {
     parts.into_iter().map(PeerMessage::StatePart).collect()
 }
 
-/// Revocations in one message, with the longest names and 32 bytes for the time and lengths.
-const REVOKED_PER_MESSAGE: usize = PEER_MESSAGE_MAX / (253 + 32);
-/// Maximum number of revocations of one answer. A server stores no more of another one.
-const FETCHED_MAX: usize = 100_000;
+/// Orders in one message, with the longest names and 56 bytes for the numbers and lengths.
+const ORDERS_PER_MESSAGE: usize = PEER_MESSAGE_MAX / (253 + 56);
+/// Maximum number of orders of one answer. A server stores fewer of the others.
+const FETCHED_MAX: usize = 20_000;
 
 #[cfg(test)]
 mod tests {
-    use std::time::{Duration, UNIX_EPOCH};
-
     use bytes::BytesMut;
+    use tunnel_proto::wire::order::Order;
 
     use super::*;
 
     fn answer_with(count: usize, has_more: bool) -> StatePart {
-        let revoked = RevokedNode {
+        let order = NodeOrder {
             node: "x".parse().unwrap(),
-            at: UNIX_EPOCH,
+            order: Order::default(),
         };
         StatePart {
-            revoked: vec![revoked; count],
+            orders: vec![order; count],
             has_more,
         }
     }
@@ -266,7 +277,7 @@ mod tests {
             "the next one"
         );
         assert!(!fetch.received(&answer_with(0, false)).unwrap());
-        // What this server knows in addition, or has lifted, keeps the digests apart.
+        // What this server knows in addition keeps the digests apart.
         assert!(!fetch.is_due(second, own));
         assert!(fetch.is_due(first, own));
     }
@@ -285,30 +296,36 @@ mod tests {
     }
 
     #[test]
-    fn any_number_of_revocations_is_messages_that_fit_and_end() {
-        let revoked = |count: usize| -> Vec<_> {
+    fn any_number_of_orders_is_messages_that_fit_and_end() {
+        let orders = |count: usize| -> Vec<_> {
             let name =
                 |number: usize| format!("n{number:06}{}", ".long-label-of-a-node".repeat(11));
-            let revoked = (0..count).map(|number| RevokedNode {
+            let orders = (0..count).map(|number| NodeOrder {
                 node: name(number).parse().unwrap(),
-                at: UNIX_EPOCH + Duration::from_secs(1 << 40),
+                order: Order {
+                    counter: u64::MAX,
+                    is_revoked: true,
+                    at: u64::MAX,
+                    generation: u64::MAX,
+                    reissued_at: u64::MAX,
+                },
             });
-            revoked.collect()
+            orders.collect()
         };
-        for count in [0, 1, REVOKED_PER_MESSAGE, REVOKED_PER_MESSAGE + 1, 1000] {
-            let messages = answer_messages(&revoked(count));
+        for count in [0, 1, ORDERS_PER_MESSAGE, ORDERS_PER_MESSAGE + 1, 1000] {
+            let messages = answer_messages(&orders(count));
             let mut total = 0;
             for (number, message) in (1..).zip(&messages) {
                 let PeerMessage::StatePart(part) = message else {
                     panic!("{message:?}");
                 };
-                total += part.revoked.len();
+                total += part.orders.len();
                 assert_eq!(part.has_more, number < messages.len(), "{count}");
                 message.encode(&mut BytesMut::new()).unwrap();
             }
             assert_eq!(total, count);
         }
-        let most = answer_messages(&vec![revoked(1).remove(0); FETCHED_MAX + 5000]);
-        assert!(most.len() * REVOKED_PER_MESSAGE <= FETCHED_MAX);
+        let most = answer_messages(&vec![orders(1).remove(0); FETCHED_MAX + 5000]);
+        assert!(most.len() * ORDERS_PER_MESSAGE <= FETCHED_MAX);
     }
 }

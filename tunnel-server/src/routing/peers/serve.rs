@@ -200,7 +200,9 @@ impl PeerListener {
         match message {
             PeerMessage::StateDigest(digest) => exchange.digest(&digest),
             PeerMessage::StateFetch => exchange.asked(),
-            PeerMessage::StatePart(part) => (self.endpoint.on_revoked)(exchange.receive(part)?),
+            PeerMessage::StatePart(part) => {
+                (self.endpoint.on_orders)(replica, exchange.receive(part)?);
+            }
             PeerMessage::Hello(_) => return Err(LinkError::protocol("a second PeerHello")),
             PeerMessage::Holds(_)
             | PeerMessage::Leaving

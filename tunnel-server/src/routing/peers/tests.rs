@@ -5,7 +5,8 @@ use tunnel_proto::transport::{ClosedBy, Session as _, StreamCut, find_cause, mem
 use tunnel_proto::wire::code::{CloseCode, RefusalCode, ResetCode};
 use tunnel_proto::wire::header::{StreamKind, Target};
 use tunnel_proto::wire::name::Port;
-use tunnel_proto::wire::peer::{Holds, PeerMessage, RevokedNode};
+use tunnel_proto::wire::order::{NodeOrder, Order};
+use tunnel_proto::wire::peer::{Holds, PeerMessage};
 
 use super::monitor::LinkCheck;
 use super::*;
@@ -586,24 +587,32 @@ async fn reply_that_was_sent_arrives_although_the_server_stops() {
 }
 
 #[tokio::test]
-async fn revocations_reach_servers_that_connect_later() {
+async fn orders_reach_servers_that_connect_later() {
     let installation = Installation::new();
     let a = installation.server("a").await;
     let b = installation.server("b").await;
-    let revoked = |name, seconds| RevokedNode {
+    let order = |name, counter| NodeOrder {
         node: node(name),
-        at: UNIX_EPOCH + Duration::from_secs(seconds),
+        order: Order {
+            counter,
+            ..Order::default()
+        },
     };
-    a.peers.set_revoked(vec![revoked("y", 6), revoked("x", 5)]);
+    let orders = [order("x", 5), order("y", 6)];
+    a.peers.set_orders(orders.to_vec());
     connect(&[&a, &b]).await;
-    for expected in [revoked("x", 5), revoked("y", 6)] {
-        let is_revoked = || b.revoked.lock().contains(&expected);
-        eventually("the node is revoked", is_revoked).await;
+    for expected in &orders {
+        let is_known = || b.orders.lock().contains(expected);
+        eventually("the order is known", is_known).await;
     }
+    assert_eq!(a.peers.holders_of(&orders), [(id("b"), false)].into());
     // Either end of a connection learns from the other.
-    b.peers.set_revoked(vec![revoked("z", 7)]);
-    let is_revoked = || a.revoked.lock().contains(&revoked("z", 7));
-    eventually("z is revoked", is_revoked).await;
+    b.peers.set_orders(vec![order("z", 7)]);
+    let is_known = || a.orders.lock().contains(&order("z", 7));
+    eventually("the order is known", is_known).await;
+    b.peers.set_orders(orders.to_vec());
+    let is_same = || a.peers.holders_of(&orders) == [(id("b"), true)].into();
+    eventually("both know the same", is_same).await;
 }
 
 #[tokio::test]

@@ -22,7 +22,8 @@ use tunnel_proto::wire::code::RefusalCode;
 use tunnel_proto::wire::control::Member;
 use tunnel_proto::wire::header::{Refusal, StreamHeader, StreamKind};
 use tunnel_proto::wire::name::{InstanceId, NodeName, ReplicaId};
-use tunnel_proto::wire::peer::{HeldNode, Holds, PeerHello, PeerMessage, RevokedNode};
+use tunnel_proto::wire::order::NodeOrder;
+use tunnel_proto::wire::peer::{HeldNode, Holds, PeerHello, PeerMessage};
 use tunnel_proto::wire::{VERSION_MAX, VERSION_MIN};
 
 use crate::ca::LocalCa;
@@ -130,7 +131,7 @@ impl Installation {
             peers,
             registry,
             policy: SharedPortPolicy::default(),
-            revoked: Arc::default(),
+            orders: Arc::default(),
             address,
             membership,
             shutdown: Shutdown::new(),
@@ -229,8 +230,8 @@ pub(super) struct Server {
     pub(super) routing: Routing,
     pub(super) registry: Arc<Registry>,
     pub(super) policy: SharedPortPolicy,
-    /// What other servers revoked.
-    pub(super) revoked: Arc<Mutex<Vec<RevokedNode>>>,
+    /// Orders of other servers.
+    pub(super) orders: Arc<Mutex<Vec<NodeOrder>>>,
     pub(super) address: SocketAddr,
     pub(super) shutdown: Shutdown,
     membership: watch::Sender<Arc<[PeerAddress]>>,
@@ -239,7 +240,7 @@ pub(super) struct Server {
 impl Server {
     /// Creates this server's end of the connections to the others.
     pub(super) fn endpoint(&self, installation: &Installation) -> PeerEndpoint {
-        let received = self.revoked.clone();
+        let received = self.orders.clone();
         PeerEndpoint {
             peers: self.peers.clone(),
             registry: self.registry.clone(),
@@ -255,7 +256,7 @@ impl Server {
             open_limit: LIMIT,
             shutdown: self.shutdown.clone(),
             on_enroll: None,
-            on_revoked: Box::new(move |nodes| received.lock().extend(nodes)),
+            on_orders: Box::new(move |_replica, orders| received.lock().extend(orders)),
         }
     }
 

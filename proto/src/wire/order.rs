@@ -1,0 +1,179 @@
+//! Orders of operators about nodes. Servers merge the orders that they know by a rule in which no
+//! clock counts, so that the order and the number of merges do not matter.
+
+use super::name::NodeName;
+
+/// What operators ordered about a node. The default is a node without orders.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+pub struct Order {
+    /// Number of revocations of the node and of their ends.
+    pub counter: u64,
+    /// Whether the node is refused, with any certificate and any token.
+    pub is_revoked: bool,
+    /// Time of the last revocation or of its end, in seconds since 1970. For people only.
+    pub at: u64,
+    /// Number of times that the certificates of the node were ended. Certificates of an earlier
+    /// generation are refused.
+    pub generation: u64,
+    /// Time at which the generation began, in seconds since 1970. Credentials of another issuer have
+    /// no generation: those that were issued until then are refused.
+    pub reissued_at: u64,
+}
+
+/// The order about a node.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct NodeOrder {
+    /// The node that the agent serves.
+    pub node: NodeName,
+    /// What operators ordered.
+    pub order: Order,
+}
+
+impl Order {
+    /// Merges what two servers know: of two revocations or their ends the one with the higher number
+    /// counts, a revocation if the numbers are equal, and of two generations the higher one.
+    #[must_use]
+    pub fn merge(self, other: Self) -> Self {
+        let revocation = |order: &Self| (order.counter, order.is_revoked, order.at);
+        let (counter, is_revoked, at) = revocation(&self).max(revocation(&other));
+        let reissue = |order: &Self| (order.generation, order.reissued_at);
+        let (generation, reissued_at) = reissue(&self).max(reissue(&other));
+        Self {
+            counter,
+            is_revoked,
+            at,
+            generation,
+            reissued_at,
+        }
+    }
+
+    /// Returns the order after a revocation, or after its end.
+    #[must_use]
+    pub fn with_revoked(self, is_revoked: bool, now: u64) -> Self {
+        Self {
+            counter: self.counter.saturating_add(1),
+            is_revoked,
+            at: now,
+            ..self
+        }
+    }
+
+    /// Returns the order after the certificates of the node were ended.
+    #[must_use]
+    pub fn reissued(self, now: u64) -> Self {
+        Self {
+            generation: self.generation.saturating_add(1),
+            reissued_at: now,
+            ..self
+        }
+    }
+
+    /// Returns whether a token that was created under this order is void under `current`.
+    #[must_use]
+    pub fn is_before(self, current: Self) -> bool {
+        self.counter < current.counter || self.generation < current.generation
+    }
+
+    /// Returns whether another server may announce this order to one that knows `known`. Numbers far
+    /// ahead would leave none for the next orders.
+    #[must_use]
+    pub fn is_plausible_after(self, known: Self) -> bool {
+        self.counter <= known.counter.saturating_add(LEAD_MAX)
+            && self.generation <= known.generation.saturating_add(LEAD_MAX)
+    }
+}
+
+/// Orders about one node that a server may have missed.
+const LEAD_MAX: u64 = 1 << 20;
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn orders() -> Vec<Order> {
+        let numbers =
+            (0..3).flat_map(|counter| (0..3).map(move |generation| (counter, generation)));
+        let times = [0, 5, u64::MAX];
+        let orders = numbers.flat_map(|(counter, generation)| {
+            [false, true].into_iter().flat_map(move |is_revoked| {
+                times.map(move |time| Order {
+                    counter,
+                    is_revoked,
+                    at: time,
+                    generation,
+                    reissued_at: u64::MAX - time,
+                })
+            })
+        });
+        orders.collect()
+    }
+
+    #[test]
+    fn merges_depend_on_neither_order_nor_number() {
+        let orders = orders();
+        for &one in &orders {
+            assert_eq!(one.merge(one), one);
+            assert_eq!(one.merge(Order::default()), one);
+            for &other in &orders {
+                let merged = one.merge(other);
+                assert_eq!(merged, other.merge(one));
+                assert_eq!(merged.merge(one), merged);
+                for &third in &orders {
+                    assert_eq!(merged.merge(third), one.merge(other.merge(third)));
+                }
+            }
+        }
+    }
+
+    #[test]
+    fn numbers_decide_and_times_do_not() {
+        let far = u64::MAX;
+        let none = Order::default();
+        let revoked = none.with_revoked(true, far);
+        let lifted = revoked.with_revoked(false, 1);
+        let again = lifted.with_revoked(true, 0);
+        for (one, other, is_revoked) in [
+            (none, revoked, true),
+            (revoked, lifted, false),
+            (lifted, again, true),
+            (revoked, again, true),
+            // Two servers without a connection: the revocation counts.
+            (lifted, revoked.with_revoked(true, 0), true),
+            // A reissue takes no revocation back, and a revocation no reissue.
+            (revoked, none.reissued(far).reissued(far), true),
+        ] {
+            assert_eq!(one.merge(other).is_revoked, is_revoked, "{one:?} {other:?}");
+        }
+        assert_eq!(revoked.merge(none.reissued(3)).generation, 1);
+        assert_eq!(
+            none.reissued(far)
+                .reissued(3)
+                .merge(none.reissued(far))
+                .reissued_at,
+            3
+        );
+    }
+
+    #[test]
+    fn token_is_void_after_any_order_that_its_server_did_not_know() {
+        let none = Order::default();
+        let known = none.with_revoked(true, 1).with_revoked(false, 2);
+        assert!(none.is_before(known) && none.is_before(none.reissued(1)));
+        assert!(!known.is_before(known) && !known.is_before(none));
+        assert!(known.is_before(known.reissued(1)));
+    }
+
+    #[test]
+    fn numbers_far_ahead_are_not_plausible() {
+        let none = Order::default();
+        let with = |counter, generation| Order {
+            counter,
+            generation,
+            ..none
+        };
+        assert!(with(LEAD_MAX, LEAD_MAX).is_plausible_after(none));
+        assert!(!with(LEAD_MAX + 1, 0).is_plausible_after(none));
+        assert!(!with(0, u64::MAX).is_plausible_after(none));
+        assert!(with(LEAD_MAX + 1, 0).is_plausible_after(with(1, 0)));
+    }
+}
