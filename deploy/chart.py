@@ -228,6 +228,7 @@ def added(previous, names, variants, indent, path):
 SERVER = ("Deployment", "tunnel-server")
 AGENT = ("DaemonSet", "tunnel-agent")
 AGENTS_SERVICE = ("Service", "x-tunnel-server-svc")
+TOKENS = ("Namespace", "kube-system-tokens")
 POD = ("spec", "template", "spec")
 
 
@@ -254,8 +255,8 @@ def namespaced(value, namespace):
     """Replaces the namespace of the overlay by that of the release."""
     if isinstance(value, dict):
         for key, inner in value.items():
-            if key == "namespace" and inner == namespace:
-                value[key] = Template(NAMESPACE)
+            if key == "namespace" and inner in (namespace, f"{namespace}-tokens"):
+                value[key] = Template(NAMESPACE + inner[len(namespace) :])
             else:
                 namespaced(inner, namespace)
     elif isinstance(value, list):
@@ -271,7 +272,7 @@ def fields(objects, namespace):
     for (kind, name), document in objects.items():
         namespaced(document, namespace)
         if kind == "Namespace":
-            document["metadata"]["name"] = Template(NAMESPACE)
+            document["metadata"]["name"] = Template(NAMESPACE + ("-tokens" if name == TOKENS[1] else ""))
         for part, container in ((SERVER, "tunnel-server"), (AGENT, "tunnel-agent")):
             if (kind, name) != part:
                 continue
@@ -395,6 +396,8 @@ def main(folder, monitors, version, chart):
         with open(file) as rendered:
             overlays[os.path.basename(file)[: -len(".yaml")]] = parse(rendered.read())
     plain = overlays.pop("plain")
+    # One object under two names.
+    overlays["namespace"][TOKENS] = overlays["namespace"].pop(("Namespace", "culvert-tokens"))
     off = [
         ("not .Values.dns.enabled", without_dns(plain)),
         ("not .Values.agent.enabled", without(plain, AGENT, ("ServiceAccount", "tunnel-agent"))),
@@ -418,7 +421,7 @@ def main(folder, monitors, version, chart):
     for key in sorted(keys):
         values = [(condition, objects.get(key, MISSING)) for condition, objects in variants]
         base = plain.get(key, MISSING)
-        if key[0] == "Namespace":
+        if key[0] == "Namespace" and key != TOKENS:
             condition = 'and .Values.namespace.create (ne .Release.Namespace "kube-system")'
             values = [(condition, value) for _, value in values if value is not MISSING]
         lines = document(key, base, values)

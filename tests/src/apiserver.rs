@@ -122,7 +122,13 @@ impl FakeApiServer {
             tokens,
             scratch,
         };
-        for namespace in ["default", "kube-system", "kube-public", "kube-node-lease"] {
+        for namespace in [
+            "default",
+            "kube-system",
+            "kube-public",
+            "kube-node-lease",
+            "kube-system-tokens",
+        ] {
             fake_api.put(
                 "namespaces",
                 None,
@@ -237,7 +243,7 @@ impl FakeApiServer {
     }
 
     /// Stores an object without the API: without authorization, checks and defaults. Meant for
-    /// thousands of objects.
+    /// thousands of objects, and for old ones.
     pub fn put(&self, plural: &str, namespace: Option<&str>, mut object: Value) -> Result<()> {
         let kind = Kind::plural(plural).with_context(|| format!("no kind {plural}"))?;
         let name = object["metadata"]["name"]
@@ -250,7 +256,9 @@ impl FakeApiServer {
             object["metadata"]["namespace"] = namespace.into();
         }
         object["metadata"]["uid"] = defaulting::uid().into();
-        object["metadata"]["creationTimestamp"] = defaulting::now().into();
+        if object["metadata"]["creationTimestamp"].is_null() {
+            object["metadata"]["creationTimestamp"] = defaulting::now().into();
+        }
         self.service
             .store
             .write(|content| content.put(key(kind, namespace, &name), object));

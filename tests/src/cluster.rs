@@ -14,6 +14,7 @@ use std::path::PathBuf;
 
 use anyhow::{Context, Result, bail};
 use serde_json::{Value, json};
+use tunnel_server::cluster::objects::tokens_namespace;
 
 use crate::apiserver::{FakeApiServer, Setup};
 
@@ -94,6 +95,13 @@ impl Cluster {
         let admin = Api::new(&kubeconfig, "culvert-tests").await?;
         let cluster = Self { server, admin };
         cluster.wait_for_namespaces().await;
+        if matches!(cluster.server, ApiBackend::Real(_)) {
+            let namespace = json!({ "metadata": { "name": tokens_namespace(SERVICE_ACCOUNT.0) } });
+            cluster
+                .admin
+                .create("/api/v1/namespaces", &namespace)
+                .await?;
+        }
         cluster.grant().await?;
         cluster.objects().create_shipped().await?;
         Ok(cluster)
@@ -214,7 +222,7 @@ impl Cluster {
 
     /// Lets the server create ConfigMaps and Leases, as the roles of earlier manifests did.
     pub async fn allow_creation(&self) -> Result<()> {
-        let [_, role] = server_roles();
+        let [_, role, _] = server_roles();
         let mut rules = role["rules"].as_array().cloned().unwrap_or_default();
         for (group, resource) in [("", "configmaps"), ("coordination.k8s.io", "leases")] {
             rules.push(

@@ -160,7 +160,10 @@ async fn answer(
     match (request.method().as_str(), &segments[..]) {
         ("GET", ["tokens"]) => {
             let tokens = blocking(state, |state| state.tokens.list(SystemTime::now())).await?;
-            value(StatusCode::OK, &tokens)
+            value(
+                StatusCode::OK,
+                &tokens.map_err(|error| RequestError::internal(&error))?,
+            )
         }
         ("POST", ["tokens"]) => {
             let token_request = read(request).await?;
@@ -263,7 +266,7 @@ fn create_token(
 
 /// Revokes a token. Blocks the thread.
 fn revoke_token(state: &AdminState, id: &str) -> Result<(), RequestError> {
-    match state.tokens.revoke(id, SystemTime::now()) {
+    match state.tokens.revoke(id) {
         Ok(true) => {
             info!(token = id, "join token revoked");
             Ok(())

@@ -81,6 +81,7 @@ use publisher::Publisher;
 use restart::run_restarting;
 pub use service::ListenerPorts;
 pub use shared_state::QuicKeyLease;
+use shared_state::TokenSecrets;
 use signing::KubeletClientCertificateTask;
 pub use signing::SignerConfig;
 use state_watches::FirstList;
@@ -244,6 +245,8 @@ fn start_writers(
         metrics: cluster.metrics.clone(),
         written: None,
     };
+    let tokens = TokenSecrets::new(cluster, shutdown);
+    shutdown.spawn_service(tokens.clean_as_leader(election.leadership()));
     let leaving = shutdown.leaving().clone();
     let (end, ended) = oneshot::channel();
     let conditions = cluster.conditions.clone();

@@ -6,6 +6,7 @@ mod orders;
 mod restart;
 mod rotation;
 mod shared;
+pub(super) mod tokens;
 
 use anyhow::{Context, Result};
 use tunnel_server::config::{ObjectNames, RawConfig};

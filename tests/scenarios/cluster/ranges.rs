@@ -20,7 +20,7 @@ async fn a_missing_right_to_list_ranges_is_a_condition_with_the_command_that_gra
         return Ok(());
     };
     cluster_env.guide().await?;
-    let [role, _] = server_roles_of(|right| right.resource != "servicecidrs");
+    let [role, ..] = server_roles_of(|right| right.resource != "servicecidrs");
     let path = "/apis/rbac.authorization.k8s.io/v1/clusterroles/tunnel-server";
     let rules = json!({ "rules": role["rules"] });
     cluster_env.admin().merge(path, &rules).await?;

@@ -4,7 +4,9 @@ use std::collections::BTreeSet;
 
 use anyhow::{Context, Result, ensure};
 use serde_json::json;
-use tunnel_server::cluster::objects::{QUIC_KEY_LEASES_MAX, RIGHTS, Right, Scope};
+use tunnel_server::cluster::objects::{
+    QUIC_KEY_LEASES_MAX, RIGHTS, Right, Scope, tokens_namespace,
+};
 use tunnel_tests::apiserver::Reviewing;
 use tunnel_tests::ca::{Leaf, TestCa};
 use tunnel_tests::client::{ClientTls, Endpoint, RawRequest, request};
@@ -13,6 +15,7 @@ use tunnel_tests::eventually::eventually;
 use tunnel_tests::process::{AgentSetup, Listener};
 
 use super::agents::claims;
+use super::authority;
 use super::{ClusterEnv, FIRST, GUIDE_RECORDS};
 
 #[test]
@@ -41,6 +44,9 @@ fn row(right: &Right) -> Vec<String> {
     let objects = match right.scope {
         Scope::Cluster => "all of the cluster".to_owned(),
         Scope::Namespace => "any in the namespace".to_owned(),
+        Scope::TokensNamespace => {
+            "any in the namespace of the server with the suffix `-tokens`".to_owned()
+        }
         Scope::Named(flag) => format!("the one of `{flag}`"),
         Scope::AgentNamespaces => "any in the namespaces of `--agent-service-account`".to_owned(),
         Scope::Exactly(namespace, name) => format!("`{name}` in `{namespace}`"),
@@ -68,6 +74,12 @@ async fn the_server_asks_for_each_right_and_is_never_refused() -> Result<()> {
     let callers_ca = TestCa::new("callers")?;
     let callers = cluster_env.scratch.file("callers.pem", callers_ca.pem())?;
     let signer = "kubernetes.io/kube-apiserver-client";
+    // The leader removes this token.
+    let old = authority::tokens::token("old000000000", 3)?;
+    let namespace = tokens_namespace("kube-system");
+    cluster_env
+        .fake_api()?
+        .put("secrets", Some(&namespace), old)?;
     let setup = cluster_env
         .setup("a")?
         .args(&["--connect-uds", &socket.to_string_lossy()])
@@ -75,6 +87,7 @@ async fn the_server_asks_for_each_right_and_is_never_refused() -> Result<()> {
         .args(&["--target-cert-signer", signer])
         .args(&["--peer-listen", "127.0.0.1:0"]);
     let server = setup.start().await?;
+    server.token("worker-2", None).await?;
     cluster_env.wait_for_records(FIRST, GUIDE_RECORDS).await;
     let ports = [("http-proxy-ports", "9100, nonsense")];
     objects.set_ports(&ports).await?;

@@ -153,7 +153,7 @@ async fn messages_of_token_misuse_are_distinct() -> Result<()> {
     let [used, other, ended, revoked] = [(); 4].map(|()| env.token("worker-1", &[]).unwrap());
     let redeemed = env.tokens().redeem(&used.reveal(), &node, key(1), now);
     redeemed.unwrap();
-    env.tokens().revoke(revoked.id(), now)?;
+    env.tokens().revoke(revoked.id())?;
     let answers = [
         redeem(&used, "worker-1", 2, now),
         redeem(&other, "worker-2", 1, now),

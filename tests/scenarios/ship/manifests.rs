@@ -176,7 +176,8 @@ fn a_namespace_of_its_own_says_which_pods_it_allows() -> Result<()> {
             .filter_map(|object| object["metadata"]["namespace"].as_str())
             .collect();
         let Ok(namespace) = find(&objects, "Namespace", "culvert") else {
-            ensure!(namespaces == BTreeSet::from(["kube-system"]), "{overlay}");
+            let expected = BTreeSet::from(["kube-system", "kube-system-tokens"]);
+            ensure!(namespaces == expected, "{overlay}");
             continue;
         };
         ensure!(overlay == "namespace", "{overlay}");

@@ -6,7 +6,8 @@ use anyhow::{Context, Result};
 use k8s_openapi::ByteString;
 use serde_json::{Value, json};
 use tunnel_server::cluster::objects::{
-    CA_CERTIFICATE_KEY, QUIC_KEY_LEASES_MAX, RECORDS_KEY, RIGHTS, Right, Scope, quic_key_lease_name,
+    CA_CERTIFICATE_KEY, QUIC_KEY_LEASES_MAX, RECORDS_KEY, RIGHTS, Right, Scope,
+    quic_key_lease_name, tokens_namespace,
 };
 use tunnel_server::config::{EDGE_LABEL, ObjectNames};
 
@@ -342,16 +343,20 @@ pub fn endpoints(service: &Value, address: &str) -> Value {
     })
 }
 
-/// Returns the roles of the server's table of rights: one ClusterRole and one Role.
-pub fn server_roles() -> [Value; 2] {
+/// Returns the roles of the server's table of rights: one ClusterRole, one Role, and the Role of the
+/// namespace of the join tokens.
+pub fn server_roles() -> [Value; 3] {
     server_roles_of(|_| true)
 }
 
 /// Returns these roles with only the rights that are `needed`.
-pub fn server_roles_of(needed: impl Fn(&Right) -> bool) -> [Value; 2] {
-    let (cluster, inside): (Vec<&Right>, Vec<&Right>) = RIGHTS
+pub fn server_roles_of(needed: impl Fn(&Right) -> bool) -> [Value; 3] {
+    let (tokens, others): (Vec<&Right>, Vec<&Right>) = RIGHTS
         .iter()
         .filter(|right| needed(right))
+        .partition(|right| right.scope == Scope::TokensNamespace);
+    let (cluster, inside): (Vec<&Right>, Vec<&Right>) = others
+        .into_iter()
         .partition(|right| right.scope == Scope::Cluster);
     let rules = |rights: Vec<&Right>| rights.into_iter().map(rule).collect::<Vec<_>>();
     let (namespace, name) = SERVICE_ACCOUNT;
@@ -359,6 +364,7 @@ pub fn server_roles_of(needed: impl Fn(&Right) -> bool) -> [Value; 2] {
     [
         json!({ "apiVersion": api, "kind": "ClusterRole", "metadata": { "name": name }, "rules": rules(cluster) }),
         json!({ "apiVersion": api, "kind": "Role", "metadata": { "name": name, "namespace": namespace }, "rules": rules(inside) }),
+        json!({ "apiVersion": api, "kind": "Role", "metadata": { "name": "tunnel-server-tokens", "namespace": tokens_namespace(namespace) }, "rules": rules(tokens) }),
     ]
 }
 
@@ -374,7 +380,7 @@ fn rule(right: &Right) -> Value {
             let names = (0..QUIC_KEY_LEASES_MAX).map(|entry| quic_key_lease_name(&name, entry));
             rule["resourceNames"] = names.collect();
         }
-        Scope::Cluster | Scope::Namespace | Scope::AgentNamespaces => {}
+        Scope::Cluster | Scope::Namespace | Scope::TokensNamespace | Scope::AgentNamespaces => {}
     }
     rule
 }

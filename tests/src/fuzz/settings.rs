@@ -99,9 +99,9 @@ pub(super) fn persisted() -> Result<Vec<Vec<u8>>> {
     let revocations = Revocations::open(&data.dir, true)?;
     revocations.order(OrderAction::Revoke, std::slice::from_ref(&node), now);
     revocations.flush()?;
-    let tokens = TokenStore::open(&data.dir)?;
+    let tokens = TokenStore::open(&data.dir);
     let ip = IpAddr::from([192, 0, 2, 1]);
-    let _token = tokens.create(
+    let token = tokens.create(
         &node,
         Duration::from_secs(60),
         vec![ip],
@@ -115,11 +115,18 @@ pub(super) fn persisted() -> Result<Vec<Vec<u8>>> {
         br#"{"worker-1":["192.0.2.1","2001:db8::1"],"worker-2":[]}"#.to_vec(),
         b"# users\nprometheus:correct horse battery staple\n".to_vec(),
     ];
-    for file in [data.dir.revoked(), data.dir.tokens(), data.dir.advertise()] {
+    for file in [
+        data.dir.revoked(),
+        data.dir.tokens().join(format!("{}.json", token.id())),
+        data.dir.advertise(),
+    ] {
         corpus.push(std::fs::read(file)?);
     }
     Ok(corpus)
 }
+
+/// Id of the token whose file has the content.
+const FUZZED_ID: &str = "abcdef012345";
 
 /// Reads each file of the data directory, and a password file, with the same content.
 pub(super) fn check_persisted(input: &[u8]) -> Result<()> {
@@ -132,16 +139,15 @@ pub(super) fn check_persisted(input: &[u8]) -> Result<()> {
         let passwords = dir.path().join("passwords");
         let files = [
             dir.revoked(),
-            dir.tokens(),
+            dir.tokens().join(format!("{FUZZED_ID}.json")),
             dir.dns_records(),
             dir.advertise(),
         ];
+        std::fs::create_dir_all(dir.tokens())?;
         for file in files.iter().chain([&passwords]) {
             std::fs::write(file, input)?;
         }
-        if let Ok(tokens) = TokenStore::open(dir) {
-            let _any = tokens.list(SystemTime::now());
-        }
+        let _any = TokenStore::open(dir).list(SystemTime::now());
         let records = Records::default();
         restore(dir, &records);
         let _any = (Revocations::open(dir, true), dir.advertised());

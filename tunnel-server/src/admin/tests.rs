@@ -25,7 +25,7 @@ pub(super) fn state(dir: &DataDir) -> AdminState {
             nodes.clone(),
         ))),
         ca,
-        tokens: Arc::new(TokenStore::open(dir).unwrap()),
+        tokens: Arc::new(TokenStore::open(dir)),
         nodes,
         status: NodeList::new(
             || {
@@ -188,5 +188,12 @@ async fn no_token_is_made_where_it_would_be_of_no_use() {
     for words in ["--agent-ca", "culvert://agent/worker-1", "--cert-file"] {
         assert_contains(&error, words);
     }
-    assert!(fixture.state.tokens.list(SystemTime::now()).is_empty());
+    assert!(
+        fixture
+            .state
+            .tokens
+            .list(SystemTime::now())
+            .unwrap()
+            .is_empty()
+    );
 }

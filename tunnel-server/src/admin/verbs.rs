@@ -181,7 +181,7 @@ impl TokenVerb {
                 let dir = DataDir::open_existing(&data_dir.data_dir)?;
                 let tokens = match AdminClient::connect(&dir).await? {
                     Some(server) => server.tokens().await?,
-                    None => TokenStore::open(require_standalone(&dir)?)?.list(SystemTime::now()),
+                    None => TokenStore::open(require_standalone(&dir)?).list(SystemTime::now())?,
                 };
                 Ok(VerbOutput::out(match output {
                     OutputFormat::Table => table::tokens(&tokens),
@@ -192,8 +192,7 @@ impl TokenVerb {
                 let dir = DataDir::open_existing(&data_dir.data_dir)?;
                 let found = match AdminClient::connect(&dir).await? {
                     Some(server) => server.revoke_token(&id).await?,
-                    None => TokenStore::open(require_standalone(&dir)?)?
-                        .revoke(&id, SystemTime::now())?,
+                    None => TokenStore::open(require_standalone(&dir)?).revoke(&id)?,
                 };
                 if found {
                     Ok(VerbOutput::out(format!("token {id} revoked\n")))
@@ -269,7 +268,7 @@ async fn create_token(
         let CreateToken { node, ips, .. } = token_request;
         let ca = load_ca(require_standalone(dir)?, offline)?;
         let now = SystemTime::now();
-        let tokens = TokenStore::open(dir)?;
+        let tokens = TokenStore::open(dir);
         let token = tokens.create(
             &node,
             ttl,

@@ -24,7 +24,7 @@ use super::credential_watcher::{CredentialWatcher, read_roots, watch_pair};
 use crate::ca::renewal::Renewals;
 use crate::ca::revocation::Revocations;
 use crate::ca::rotation::CaSecret;
-use crate::ca::tokens::TokenStore;
+use crate::ca::tokens::{self, TokenStore};
 use crate::ca::{LocalCa, distrusted};
 use crate::cluster::{ClusterHandle, QuicKeyLease, UnknownMembership};
 use crate::config::{Config, CredentialFiles, KubeletClientCa, KubernetesSettings};
@@ -62,10 +62,11 @@ impl Authority {
             return Self::load_shared(process, settings, meta, registry).await;
         }
         let ca = LocalCa::load_or_create(data)?;
+        tokens::clean(data, &process.shutdown);
         Ok(Self {
             ca: Arc::new(ca.with_life(config.limits.certificate_life)),
             ca_secret: None,
-            tokens: Arc::new(TokenStore::open(data)?),
+            tokens: Arc::new(TokenStore::open(data)),
             revocations: Arc::new(Revocations::open(data, is_issuer(config))?),
             keys: data.quic_keys()?,
             cluster_handle: None,
@@ -111,7 +112,7 @@ impl Authority {
         Ok(Self {
             ca: shared.ca,
             ca_secret: Some(shared.ca_secret),
-            tokens: Arc::new(TokenStore::from_document(tokens)?),
+            tokens: Arc::new(tokens),
             revocations: Arc::new(Revocations::open_shared(
                 data,
                 revocations,

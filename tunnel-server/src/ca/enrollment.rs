@@ -190,6 +190,12 @@ impl Enrollment {
         attestation: Option<Attestation>,
         exported: ExporterValue,
     ) -> Result<(EnrolledBy, EnrollReply), EnrollRefusal> {
+        let has_token = request.proof.is_none() && attestation.is_none();
+        let _permit = if has_token {
+            self.tokens.lookup_permit().await
+        } else {
+            None
+        };
         let this = self.clone();
         // Signing and file access would block the runtime's threads.
         let work = tokio::task::spawn_blocking(move || {
@@ -358,7 +364,7 @@ mod tests {
             let scratch = Scratch::new();
             let enrollment = Enrollment {
                 renewals: Some(Renewals::of(&scratch.0)),
-                tokens: Arc::new(TokenStore::open(&scratch.0).unwrap()),
+                tokens: Arc::new(TokenStore::open(&scratch.0)),
                 nodes: Arc::new(KnownNodes::open(&scratch.0).unwrap()),
                 attestor: None,
                 peers: None,

@@ -1,15 +1,19 @@
-//! Join tokens. A token is created for one node and bound to the first key that uses it. The store
-//! persists only the hash of its secret, in a file or in a Secret that all servers of a cluster
-//! share.
+//! Join tokens, each of which is an object of its own: a file of the data directory, or a Secret that
+//! all servers of a cluster can read. A token is created for one node and bound to the first key that
+//! uses it, by compare-and-swap on its object alone. Only the hash of its secret is stored. Nobody
+//! keeps tokens in memory: one is read when it is used.
 
-use std::collections::{BTreeMap, HashMap};
+use std::collections::HashMap;
+use std::fmt;
 use std::io;
 use std::net::IpAddr;
+use std::sync::Arc;
 use std::time::{Duration, SystemTime};
 
 use aws_lc_rs::constant_time::verify_slices_are_equal;
 use parking_lot::Mutex;
 use serde::{Deserialize, Serialize};
+use tokio::sync::{OwnedSemaphorePermit, Semaphore};
 use tracing::warn;
 use tunnel_proto::identity::sha256;
 use tunnel_proto::process::telemetry::LogRateLimit;
@@ -18,19 +22,41 @@ use tunnel_proto::wire::enroll::{JoinToken, TOKEN_ID_LEN, TOKEN_SECRET_BYTES, To
 use tunnel_proto::wire::name::NodeName;
 use tunnel_proto::wire::order::Order;
 
-use crate::store::data_dir::{DataDir, name_text, random, time_text, whole_seconds};
-use crate::store::document::SharedDocument;
-use crate::store::file_document;
+use crate::store::data_dir::{DataDir, name_text, random, rfc3339, time_text, whole_seconds};
 
-/// The join tokens of a data directory or of a cluster. Calls that change a token block the thread
-/// until the change is on disk or in the cluster. Others read memory.
+mod files;
+
+use files::TokenFiles;
+pub(crate) use files::clean;
+
+/// The objects of the join tokens. Calls block the thread.
+pub(crate) trait TokenObjects: fmt::Debug + Send + Sync {
+    fn get(&self, id: &str) -> io::Result<Option<TokenObject>>;
+
+    fn create(&self, id: &str, token: &StoredToken) -> io::Result<()>;
+
+    /// Replaces an object as it was read. Returns `false` if it has changed since then.
+    fn replace(&self, id: &str, object: &TokenObject) -> io::Result<bool>;
+
+    /// Returns all tokens with their ids.
+    fn list(&self) -> io::Result<Vec<(String, StoredToken)>>;
+}
+
+/// A token as it was read.
+#[derive(Debug)]
+pub(crate) struct TokenObject {
+    pub(crate) token: StoredToken,
+    /// What identifies this version of the object.
+    pub(crate) version: String,
+}
+
+/// The join tokens of a data directory or of a cluster. Calls block the thread, unless they are
+/// asynchronous.
 #[derive(Debug)]
 pub struct TokenStore {
-    doc: SharedDocument,
-    state: Mutex<State>,
-    /// Generation that is persisted. The lock is held while writing, so that callers that wait find
-    /// their change already written.
-    written: Mutex<u64>,
+    objects: Arc<dyn TokenObjects>,
+    failures: Mutex<Failures>,
+    lookups: Arc<Semaphore>,
 }
 
 /// Public information about a token.
@@ -91,25 +117,24 @@ pub enum CreateTokenError {
 
 impl TokenStore {
     /// Opens the tokens of a data directory.
-    ///
-    /// # Errors
-    /// Returns an error with the path if the file cannot be read or is damaged.
-    pub fn open(dir: &DataDir) -> io::Result<Self> {
-        Self::from_document(file_document::open(dir, dir.tokens())?)
+    #[must_use]
+    pub fn open(dir: &DataDir) -> Self {
+        Self::of(Arc::new(TokenFiles::new(dir)))
     }
 
-    /// Opens the tokens of a document.
-    ///
-    /// # Errors
-    /// Returns an error with the document's name if the document cannot be read or is damaged.
-    pub(crate) fn from_document(doc: SharedDocument) -> io::Result<Self> {
-        let mut state = State::default();
-        state.refresh(&doc)?;
-        Ok(Self {
-            doc,
-            state: Mutex::new(state),
-            written: Mutex::default(),
-        })
+    pub(crate) fn of(objects: Arc<dyn TokenObjects>) -> Self {
+        Self {
+            objects,
+            failures: Mutex::default(),
+            lookups: Arc::new(Semaphore::new(LOOKUPS_MAX)),
+        }
+    }
+
+    /// Waits for the permission to look up a token that somebody without credentials presents. So
+    /// unknown tokens load neither the API server nor a file system that does not answer.
+    /// Cancel-safe.
+    pub(crate) async fn lookup_permit(&self) -> Option<OwnedSemaphorePermit> {
+        self.lookups.clone().acquire_owned().await.ok()
     }
 
     /// Creates a token for a node. `order` is the order about the node: a later one makes the token
@@ -132,68 +157,56 @@ impl TokenStore {
         let id = hex(&random::<{ TOKEN_ID_LEN / 2 }>()?);
         let secret = random::<TOKEN_SECRET_BYTES>()?;
         let token = JoinToken::new(&id, &secret, Some(ca_hash))?;
-        let created = whole_seconds(now);
         let stored = StoredToken {
             node: node.clone(),
             secret_sha256: hex(&sha256(&secret)),
             ips,
             counter: order.counter,
             generation: order.generation,
-            created,
-            expires: created + ttl,
+            created: whole_seconds(now),
+            ttl_seconds: ttl.as_secs(),
             used_by: None,
             revoked: false,
         };
-        let generation = self.change(now, |state| {
-            state.tokens.insert(id.clone(), stored);
-        });
-        if let Err(error) = self.save(generation, now) {
-            self.state.lock().tokens.remove(&id);
-            return Err(error.into());
-        }
+        self.objects.create(&id, &stored)?;
         Ok(token)
     }
 
     /// Returns whether this store has a token with this id, valid or not.
-    #[must_use]
-    pub fn knows(&self, id: &str, now: SystemTime) -> bool {
-        let mut state = self.state.lock();
-        self.reload(&mut state, now);
-        state.tokens.contains_key(id)
+    ///
+    /// # Errors
+    /// Returns an error if the token cannot be read.
+    pub fn knows(&self, id: &str) -> io::Result<bool> {
+        Ok(self.objects.get(id)?.is_some())
     }
 
-    /// Returns all tokens, oldest first. Tokens that expired more than a day ago are dropped.
-    #[must_use]
-    pub fn list(&self, now: SystemTime) -> Vec<TokenInfo> {
-        let mut state = self.state.lock();
-        self.reload(&mut state, now);
-        let mut tokens: Vec<TokenInfo> = state
-            .tokens
-            .iter()
-            .map(|(id, stored)| stored.info(id, now))
-            .collect();
+    /// Returns all tokens, oldest first.
+    ///
+    /// # Errors
+    /// Returns an error if the tokens cannot be read.
+    pub fn list(&self, now: SystemTime) -> io::Result<Vec<TokenInfo>> {
+        let tokens = self.objects.list()?.into_iter();
+        let mut tokens: Vec<_> = tokens.map(|(id, stored)| stored.info(&id, now)).collect();
         tokens.sort_by(|one, other| (one.created, &one.id).cmp(&(other.created, &other.id)));
-        tokens
+        Ok(tokens)
     }
 
     /// Revokes a token. Returns `false` if no token has this id. Certificates issued with the token
     /// stay valid.
     ///
     /// # Errors
-    /// Returns an error if the change cannot be persisted. The token is then revoked until the
-    /// process ends.
-    pub fn revoke(&self, id: &str, now: SystemTime) -> io::Result<bool> {
-        let mut found = false;
-        let generation = self.change(now, |state| {
-            if let Some(stored) = state.tokens.get_mut(id) {
-                stored.revoked = true;
-                found = true;
+    /// Returns an error if the change cannot be persisted.
+    pub fn revoke(&self, id: &str) -> io::Result<bool> {
+        for _ in 0..CONFLICTS_MAX {
+            let Some(mut object) = self.objects.get(id)? else {
+                return Ok(false);
+            };
+            object.token.revoked = true;
+            if self.objects.replace(id, &object)? {
+                return Ok(true);
             }
-        });
-        if found {
-            self.save(generation, now)?;
         }
-        Ok(found)
+        Err(io::Error::other("the token keeps changing; try again"))
     }
 
     /// Accepts or refuses a token for a node and a key (SHA-256 of its SubjectPublicKeyInfo). The
@@ -210,218 +223,130 @@ impl TokenStore {
         csr_public_key_sha256: [u8; 32],
         now: SystemTime,
     ) -> Result<TokenGrant, (EnrollCode, String)> {
-        let (grant, generation) = {
-            let mut state = self.state.lock();
-            self.reload(&mut state, now);
-            let grant = state.redeem(token_text, node, csr_public_key_sha256, now)?;
-            (grant, state.generation)
-        };
-        // A repeated use is saved too: the save of the first use may have failed.
-        self.save(generation, now).map_err(|error| {
-            static UNSAVED: LogRateLimit = LogRateLimit::new("uses of join tokens cannot be saved");
-            if UNSAVED.admit() {
-                warn!(%error, "cannot save the use of a join token");
+        let key = hex(&csr_public_key_sha256);
+        for _ in 0..CONFLICTS_MAX {
+            let Ok(token) = token_text.parse::<JoinToken>() else {
+                return Err(self.failures.lock().unknown(now));
+            };
+            let found = self
+                .objects
+                .get(token.id())
+                .map_err(|error| unavailable(&error))?;
+            let Some(mut object) = found else {
+                return Err(self.failures.lock().unknown(now));
+            };
+            let presented = hex(&sha256(token.secret()));
+            let stored = object.token.secret_sha256.as_bytes();
+            if verify_slices_are_equal(presented.as_bytes(), stored).is_err() {
+                return Err(self.failures.lock().wrong_secret(token.id(), now));
             }
-            let detail = "the server cannot save its files; try again later";
-            (EnrollCode::Unavailable, detail.to_owned())
-        })?;
-        self.state
-            .lock()
-            .is_bound(&grant.id, csr_public_key_sha256)?;
-        Ok(grant)
-    }
-
-    /// Loads changes that a command wrote in the meantime and drops old tokens.
-    fn reload(&self, state: &mut State, now: SystemTime) {
-        if let Err(error) = state.refresh(&self.doc) {
-            static UNREAD: LogRateLimit = LogRateLimit::new("join tokens cannot be reloaded");
-            if UNREAD.admit() {
-                warn!(%error, "cannot reload the join tokens");
+            object.token.check(node, &key, now)?;
+            if object.token.used_by.is_none() {
+                object.token.used_by = Some(key.clone());
+                let replaced = self.objects.replace(token.id(), &object);
+                if !replaced.map_err(|error| unavailable(&error))? {
+                    continue;
+                }
             }
+            return Ok(TokenGrant {
+                id: token.id().to_owned(),
+                node: object.token.node,
+                order: Order {
+                    counter: object.token.counter,
+                    generation: object.token.generation,
+                    ..Order::default()
+                },
+            });
         }
-        state.prune(now);
-    }
-
-    fn change(&self, now: SystemTime, change: impl FnOnce(&mut State)) -> u64 {
-        let mut state = self.state.lock();
-        self.reload(&mut state, now);
-        change(&mut state);
-        state.generation += 1;
-        state.generation
-    }
-
-    fn save(&self, generation: u64, now: SystemTime) -> io::Result<()> {
-        let mut written = self.written.lock();
-        if *written >= generation {
-            return Ok(());
-        }
-        let mut latest = generation;
-        let version = self.doc.change(|theirs: Option<TokensDocument>| {
-            let mut state = self.state.lock();
-            if let Some(theirs) = theirs {
-                state.merge(theirs);
-            }
-            state.prune(now);
-            latest = state.generation;
-            Ok(TokensDocument {
-                tokens: state.tokens.clone(),
-            })
-        })?;
-        self.state.lock().version = Some(version);
-        *written = latest;
-        Ok(())
+        Err(unavailable(&io::Error::other("the token keeps changing")))
     }
 }
 
+/// Attempts that failed within a minute.
 #[derive(Debug, Default)]
-struct State {
-    tokens: BTreeMap<String, StoredToken>,
-    /// Number of changes in memory.
-    generation: u64,
-    /// Version of the document that was last read or written.
-    version: Option<u64>,
-    /// Wrong secrets, by token id.
-    failures: HashMap<String, FailureWindow>,
+struct Failures {
+    /// Wrong secrets, by the id of an existing token.
+    by_token: HashMap<String, FailureWindow>,
     /// Attempts with unknown token ids.
     unknown: FailureWindow,
 }
 
-#[derive(Debug, Serialize, Deserialize)]
-struct TokensDocument {
-    tokens: BTreeMap<String, StoredToken>,
+impl Failures {
+    fn unknown(&mut self, now: SystemTime) -> (EnrollCode, String) {
+        bad_token(self.unknown.count(now, UNKNOWN_PER_MINUTE))
+    }
+
+    fn wrong_secret(&mut self, id: &str, now: SystemTime) -> (EnrollCode, String) {
+        self.by_token.retain(|_, window| window.is_current(now));
+        let window = self.by_token.entry(id.to_owned()).or_default();
+        bad_token(window.count(now, FAILURES_PER_MINUTE))
+    }
 }
 
-#[derive(Debug, Clone, Serialize, Deserialize)]
+/// A token as its object has it.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "camelCase")]
-struct StoredToken {
+pub(crate) struct StoredToken {
     #[serde(with = "name_text")]
     node: NodeName,
     secret_sha256: String,
-    #[serde(default)]
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
     ips: Vec<IpAddr>,
     /// Counter and generation of the order about the node when the token was created.
     counter: u64,
     generation: u64,
+    /// Time of the creation: by the API server's clock in a cluster, which overrides this.
     #[serde(with = "time_text")]
-    created: SystemTime,
-    #[serde(with = "time_text")]
-    expires: SystemTime,
-    #[serde(default)]
+    pub(crate) created: SystemTime,
+    ttl_seconds: u64,
+    #[serde(default, skip_serializing_if = "Option::is_none")]
     used_by: Option<String>,
     #[serde(default)]
     revoked: bool,
 }
 
-impl State {
-    fn refresh(&mut self, doc: &SharedDocument) -> io::Result<()> {
-        let version = doc.version();
-        if version.is_none() || version == self.version {
-            return Ok(());
-        }
-        // Damaged content is parsed once.
-        self.version = version;
-        if let Some(content) = doc.read::<TokensDocument>()? {
-            self.merge(content);
-        }
-        Ok(())
+impl StoredToken {
+    pub(crate) fn expires(&self) -> SystemTime {
+        let ttl = Duration::from_secs(self.ttl_seconds).min(LIFE_MAX);
+        whole_seconds(self.created.checked_add(ttl).unwrap_or(self.created))
     }
 
-    /// Merges the tokens that other processes wrote. A persisted key wins over a key that is only
-    /// in memory, because it was written first.
-    fn merge(&mut self, content: TokensDocument) {
-        for (id, theirs) in content.tokens {
-            match self.tokens.get_mut(&id) {
-                None => {
-                    self.tokens.insert(id, theirs);
-                }
-                Some(ours) => {
-                    ours.revoked |= theirs.revoked;
-                    ours.used_by = theirs.used_by.or_else(|| ours.used_by.take());
-                }
-            }
-        }
+    /// Returns whether the token expired more than a day before `now`.
+    pub(crate) fn is_old(&self, now: SystemTime) -> bool {
+        self.expires() + RETENTION_AFTER_EXPIRY < now
     }
 
-    /// Checks after the write that the token is still bound to `key`. Another server may have bound
-    /// or revoked the token first.
-    fn is_bound(&self, id: &str, key: [u8; 32]) -> Result<(), (EnrollCode, String)> {
-        let stored = self.tokens.get(id);
-        if stored.is_none_or(|stored| stored.revoked) {
+    /// Checks the token for a sender that has proved its possession, so that the answer may name the
+    /// reason.
+    fn check(
+        &self,
+        node: &NodeName,
+        key: &str,
+        now: SystemTime,
+    ) -> Result<(), (EnrollCode, String)> {
+        if self.revoked {
             return Err((EnrollCode::Revoked, REVOKED.to_owned()));
         }
-        let key = hex(&key);
-        if stored.is_some_and(|stored| stored.used_by.as_ref() != Some(&key)) {
+        if self.node != *node {
+            let detail = format!("the token is for the node {}, not {node}", self.node);
+            return Err((EnrollCode::WrongNode, detail));
+        }
+        if self.expires() <= now {
+            let detail = format!("the token ended at {}", rfc3339(self.expires()));
+            return Err((EnrollCode::TokenExpired, detail));
+        }
+        if self.used_by.as_ref().is_some_and(|first| first != key) {
             return Err((EnrollCode::TokenUsed, USED.to_owned()));
         }
         Ok(())
     }
 
-    fn prune(&mut self, now: SystemTime) {
-        self.tokens
-            .retain(|_, stored| stored.expires + RETENTION_AFTER_EXPIRY > now);
-        let tokens = &self.tokens;
-        self.failures.retain(|id, _| tokens.contains_key(id));
-    }
-
-    fn redeem(
-        &mut self,
-        text: &str,
-        node: &NodeName,
-        key: [u8; 32],
-        now: SystemTime,
-    ) -> Result<TokenGrant, (EnrollCode, String)> {
-        let parsed = text.parse::<JoinToken>().ok();
-        let known = parsed.and_then(|token| Some((self.tokens.get_mut(token.id())?, token)));
-        let Some((stored, token)) = known else {
-            return Err(bad_token(self.unknown.count(now, UNKNOWN_PER_MINUTE)));
-        };
-        let presented = hex(&sha256(token.secret()));
-        if verify_slices_are_equal(presented.as_bytes(), stored.secret_sha256.as_bytes()).is_err() {
-            let failures = self.failures.entry(token.id().to_owned()).or_default();
-            return Err(bad_token(failures.count(now, FAILURES_PER_MINUTE)));
-        }
-        let key = hex(&key);
-        // The sender has proved possession of the token from here on, so the answer may name the
-        // reason.
-        let refusal = if stored.revoked {
-            (EnrollCode::Revoked, REVOKED.to_owned())
-        } else if stored.node != *node {
-            let detail = format!("the token is for the node {}, not {node}", stored.node);
-            (EnrollCode::WrongNode, detail)
-        } else if stored.expires <= now {
-            let detail = format!(
-                "the token ended at {}",
-                crate::store::data_dir::rfc3339(stored.expires)
-            );
-            (EnrollCode::TokenExpired, detail)
-        } else if stored.used_by.as_ref().is_some_and(|first| *first != key) {
-            (EnrollCode::TokenUsed, USED.to_owned())
-        } else {
-            if stored.used_by.is_none() {
-                stored.used_by = Some(key);
-                self.generation += 1;
-            }
-            return Ok(TokenGrant {
-                id: token.id().to_owned(),
-                node: stored.node.clone(),
-                order: Order {
-                    counter: stored.counter,
-                    generation: stored.generation,
-                    ..Order::default()
-                },
-            });
-        };
-        Err(refusal)
-    }
-}
-
-impl StoredToken {
     fn info(&self, id: &str, now: SystemTime) -> TokenInfo {
         let state = if self.revoked {
             TokenState::Revoked
         } else if self.used_by.is_some() {
             TokenState::Used
-        } else if self.expires <= now {
+        } else if self.expires() <= now {
             TokenState::Expired
         } else {
             TokenState::Active
@@ -431,7 +356,7 @@ impl StoredToken {
             node: self.node.clone(),
             ips: self.ips.clone(),
             created: self.created,
-            expires: self.expires,
+            expires: self.expires(),
             used_by: self.used_by.clone(),
             state,
         }
@@ -481,13 +406,26 @@ fn bad_token(is_within_limit: bool) -> (EnrollCode, String) {
     }
 }
 
+pub(super) fn unavailable(error: &io::Error) -> (EnrollCode, String) {
+    static FAILED: LogRateLimit = LogRateLimit::new("join tokens cannot be used");
+    if FAILED.admit() {
+        warn!(%error, "cannot use a join token");
+    }
+    let detail = "the server cannot read or save the token; try again later";
+    (EnrollCode::Unavailable, detail.to_owned())
+}
+
+/// Tokens of agents that are looked up at a time. Others wait.
+const LOOKUPS_MAX: usize = 16;
+/// Changes of a token by others during one use.
+const CONFLICTS_MAX: usize = 8;
 const REVOKED: &str = "the token was revoked";
 const USED: &str = "the token was used by another key; create a new one";
 const MINUTE: Duration = Duration::from_secs(60);
 const DAY: Duration = Duration::from_secs(24 * 60 * 60);
 /// Maximum lifetime of a token.
 const LIFE_MAX: Duration = Duration::from_secs(365 * 24 * 60 * 60);
-/// Time for which an expired token stays in the list, so that "expired" differs from "unknown".
+/// Time for which an expired token stays, so that "expired" differs from "unknown".
 const RETENTION_AFTER_EXPIRY: Duration = DAY;
 /// Wrong secrets per minute and token that are answered in detail.
 pub(crate) const FAILURES_PER_MINUTE: u32 = 5;

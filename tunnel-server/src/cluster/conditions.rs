@@ -96,7 +96,7 @@ pub(super) enum Condition {
     CaSecret,
     /// The ConfigMap of the CA certificates.
     CaBundle,
-    /// The Secret with tokens and QUIC keys.
+    /// The Secret with QUIC keys.
     State,
     /// The Secret with the orders about nodes.
     Revocations,

@@ -46,6 +46,21 @@ pub const PEER_PORT: u16 = 10269;
 /// `MaxSecretSize`).
 pub const CONFIG_MAP_MAX_BYTES: usize = 1 << 20;
 
+/// Label of the Secrets of join tokens, as `KEY=VALUE`.
+pub const JOIN_TOKEN_LABEL: &str = "app.kubernetes.io/component=join-token";
+
+/// Returns the namespace of the join tokens for the namespace of the server.
+#[must_use]
+pub fn tokens_namespace(namespace: &str) -> String {
+    format!("{namespace}-tokens")
+}
+
+/// Returns the name of the Secret of a join token.
+#[must_use]
+pub fn join_token_name(id: &str) -> String {
+    format!("join-token-{id}")
+}
+
 /// Common name of the server's client certificate for kubelets, which is its user name there. Also
 /// the name prefix of the CertificateSigningRequests.
 pub const KUBELET_CLIENT_NAME: &str = "culvert-tunnel-server";
@@ -63,8 +78,10 @@ pub(super) enum Object {
     Ca,
     /// The ConfigMap of the CA certificates.
     CaBundle,
-    /// The Secret with tokens and QUIC keys.
+    /// The Secret with QUIC keys.
     State,
+    /// The Secrets of the join tokens.
+    Tokens,
     /// The Secret with the orders about nodes.
     Revocations,
     /// The EndpointSlices of the servers' headless Service.
@@ -84,6 +101,7 @@ impl Object {
             Self::Ca => "ca",
             Self::CaBundle => "ca_certificates",
             Self::State => "state",
+            Self::Tokens => "tokens",
             Self::Revocations => "revocations",
             Self::Peers => "peers",
         }
@@ -96,7 +114,7 @@ impl Object {
             Self::Service => "Service",
             Self::Lease => "Lease",
             Self::Events => "Event",
-            Self::Ca | Self::State | Self::Revocations => "Secret",
+            Self::Ca | Self::State | Self::Tokens | Self::Revocations => "Secret",
             Self::Peers => "EndpointSlice",
         }
     }
@@ -111,6 +129,8 @@ pub enum Scope {
     Namespace,
     /// Only the object in the namespace that this flag names.
     Named(&'static str),
+    /// Any name in the namespace of the join tokens, which has nothing else.
+    TokensNamespace,
     /// Any name in the namespaces of the ServiceAccounts of `--agent-service-account`.
     AgentNamespaces,
     /// Only the object with this namespace and name.
@@ -231,7 +251,14 @@ pub const RIGHTS: &[Right] = &[
         resource: "secrets",
         scope: Scope::Named("--state-secret"),
         verbs: &["get", "list", "watch", "update"],
-        purpose: "join tokens and QUIC keys of all servers",
+        purpose: "QUIC keys of all servers",
+    },
+    Right {
+        group: "",
+        resource: "secrets",
+        scope: Scope::TokensNamespace,
+        verbs: &["get", "list", "create", "update", "delete"],
+        purpose: "join tokens, a Secret each: read when one is used; the leader removes old ones",
     },
     Right {
         group: "",
@@ -298,6 +325,9 @@ pub fn rights_table() -> String {
         let objects = match right.scope {
             Scope::Cluster => "all of the cluster".to_owned(),
             Scope::Namespace => "any in the namespace".to_owned(),
+            Scope::TokensNamespace => {
+                "any in the namespace of the server with the suffix `-tokens`".to_owned()
+            }
             Scope::Named(flag) => format!("the one of `{flag}`"),
             Scope::AgentNamespaces => {
                 "any in the namespaces of `--agent-service-account`".to_owned()

@@ -1,14 +1,15 @@
-//! State that all servers of a cluster share: one CA, one set of join tokens and of orders about
-//! nodes, and the assignment of QUIC keys to servers. Three Secrets hold all of it. Manifests ship
-//! them empty, and the first writer fills them.
+//! State that all servers of a cluster share: one CA, the join tokens, one set of orders about nodes,
+//! and the assignment of QUIC keys to servers. Three Secrets hold it, which manifests ship empty and
+//! the first writer fills, and a Secret for each join token.
 //!
 //! ```text
 //! Secret ca    ──▶ CaReconciler ──▶ LocalCa (issuer, listeners, agent trust), CA bundle ConfigMap
 //!              ◀─▶ RotatedSecret ◀─▶ CaRotator (compare-and-swap)
-//! Secret state, revocations ◀─▶ SharedDocuments ◀─▶ TokenStore, Revocations (compare-and-swap)
+//! Secrets revocations, state ◀─▶ SharedDocuments ◀─▶ Revocations, QuicKeyLeases (compare-and-swap)
+//! Secret of a join token ◀─▶ TokenSecrets ◀─▶ TokenStore (read when it is used, compare-and-swap)
 //! ```
 //!
-//! A server waits for all Secrets before it serves requests. The server also persists their
+//! A server waits for the three Secrets before it serves requests. The server also persists their
 //! content, so that a server with a persistent data directory starts without the API server.
 
 use std::sync::Arc;
@@ -24,6 +25,7 @@ use super::conditions::Condition;
 use super::lease::identity;
 use super::objects::Object;
 use crate::ca::rotation::CaSecret;
+use crate::ca::tokens::TokenStore;
 use crate::ca::{CaError, CaMaterial, LocalCa};
 use crate::config::KubernetesSettings;
 use crate::store::data_dir::DataDir;
@@ -36,13 +38,15 @@ mod documents;
 mod quic_key_lease;
 mod rotated_secret;
 mod snapshot;
+mod tokens;
 
 use ca::CaReconciler;
 use cluster_objects::ClusterObjects;
-use documents::{DocumentsSecret, QUIC_KEYS, REVOKED, SharedDocuments, TOKENS};
+use documents::{DocumentsSecret, QUIC_KEYS, REVOKED, SharedDocuments};
 pub use quic_key_lease::QuicKeyLease;
 use quic_key_lease::QuicKeyLeases;
 use rotated_secret::RotatedSecret;
+pub(super) use tokens::TokenSecrets;
 
 /// State that one server shares with the other servers of its cluster.
 #[derive(Debug)]
@@ -51,7 +55,7 @@ pub(crate) struct SharedState {
     pub(crate) ca: Arc<LocalCa>,
     /// The Secret of the CA, to rotate it.
     pub(crate) ca_secret: Arc<dyn CaSecret>,
-    pub(crate) tokens: SharedDocument,
+    pub(crate) tokens: TokenStore,
     pub(crate) revocations: SharedDocument,
     /// Keys for QUIC stateless resets and connection ids.
     pub(crate) keys: QuicKeys,
@@ -90,7 +94,7 @@ impl ClusterHandle {
             name: names.state_secret.clone(),
             object: Object::State,
             condition: Condition::State,
-            keys: &[TOKENS, QUIC_KEYS],
+            keys: &[QUIC_KEYS],
         });
         let revocations = open(DocumentsSecret {
             name: names.revocations_secret.clone(),
@@ -140,7 +144,7 @@ impl ClusterHandle {
         Ok(SharedState {
             ca,
             ca_secret,
-            tokens: documents.document(TOKENS),
+            tokens: TokenStore::of(Arc::new(TokenSecrets::new(self, shutdown))),
             revocations: revocations.document(REVOKED),
             keys: claimed.keys,
             quic_key_lease,

@@ -91,7 +91,7 @@ pub struct ObjectNames {
     pub leader_lease: String,
     /// Secret with the local CA.
     pub ca_secret: String,
-    /// Secret with the state that all servers change.
+    /// Secret with the QUIC keys of all servers.
     pub state_secret: String,
     /// Secret with the orders about nodes.
     pub revocations_secret: String,

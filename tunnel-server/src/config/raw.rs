@@ -213,8 +213,8 @@ tunnel_proto::layered! {
         /// server fills it [default: tunnel-server-ca]
         #[arg(long, value_name = "NAME", env = "TUNNEL_SERVER_CA_SECRET", help_heading = "Kubernetes")]
         pub ca_secret: Option<String>,
-        /// Secret with join tokens and QUIC keys of all servers; it must exist and may be empty
-        /// [default: tunnel-server-state]
+        /// Secret with the QUIC keys of all servers; it must exist and may be empty [default:
+        /// tunnel-server-state]
         #[arg(long, value_name = "NAME", env = "TUNNEL_SERVER_STATE_SECRET", help_heading = "Kubernetes")]
         pub state_secret: Option<String>,
         /// Secret with the revocations of nodes, which all servers share; it must exist and may be

@@ -114,9 +114,10 @@ impl DataDir {
         self.path.join("client-ca.key")
     }
 
+    /// Returns the path of the directory of the join tokens.
     #[must_use]
     pub fn tokens(&self) -> PathBuf {
-        self.path.join("tokens.json")
+        self.path.join("tokens")
     }
 
     /// Returns the path of the last observed nodes, addresses and ports of the cluster.

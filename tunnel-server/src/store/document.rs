@@ -244,7 +244,7 @@ impl DocumentOwner {
 
 /// Blocks the current thread. A runtime thread first hands its other tasks to another thread,
 /// because the writer may be among them.
-fn block_current_thread<T>(wait: impl FnOnce() -> T) -> T {
+pub(crate) fn block_current_thread<T>(wait: impl FnOnce() -> T) -> T {
     let flavor = Handle::try_current().map(|runtime| runtime.runtime_flavor());
     match flavor {
         Ok(RuntimeFlavor::MultiThread) => tokio::task::block_in_place(wait),

@@ -516,7 +516,7 @@ async fn missing_right_to_get_pods_is_reported_to_users_and_operators() -> Resul
         let patch = json!({ "rules": rules });
         cluster.admin().merge(path, &patch).await.map(drop)
     };
-    let [without, _] =
+    let [without, ..] =
         server_roles_of(|right| right.resource != "pods" || right.scope != Scope::Cluster);
     set_rights(&without["rules"]).await?;
     let (status, _, text) = refused(&site, OF_ADMIN_CONF, "default/web-0").await?;
@@ -537,7 +537,7 @@ async fn missing_right_to_get_pods_is_reported_to_users_and_operators() -> Resul
     };
     // With the server name in TLS, the server needs no lookup.
     exec(Verification::On).await?;
-    let [all, _] = server_roles_of(|_| true);
+    let [all, ..] = server_roles_of(|_| true);
     set_rights(&all["rules"]).await?;
     exec(Verification::Off).await?;
     is_shown(false).await;

@@ -263,7 +263,7 @@ async fn order(
         };
         if is_changed { &mut out } else { &mut err }.push_str(&line);
         if is_changed && action != OrderAction::Unrevoke && !known.knows(name) {
-            let hint = format!("note: no node of the name {name} is known; check the spelling\n");
+            let hint = format!("note: no node of this name is known: {name}; check the spelling\n");
             err.push_str(&hint);
         }
     }

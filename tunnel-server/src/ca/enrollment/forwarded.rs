@@ -18,6 +18,7 @@ use zeroize::{Zeroize as _, Zeroizing};
 
 use super::{EnrolledBy, Enrollment, REFUSED, ReadError, read_request, send_reply};
 use crate::ca::renewal::EnrollRefusal;
+use crate::ca::tokens::unavailable;
 use crate::routing::known_nodes::EnrollmentKind;
 use crate::routing::peers::Peers;
 
@@ -58,10 +59,12 @@ impl Enrollment {
         request: EnrollRequest,
         replica: &ReplicaId,
     ) -> Result<EnrollReply, EnrollRefusal> {
-        let token = join_token(&request).filter(|token| {
-            self.renewals.is_some() && self.tokens.knows(token.id(), SystemTime::now())
-        });
-        let Some(token) = token else {
+        let token = join_token(&request).filter(|_| self.renewals.is_some());
+        let known = match &token {
+            Some(token) => self.knows(token).await?,
+            None => false,
+        };
+        let Some(token) = token.filter(|_| known) else {
             let detail = "this server has not created the token";
             return Err((EnrollCode::BadToken, detail.to_owned()));
         };
@@ -81,6 +84,15 @@ impl Enrollment {
         }
     }
 
+    /// Returns whether this server created a token.
+    async fn knows(&self, token: &JoinToken) -> Result<bool, EnrollRefusal> {
+        let _permit = self.tokens.lookup_permit().await;
+        let (tokens, id) = (self.tokens.clone(), token.id().to_owned());
+        let known = tokio::task::spawn_blocking(move || tokens.knows(&id)).await;
+        let known = known.unwrap_or_else(|panic| Err(io::Error::other(panic)));
+        known.map_err(|error| unavailable(&error))
+    }
+
     /// Enrolls an agent at the server that created its join token. Returns `None` if this server has
     /// to answer: it knows the token, or all others have answered that they do not.
     pub(super) async fn forward(
@@ -92,8 +104,13 @@ impl Enrollment {
         // The agent would not trust this server, and no server with this CA created the token.
         let is_of_other_ca =
             (token.ca_hash()).is_some_and(|hash| *hash != renewals.ca.spki_sha256());
-        if is_of_other_ca || self.tokens.knows(token.id(), SystemTime::now()) {
+        if is_of_other_ca {
             return None;
+        }
+        match self.knows(&token).await {
+            Ok(true) => return None,
+            Ok(false) => {}
+            Err(refusal) => return Some(Err(refusal)),
         }
         let (replica, reply) = match ask_all(peers, request).await {
             HopReply::Replied(replica, reply) => (replica, reply),

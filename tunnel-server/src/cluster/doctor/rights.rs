@@ -4,7 +4,7 @@ use futures_util::future::join_all;
 use serde_json::{Value, json};
 
 use super::reader::{Fact, Reader};
-use crate::cluster::objects::{RIGHTS, Right, Scope, quic_key_lease_name};
+use crate::cluster::objects::{RIGHTS, Right, Scope, quic_key_lease_name, tokens_namespace};
 use crate::config::{Config, KubeletClientCa, KubernetesSettings, ObjectNames};
 
 /// A right to do one thing.
@@ -97,6 +97,7 @@ fn objects(
     match right.scope {
         Scope::Cluster => vec![(None, None)],
         Scope::Namespace => vec![(own, None)],
+        Scope::TokensNamespace => vec![(Some(tokens_namespace(namespace)), None)],
         Scope::Named(flag) => vec![(own, name_of(flag, &settings.names))],
         Scope::AgentNamespaces => {
             let accounts = settings.agent_tokens.accounts.iter();

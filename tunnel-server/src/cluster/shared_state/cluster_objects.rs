@@ -1,9 +1,11 @@
 //! Calls that read and write the shared Secrets and the ConfigMap.
 
+use std::sync::mpsc::sync_channel;
 use std::time::Duration;
 
 use k8s_openapi::api::core::v1::{ConfigMap, Secret};
 use kube::Api;
+use tunnel_proto::process::shutdown::Shutdown;
 
 use crate::cluster::api_call::{CALL_LIMIT, Conflicts, with_limit};
 use crate::cluster::client::ClusterHandle;
@@ -11,6 +13,7 @@ use crate::cluster::client::Connection;
 use crate::cluster::conditions::Condition;
 use crate::cluster::failure::{ApiError, ApiErrorKind};
 use crate::cluster::objects::Object;
+use crate::store::document::block_current_thread;
 
 /// Number of consecutive write conflicts on one object before the writer backs off.
 const CONFLICTS_MAX: u32 = 8;
@@ -63,6 +66,24 @@ impl ClusterObjects {
         self.cluster
             .conditions
             .set(condition, line.into_iter().collect());
+    }
+}
+
+/// Runs a call to the API server, and waits for its result. Blocks the thread.
+///
+/// # Errors
+/// Returns the reason of the failure.
+pub(super) fn wait<T: Send + 'static>(
+    shutdown: &Shutdown,
+    call: impl Future<Output = Result<T, ApiError>> + Send + 'static,
+) -> Result<T, String> {
+    let (done, answer) = sync_channel(1);
+    shutdown.spawn_service(async move {
+        let _nobody_waits_any_more = done.try_send(call.await);
+    });
+    match block_current_thread(|| answer.recv()) {
+        Ok(result) => result.map_err(|failure| failure.to_string()),
+        Err(_dropped) => Err("the server is stopping".to_owned()),
     }
 }
 

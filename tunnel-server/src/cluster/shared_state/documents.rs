@@ -21,7 +21,6 @@ use crate::store::document::{
     CasOutcome, CompareAndSwap, DocumentOwner, ObservedContent, SharedDocument,
 };
 
-pub(super) const TOKENS: &str = "tokens.json";
 pub(super) const REVOKED: &str = "revoked.json";
 /// Key of the QUIC keys of all servers.
 pub(super) const QUIC_KEYS: &str = "replicas.json";

@@ -4,7 +4,6 @@
 use std::fmt;
 use std::io;
 use std::sync::Arc;
-use std::sync::mpsc::sync_channel;
 
 use kube::api::PostParams;
 use tunnel_proto::process::shutdown::Shutdown;
@@ -13,7 +12,7 @@ use super::super::api_call::{CALL_LIMIT, count_write, with_limit};
 use super::super::failure::{ApiError, ApiErrorKind};
 use super::super::objects::{Object, REPLACES_CA_ANNOTATION};
 use super::ca::{Plan, plan, put};
-use super::cluster_objects::ClusterObjects;
+use super::cluster_objects::{ClusterObjects, wait};
 use crate::ca::rotation::{CaSecret, Rotation, SharedCa};
 use crate::ca::{CaError, CaMaterial};
 
@@ -32,17 +31,10 @@ impl RotatedSecret {
         &self,
         call: impl Future<Output = Result<T, ApiError>> + Send + 'static,
     ) -> Result<T, CaError> {
-        let (done, answer) = sync_channel(1);
-        self.shutdown.spawn_service(async move {
-            let _nobody_waits_any_more = done.try_send(call.await);
-        });
-        let problem = match answer.recv() {
-            Ok(Ok(value)) => return Ok(value),
-            Ok(Err(failure)) => failure.to_string(),
-            Err(_dropped) => "the server is stopping".to_owned(),
-        };
-        let name = self.cluster_objects.describe_secret(&self.name);
-        Err(io::Error::other(format!("{name}: {problem}")).into())
+        wait(&self.shutdown, call).map_err(|problem| {
+            let name = self.cluster_objects.describe_secret(&self.name);
+            io::Error::other(format!("{name}: {problem}")).into()
+        })
     }
 }
 

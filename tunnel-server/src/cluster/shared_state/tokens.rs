@@ -1,0 +1,219 @@
+//! Join tokens of a cluster: a Secret for each, in a namespace of their own. RBAC knows no prefix of
+//! names, and the server must not read every Secret of its own namespace. Nobody watches them; the
+//! leader removes old ones.
+
+use std::io;
+use std::time::{Duration, SystemTime};
+
+use k8s_openapi::ByteString;
+use k8s_openapi::api::core::v1::Secret;
+use k8s_openapi::jiff::fmt::rfc2822;
+use kube::Api;
+use kube::api::{DeleteParams, ListParams, ObjectMeta, PostParams, Preconditions};
+use kube::client::Body;
+use tokio::runtime::Handle;
+use tracing::{debug, info};
+use tunnel_proto::process::shutdown::Shutdown;
+
+use super::super::api_call::{CALL_LIMIT, count_write, with_limit};
+use super::super::client::ClusterHandle;
+use super::super::failure::{ApiError, ApiErrorKind};
+use super::super::leader_election::Leadership;
+use super::super::objects::{JOIN_TOKEN_LABEL, Object, join_token_name, tokens_namespace};
+use super::cluster_objects::wait;
+use crate::ca::tokens::{StoredToken, TokenObject, TokenObjects};
+
+/// The Secrets of the join tokens. Clones share the connection.
+#[derive(Clone)]
+pub(in super::super) struct TokenSecrets {
+    cluster: ClusterHandle,
+    namespace: String,
+    secrets: Api<Secret>,
+    shutdown: Shutdown,
+    /// Callers may be on threads outside of the runtime.
+    runtime: Handle,
+}
+
+impl TokenSecrets {
+    /// Prepares the client. Must be called within a runtime.
+    pub(in super::super) fn new(cluster: &ClusterHandle, shutdown: &Shutdown) -> Self {
+        let namespace = tokens_namespace(&cluster.connection.namespace);
+        Self {
+            secrets: Api::namespaced(cluster.connection.client.clone(), &namespace),
+            cluster: cluster.clone(),
+            namespace,
+            shutdown: shutdown.clone(),
+            runtime: Handle::current(),
+        }
+    }
+
+    /// Runs a call to the API server, and waits for its result.
+    fn wait<T: Send + 'static>(
+        &self,
+        call: impl Future<Output = Result<T, ApiError>> + Send + 'static,
+    ) -> io::Result<T> {
+        let _entered = self.runtime.enter();
+        let problem = |problem| format!("join tokens in namespace {}: {problem}", self.namespace);
+        wait(&self.shutdown, call).map_err(|error| io::Error::other(problem(error)))
+    }
+
+    async fn all(&self) -> Result<Vec<(Secret, StoredToken)>, ApiError> {
+        let parameters = ListParams::default().labels(JOIN_TOKEN_LABEL);
+        let found = with_limit(LIST_LIMIT, self.secrets.list(&parameters)).await?;
+        let tokens = found.items.into_iter().filter_map(|secret| {
+            let token = parse(&secret).ok()?;
+            Some((secret, token))
+        });
+        Ok(tokens.collect())
+    }
+
+    /// Returns the time of the API server, which each of its responses has.
+    async fn api_time(&self) -> Option<SystemTime> {
+        let request = http::Request::get("/version").body(Body::empty()).ok()?;
+        let sent = with_limit(CALL_LIMIT, self.cluster.connection.client.send(request));
+        let response = sent.await.ok()?;
+        let date = response.headers().get(http::header::DATE)?.to_str().ok()?;
+        rfc2822::parse(date)
+            .ok()
+            .map(|date| date.timestamp().into())
+    }
+
+    /// Removes tokens that expired more than a day ago by the API server's clock. Without that clock
+    /// none is removed.
+    async fn clean(&self) -> Result<(), ApiError> {
+        let Some(now) = self.api_time().await else {
+            return Ok(());
+        };
+        for (secret, token) in self.all().await? {
+            let Some(name) = secret.metadata.name.filter(|_| token.is_old(now)) else {
+                continue;
+            };
+            let parameters = DeleteParams {
+                preconditions: Some(Preconditions {
+                    uid: secret.metadata.uid,
+                    resource_version: secret.metadata.resource_version,
+                }),
+                ..DeleteParams::default()
+            };
+            with_limit(CALL_LIMIT, self.secrets.delete(&name, &parameters)).await?;
+            info!(secret = name, "removed an expired join token");
+        }
+        Ok(())
+    }
+
+    /// Removes old tokens while this server leads, until `shutdown` stops.
+    pub(in super::super) async fn clean_as_leader(self, mut leadership: Leadership) {
+        loop {
+            while leadership.until(tokio::time::Instant::now()).is_none() {
+                if !leadership.changed().await {
+                    return;
+                }
+            }
+            if let Err(failure) = self.clean().await {
+                debug!(error = %failure, "cannot remove expired join tokens");
+            }
+            tokio::time::sleep(CLEAN_INTERVAL).await;
+        }
+    }
+}
+
+impl TokenObjects for TokenSecrets {
+    fn get(&self, id: &str) -> io::Result<Option<TokenObject>> {
+        let (secrets, name) = (self.secrets.clone(), join_token_name(id));
+        self.wait(async move {
+            let found = with_limit(CALL_LIMIT, secrets.get_opt(&name)).await?;
+            let Some(secret) = found else {
+                return Ok(None);
+            };
+            let token = parse(&secret)?;
+            let version = secret.metadata.resource_version.unwrap_or_default();
+            Ok(Some(TokenObject { token, version }))
+        })
+    }
+
+    fn create(&self, id: &str, token: &StoredToken) -> io::Result<()> {
+        let (secrets, secret) = (self.secrets.clone(), secret(id, token)?);
+        let metrics = self.cluster.metrics.clone();
+        self.wait(async move {
+            let parameters = PostParams::default();
+            let created = with_limit(CALL_LIMIT, secrets.create(&parameters, &secret)).await;
+            match count_write(&metrics, Object::Tokens, created)? {
+                Some(_created) => Ok(()),
+                None => Err(ApiError::new(ApiErrorKind::Conflict, "the id is in use")),
+            }
+        })
+    }
+
+    fn replace(&self, id: &str, object: &TokenObject) -> io::Result<bool> {
+        let mut secret = secret(id, &object.token)?;
+        secret.metadata.resource_version = Some(object.version.clone());
+        let (secrets, name) = (self.secrets.clone(), join_token_name(id));
+        let metrics = self.cluster.metrics.clone();
+        self.wait(async move {
+            let parameters = PostParams::default();
+            let replaced = secrets.replace(&name, &parameters, &secret);
+            let replaced = with_limit(CALL_LIMIT, replaced).await;
+            Ok(count_write(&metrics, Object::Tokens, replaced)?.is_some())
+        })
+    }
+
+    fn list(&self) -> io::Result<Vec<(String, StoredToken)>> {
+        let this = self.clone();
+        let found = self.wait(async move { this.all().await })?.into_iter();
+        let tokens = found.filter_map(|(secret, token)| {
+            let name = secret.metadata.name?;
+            Some((name.strip_prefix(&join_token_name(""))?.to_owned(), token))
+        });
+        Ok(tokens.collect())
+    }
+}
+
+impl std::fmt::Debug for TokenSecrets {
+    fn fmt(&self, formatter: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        formatter
+            .debug_struct("TokenSecrets")
+            .field("namespace", &self.namespace)
+            .finish_non_exhaustive()
+    }
+}
+
+/// Returns the Secret of a token.
+fn secret(id: &str, token: &StoredToken) -> io::Result<Secret> {
+    let content = serde_json::to_vec(token).map_err(io::Error::other)?;
+    let (label, value) = JOIN_TOKEN_LABEL.split_once('=').unwrap_or_default();
+    Ok(Secret {
+        metadata: ObjectMeta {
+            name: Some(join_token_name(id)),
+            labels: Some([(label.to_owned(), value.to_owned())].into()),
+            ..ObjectMeta::default()
+        },
+        data: Some([(TOKEN_KEY.to_owned(), ByteString(content))].into()),
+        type_: Some("Opaque".to_owned()),
+        ..Secret::default()
+    })
+}
+
+/// Returns the token of a Secret. The API server's clock says when it was created.
+fn parse(secret: &Secret) -> Result<StoredToken, ApiError> {
+    let name = secret.metadata.name.as_deref().unwrap_or_default();
+    let damaged = |problem: String| {
+        ApiError::new(
+            ApiErrorKind::Invalid,
+            format!("Secret {name} is damaged: {problem}"),
+        )
+    };
+    let content = secret.data.as_ref().and_then(|data| data.get(TOKEN_KEY));
+    let content = content.ok_or_else(|| damaged(format!("it has no key {TOKEN_KEY}")))?;
+    let mut token: StoredToken =
+        serde_json::from_slice(&content.0).map_err(|error| damaged(error.to_string()))?;
+    if let Some(created) = &secret.metadata.creation_timestamp {
+        token.created = created.0.into();
+    }
+    Ok(token)
+}
+
+/// Key of the token in its Secret.
+const TOKEN_KEY: &str = "token.json";
+/// Limit for a list of all tokens, of which there may be thousands.
+const LIST_LIMIT: Duration = Duration::from_secs(10);
+const CLEAN_INTERVAL: Duration = Duration::from_secs(60 * 60);
