@@ -25,8 +25,8 @@
 //! Each stream has a *source*, who caused it (a caller). The sources with the most unread data are
 //! the first that get no new streams: in a session whose window they hold, where they leave a
 //! reserve to the others (`flow/shortage.rs`), and in all sessions when less than a quarter of the
-//! pool is free. A few streams of theirs pass nevertheless (`flow/late.rs`). Streams are cut in one
-//! case only: when readers that have read nothing for 10 s hold a window or the pool, and another
+//! pool is free. A few small streams of theirs pass nevertheless (`flow/late.rs`). Streams are cut in
+//! one case only: when readers that have read nothing for 10 s hold a window or the pool, and another
 //! stream waits, one of them ends (`flow/stalled.rs`).
 //!
 //! What this end has sent and the peer has not acknowledged is reserved, too

@@ -2,7 +2,7 @@
 //!
 //! A source can be a program with many users, such as kube-apiserver: its small requests must not
 //! wait for its streams that are not read. So a few of its streams at a time may use the reserve that
-//! is left to others, each up to [`LIGHT_BYTES`] while its reader stalls, and all of them at most half
+//! is left to others, each up to [`LATE_BYTES`] while its reader stalls, and all of them at most half
 //! of it. A stream counts until it has ended, and for a second at most, because by then its reader
 //! has shown whether it reads.
 
@@ -12,11 +12,12 @@ use std::time::Duration;
 use tokio::time::{Instant, sleep};
 
 use super::shortage::RESERVE_SHARE;
-use super::write_monitor::LIGHT_BYTES;
 use super::{
     BufferPool, FlowState, OTHERS_SHARE, ReadMonitor, SAMPLE_INTERVAL, SHORT_SAMPLES, SessionFlow,
 };
 
+/// Bytes that a late stream may send before it is held like the others of its source.
+pub(super) const LATE_BYTES: u64 = 64 << 10;
 /// Late streams of one source at a time.
 const LATE_STREAMS: u32 = 4;
 /// Samples after which a late stream is not counted: 1 s.
@@ -82,7 +83,7 @@ impl SessionFlow {
     /// streams would use what is left to others.
     pub(super) fn permit_late(&self, state: &FlowState, source: u64) -> Option<LatePermit> {
         let free = self.pool.free();
-        let reserve = self.memory(state.shortage.reserve + LIGHT_BYTES);
+        let reserve = self.memory(state.shortage.reserve + LATE_BYTES);
         let has_reserve = !self.is_exhausted(state) || 2 * reserve <= free / RESERVE_SHARE;
         if !has_reserve || free < self.pool.limit / OTHERS_SHARE {
             return None;

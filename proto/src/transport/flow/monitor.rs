@@ -7,7 +7,7 @@ use std::task::{Context, Poll, Wake, Waker};
 use futures_util::task::AtomicWaker;
 use parking_lot::Mutex;
 
-use super::late::{LATE_SAMPLES, LatePermit};
+use super::late::{LATE_BYTES, LATE_SAMPLES, LatePermit};
 use super::write_monitor::{WriteMonitor, WriterUsage};
 
 /// A reader that reads nothing for this many samples (100 ms) is stalled.
@@ -58,6 +58,8 @@ pub(super) struct StreamActivity {
     /// Woken when `must_end` is set.
     watcher: AtomicWaker,
     writer: WriteMonitor,
+    /// Whether the stream was permitted although its source holds the most of what is short.
+    is_late: AtomicBool,
     /// Held while the stream counts as a late one.
     late_permit: Mutex<Option<LatePermit>>,
 }
@@ -88,6 +90,7 @@ impl ReadMonitor {
             must_end: AtomicBool::new(false),
             watcher: AtomicWaker::new(),
             writer: WriteMonitor::default(),
+            is_late: AtomicBool::new(false),
             late_permit: Mutex::default(),
         };
         Self {
@@ -167,6 +170,15 @@ impl ReadMonitor {
         self.activity.source.store(source, Ordering::Relaxed);
     }
 
+    /// Records that the peer has permitted the stream although its source holds the most.
+    pub(in crate::transport) fn set_late(&self) {
+        self.activity.is_late.store(true, Ordering::Relaxed);
+    }
+
+    pub(in crate::transport) fn is_late(&self) -> bool {
+        self.activity.is_late()
+    }
+
     pub(super) fn activity(&self) -> &Arc<StreamActivity> {
         &self.activity
     }
@@ -197,7 +209,12 @@ impl StreamActivity {
     /// Sets the source of a stream that this end opens. The session has checked it.
     pub(super) fn set_opened(&self, source: u64, late_permit: Option<LatePermit>) {
         self.source.store(source, Ordering::Relaxed);
+        self.is_late.store(late_permit.is_some(), Ordering::Relaxed);
         *self.late_permit.lock() = late_permit;
+    }
+
+    pub(super) fn is_late(&self) -> bool {
+        self.is_late.load(Ordering::Relaxed)
     }
 
     fn release_permit(&self) {
@@ -283,6 +300,14 @@ impl StreamUsage {
             0 => Arc::as_ptr(&self.activity) as u64,
             source => source,
         }
+    }
+
+    /// Returns whether the stream need not wait with those of its source: it has sent little, or it is
+    /// late and its reader reads, or it is only written.
+    pub(super) fn is_light(&self) -> bool {
+        self.activity.is_finished.load(Ordering::Relaxed)
+            || self.writer.has_written_little()
+            || (self.activity.is_late() && self.writer.is_light(LATE_BYTES))
     }
 
     /// Releases the permit of a late stream after its time.

@@ -28,7 +28,7 @@ impl SessionFlow {
         };
         let mut framed = BytesMut::new();
         header
-            .encode(&mut framed)
+            .encode_as(header.is_late || read_monitor.is_late(), &mut framed)
             .map_err(|error| SessionError::Header(Arc::new(error)))?;
         Ok((read_monitor, framed))
     }

@@ -2,11 +2,10 @@
 //!
 //! Credit belongs to a connection, so the next byte of any stream uses it, and only the sender can
 //! choose the stream. The end that is short therefore reports it to its peer, and then grants a
-//! little more credit, the *reserve*. At the peer, the sources that hold the most wait with the
-//! streams that hold it, and get few new ones (`flow/late.rs`), for as long as the reports continue.
-//! So the reserve is left to the others, and to small requests of the same source, which can be a
-//! program with many users. When the reserve is used up, because of streams that had not stalled
-//! before, it grows, as far as memory permits.
+//! little more credit, the *reserve*. At the peer, the sources that hold the most wait with their
+//! streams, and get no new ones but late ones (`flow/late.rs`), for as long as the reports continue.
+//! So the reserve is left to the others, whose small requests pass again and again. When the reserve
+//! is used up, because of streams that had not stalled before, it grows, as far as memory permits.
 //!
 //! ```text
 //! receiver:  stalled streams hold all --> reports --> 100 ms later: reserve --> ... --> has room
@@ -117,7 +116,7 @@ impl SessionFlow {
         let heavy = totals.heavy(0);
         state.shortage.has_held_streams = false;
         for usage in &state.streams {
-            let is_held = heavy.contains(&usage.source()) && !usage.writer.is_light();
+            let is_held = heavy.contains(&usage.source()) && !usage.is_light();
             usage.set_held(is_held);
             state.shortage.has_held_streams |= is_held;
         }

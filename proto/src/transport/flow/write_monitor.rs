@@ -8,8 +8,8 @@ use futures_util::task::AtomicWaker;
 
 /// A writer that the transport takes nothing from for this many samples (50 ms) is blocked.
 const SAMPLES_TO_BLOCK: u32 = 1;
-/// A blocked writer that has written less holds little, and does not wait with its source.
-pub(super) const LIGHT_BYTES: u64 = 64 << 10;
+/// A stream that has sent less does not wait with the others of its source.
+const LITTLE_BYTES: u64 = 16 << 10;
 
 /// The activity of a stream's writer.
 #[derive(Debug, Default)]
@@ -87,9 +87,14 @@ impl WriterUsage {
         self.written = written;
     }
 
-    /// Returns whether the writer is not blocked, or has written little.
-    pub(super) fn is_light(&self) -> bool {
-        self.blocked_samples == 0 || self.written < LIGHT_BYTES
+    /// Returns whether the stream has sent no more than a small message.
+    pub(super) fn has_written_little(&self) -> bool {
+        self.written < LITTLE_BYTES
+    }
+
+    /// Returns whether the writer is not blocked, or has written less than `bytes`.
+    pub(super) fn is_light(&self, bytes: u64) -> bool {
+        self.blocked_samples == 0 || self.written < bytes
     }
 
     /// Returns the bytes that the peer has not read at most, if the writer is blocked.

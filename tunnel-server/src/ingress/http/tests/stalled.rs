@@ -49,6 +49,7 @@ async fn caller_that_takes_a_byte_now_and_then_hides_no_cut() {
     while let Ok(written) = timeout(Duration::from_secs(2), stream.write_all(&piece)).await {
         written.unwrap();
     }
+    within(caller.read_u8()).await.unwrap();
     stream.reset(ResetCode::PeerCut);
     let cut = "tunnel_server_streams_total{result=\"cut\"}";
     assert_eq!(fixture.metric(cut), 0);
