@@ -145,8 +145,11 @@ impl PeerIdentity {
     pub fn from_certificate(der: &CertificateDer<'_>) -> Result<Self, IdentityError> {
         let (_, certificate) =
             X509Certificate::from_der(der).map_err(|_parse| IdentityError::Malformed)?;
-        let role = role_of(&certificate)?.ok_or(IdentityError::NoRole)?;
-        Ok(Self::new(TrustDomain::Tunnel, role, &certificate))
+        let (role, generation) = role_of(&certificate)?.ok_or(IdentityError::NoRole)?;
+        Ok(Self {
+            generation,
+            ..Self::new(TrustDomain::Tunnel, role, &certificate)
+        })
     }
 
     /// Returns the identity that an agent's certificate claims. A certificate with a `culvert` role
@@ -161,27 +164,27 @@ impl PeerIdentity {
     pub fn from_agent_certificate(der: &CertificateDer<'_>) -> Result<Self, IdentityError> {
         let (_, certificate) =
             X509Certificate::from_der(der).map_err(|_parse| IdentityError::Malformed)?;
-        if let Some(role) = role_of(&certificate)? {
-            return Ok(Self::new(TrustDomain::Tunnel, role, &certificate));
+        if let Some((role, generation)) = role_of(&certificate)? {
+            return Ok(Self {
+                generation,
+                ..Self::new(TrustDomain::Tunnel, role, &certificate)
+            });
         }
         let node = kubelet::node(&certificate).ok_or(IdentityError::NoRole)?;
         Ok(Self::new(
             TrustDomain::Cluster,
-            (Role::Agent(node), 0),
+            Role::Agent(node),
             &certificate,
         ))
     }
 
-    fn new(
-        domain: TrustDomain,
-        (role, generation): (Role, u64),
-        certificate: &X509Certificate<'_>,
-    ) -> Self {
+    /// Returns the identity in a certificate of generation 0.
+    fn new(domain: TrustDomain, role: Role, certificate: &X509Certificate<'_>) -> Self {
         let (not_before, not_after) = validity_period(certificate);
         Self {
             domain,
             role,
-            generation,
+            generation: 0,
             not_before,
             not_after,
         }

@@ -17,6 +17,7 @@ use tunnel_proto::process::shutdown::Shutdown;
 use tunnel_proto::tls;
 use tunnel_proto::wire::enroll::JoinToken;
 use tunnel_proto::wire::name::NodeName;
+use tunnel_proto::wire::order::NodeOrder;
 use tunnel_server::app::BoundAddrs;
 use tunnel_server::ca::LocalCa;
 use tunnel_server::ca::revocation::Revocations;
@@ -211,11 +212,10 @@ impl TestEnv {
         let name: NodeName = node.parse()?;
         self.nodes().record(&name, addresses);
         Ok(self.tokens().create(
-            &name,
+            &NodeOrder::new(&name, self.revocations().of_node(&name)),
             TOKEN_TTL,
             addresses.to_vec(),
             self.ca().spki_sha256(),
-            self.revocations().of_node(&name),
             std::time::SystemTime::now(),
         )?)
     }

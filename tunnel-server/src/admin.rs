@@ -22,6 +22,7 @@ use tunnel_proto::process::meta::{FullResponse, json, text};
 use tunnel_proto::process::shutdown::Shutdown;
 use tunnel_proto::process::unix_socket::{self, SocketPermissions};
 use tunnel_proto::wire::name::{NodeName, ReplicaId};
+use tunnel_proto::wire::order::NodeOrder;
 
 use crate::admin::status::NodeList;
 use crate::ca::LocalCa;
@@ -59,7 +60,7 @@ pub struct AdminState {
     pub tokens: Arc<TokenStore>,
     /// Known nodes to record and forget.
     pub nodes: Arc<KnownNodes>,
-    /// Orders about nodes.
+    /// Orders of operators about nodes.
     pub revocations: Arc<Revocations>,
     /// Other servers, at which orders are in force, too.
     pub peers: Arc<Peers>,
@@ -234,14 +235,14 @@ fn create_token(
     }
     let ttl = Duration::from_secs(token_request.ttl_seconds);
     let now = SystemTime::now();
+    let order = state.revocations.of_node(&token_request.node);
     let token = state
         .tokens
         .create(
-            &token_request.node,
+            &NodeOrder::new(&token_request.node, order),
             ttl,
             token_request.ips.clone(),
             state.ca.spki_sha256(),
-            state.revocations.of_node(&token_request.node),
             now,
         )
         .map_err(|error| match error {

@@ -25,8 +25,19 @@ pub struct Order {
 pub struct NodeOrder {
     /// The node that the agent serves.
     pub node: NodeName,
-    /// What operators ordered.
+    /// What operators ordered about it.
     pub order: Order,
+}
+
+impl NodeOrder {
+    /// Creates the order about a node.
+    #[must_use]
+    pub fn new(node: &NodeName, order: Order) -> Self {
+        Self {
+            node: node.clone(),
+            order,
+        }
+    }
 }
 
 impl Order {

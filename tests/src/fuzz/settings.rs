@@ -10,7 +10,7 @@ use tunnel_proto::process::settings::{PortSet, parse_address, parse_duration, pa
 use tunnel_proto::process::yaml;
 use tunnel_proto::wire::enroll::decode_hex;
 use tunnel_proto::wire::name::{NodeName, Port};
-use tunnel_proto::wire::order::Order;
+use tunnel_proto::wire::order::{NodeOrder, Order};
 use tunnel_server::ca::revocation::{OrderAction, Revocations};
 use tunnel_server::ca::tokens::TokenStore;
 use tunnel_server::dns::{NamePattern, Records, restore};
@@ -102,11 +102,10 @@ pub(super) fn persisted() -> Result<Vec<Vec<u8>>> {
     let tokens = TokenStore::open(&data.dir);
     let ip = IpAddr::from([192, 0, 2, 1]);
     let token = tokens.create(
-        &node,
+        &NodeOrder::new(&node, Order::default()),
         Duration::from_secs(60),
         vec![ip],
         [0x11; 32],
-        Order::default(),
         now,
     )?;
     data.dir

@@ -6,6 +6,7 @@ use std::path::{Path, PathBuf};
 use std::time::{Duration, SystemTime};
 
 use tunnel_proto::wire::name::NodeName;
+use tunnel_proto::wire::order::NodeOrder;
 
 use crate::admin::{AdminClient, AdminError, CreateToken, CreatedToken};
 use crate::ca::revocation::Revocations;
@@ -268,13 +269,13 @@ async fn create_token(
         let CreateToken { node, ips, .. } = token_request;
         let ca = load_ca(require_standalone(dir)?, offline)?;
         let now = SystemTime::now();
+        let order = Revocations::open(dir, true)?.of_node(&node);
         let tokens = TokenStore::open(dir);
         let token = tokens.create(
-            &node,
+            &NodeOrder::new(&node, order),
             ttl,
             ips.clone(),
             ca.spki_sha256(),
-            Revocations::open(dir, true)?.of_node(&node),
             now,
         )?;
         let nodes = KnownNodes::open(dir)?;

@@ -348,6 +348,7 @@ mod tests {
     use rustls_pki_types::CertificateDer;
     use tokio::io::DuplexStream;
     use tunnel_proto::identity::PeerIdentity;
+    use tunnel_proto::wire::order::NodeOrder;
 
     use super::*;
     use crate::store::data_dir::testing::Scratch;
@@ -371,10 +372,13 @@ mod tests {
             };
             let (minute, now) = (Duration::from_secs(60), SystemTime::now());
             let ca = enrollment.renewals.as_ref().unwrap().ca.spki_sha256();
-            let token =
-                enrollment
-                    .tokens
-                    .create(&node(), minute, vec![], ca, Order::default(), now);
+            let token = enrollment.tokens.create(
+                &NodeOrder::new(&node(), Order::default()),
+                minute,
+                vec![],
+                ca,
+                now,
+            );
             Self {
                 token: token.unwrap().reveal(),
                 enrollment,

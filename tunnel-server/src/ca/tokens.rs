@@ -4,7 +4,6 @@
 //! keeps tokens in memory: one is read when it is used.
 
 use std::collections::HashMap;
-use std::fmt;
 use std::io;
 use std::net::IpAddr;
 use std::sync::Arc;
@@ -20,35 +19,17 @@ use tunnel_proto::process::telemetry::LogRateLimit;
 use tunnel_proto::wire::code::EnrollCode;
 use tunnel_proto::wire::enroll::{JoinToken, TOKEN_ID_LEN, TOKEN_SECRET_BYTES, TokenError, hex};
 use tunnel_proto::wire::name::NodeName;
-use tunnel_proto::wire::order::Order;
+use tunnel_proto::wire::order::{NodeOrder, Order};
 
 use crate::store::data_dir::{DataDir, name_text, random, rfc3339, time_text, whole_seconds};
 
 mod files;
+mod object;
 
 use files::TokenFiles;
 pub(crate) use files::clean;
-
-/// The objects of the join tokens. Calls block the thread.
-pub(crate) trait TokenObjects: fmt::Debug + Send + Sync {
-    fn get(&self, id: &str) -> io::Result<Option<TokenObject>>;
-
-    fn create(&self, id: &str, token: &StoredToken) -> io::Result<()>;
-
-    /// Replaces an object as it was read. Returns `false` if it has changed since then.
-    fn replace(&self, id: &str, object: &TokenObject) -> io::Result<bool>;
-
-    /// Returns all tokens with their ids.
-    fn list(&self) -> io::Result<Vec<(String, StoredToken)>>;
-}
-
-/// A token as it was read.
-#[derive(Debug)]
-pub(crate) struct TokenObject {
-    pub(crate) token: StoredToken,
-    /// What identifies this version of the object.
-    pub(crate) version: String,
-}
+use object::LIFE_MAX;
+pub(crate) use object::{StoredToken, TokenObject, TokenObjects};
 
 /// The join tokens of a data directory or of a cluster. Calls block the thread, unless they are
 /// asynchronous.
@@ -137,18 +118,16 @@ impl TokenStore {
         self.lookups.clone().acquire_owned().await.ok()
     }
 
-    /// Creates a token for a node. `order` is the order about the node: a later one makes the token
-    /// void. Only the result contains the secret.
+    /// Creates a token for a node with the order about it. A later order makes the token void. Only the result contains the secret.
     ///
     /// # Errors
     /// Returns a [`CreateTokenError`].
     pub fn create(
         &self,
-        node: &NodeName,
+        NodeOrder { node, order }: &NodeOrder,
         ttl: Duration,
         ips: Vec<IpAddr>,
         ca_hash: [u8; 32],
-        order: Order,
         now: SystemTime,
     ) -> Result<JoinToken, CreateTokenError> {
         if ttl < Duration::from_secs(1) || ttl > LIFE_MAX {
@@ -283,39 +262,7 @@ impl Failures {
     }
 }
 
-/// A token as its object has it.
-#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
-#[serde(rename_all = "camelCase")]
-pub(crate) struct StoredToken {
-    #[serde(with = "name_text")]
-    node: NodeName,
-    secret_sha256: String,
-    #[serde(default, skip_serializing_if = "Vec::is_empty")]
-    ips: Vec<IpAddr>,
-    /// Counter and generation of the order about the node when the token was created.
-    counter: u64,
-    generation: u64,
-    /// Time of the creation: by the API server's clock in a cluster, which overrides this.
-    #[serde(with = "time_text")]
-    pub(crate) created: SystemTime,
-    ttl_seconds: u64,
-    #[serde(default, skip_serializing_if = "Option::is_none")]
-    used_by: Option<String>,
-    #[serde(default)]
-    revoked: bool,
-}
-
 impl StoredToken {
-    pub(crate) fn expires(&self) -> SystemTime {
-        let ttl = Duration::from_secs(self.ttl_seconds).min(LIFE_MAX);
-        whole_seconds(self.created.checked_add(ttl).unwrap_or(self.created))
-    }
-
-    /// Returns whether the token expired more than a day before `now`.
-    pub(crate) fn is_old(&self, now: SystemTime) -> bool {
-        self.expires() + RETENTION_AFTER_EXPIRY < now
-    }
-
     /// Checks the token for a sender that has proved its possession, so that the answer may name the
     /// reason.
     fn check(
@@ -422,11 +369,6 @@ const CONFLICTS_MAX: usize = 8;
 const REVOKED: &str = "the token was revoked";
 const USED: &str = "the token was used by another key; create a new one";
 const MINUTE: Duration = Duration::from_secs(60);
-const DAY: Duration = Duration::from_secs(24 * 60 * 60);
-/// Maximum lifetime of a token.
-const LIFE_MAX: Duration = Duration::from_secs(365 * 24 * 60 * 60);
-/// Time for which an expired token stays, so that "expired" differs from "unknown".
-const RETENTION_AFTER_EXPIRY: Duration = DAY;
 /// Wrong secrets per minute and token that are answered in detail.
 pub(crate) const FAILURES_PER_MINUTE: u32 = 5;
 /// Unknown tokens per minute that are answered in detail. The limit is global because a whole site

@@ -12,7 +12,7 @@ use tunnel_proto::process::files;
 use tunnel_proto::process::shutdown::Shutdown;
 use tunnel_proto::wire::enroll::TOKEN_ID_LEN;
 
-use super::{RETENTION_AFTER_EXPIRY, StoredToken, TokenObject, TokenObjects};
+use super::object::{RETENTION_AFTER_EXPIRY, StoredToken, TokenObject, TokenObjects};
 use crate::store::data_dir::DataDir;
 
 /// The files of the tokens. A change holds the lock of the directory.
@@ -152,7 +152,7 @@ const CLEAN_INTERVAL: Duration = Duration::from_secs(60 * 60);
 
 #[cfg(test)]
 mod tests {
-    use tunnel_proto::wire::order::Order;
+    use tunnel_proto::wire::order::{NodeOrder, Order};
 
     use super::super::TokenStore;
     use super::*;
@@ -166,7 +166,13 @@ mod tests {
         let (now, instant) = (SystemTime::now(), Instant::now());
         let hour = Duration::from_secs(3600);
         let store = TokenStore::open(&scratch.0);
-        let token = store.create(&node(), hour, vec![], [7; 32], Order::default(), now);
+        let token = store.create(
+            &NodeOrder::new(&node(), Order::default()),
+            hour,
+            vec![],
+            [7; 32],
+            now,
+        );
         let text = token.unwrap().reveal();
         let far = now + 40 * DAY;
         let refused = store.redeem(&text, &node(), [1; 32], far);

@@ -26,7 +26,13 @@ impl Fixture {
         let scratch = Scratch::new();
         let store = TokenStore::open(&scratch.0);
         let hour = Duration::from_secs(3600);
-        let token = store.create(&name("worker-1"), hour, vec![], CA, Order::default(), at(0));
+        let token = store.create(
+            &NodeOrder::new(&name("worker-1"), Order::default()),
+            hour,
+            vec![],
+            CA,
+            at(0),
+        );
         let token = token.unwrap();
         Self {
             scratch,
@@ -160,11 +166,10 @@ fn list_shows_states_and_forgets_no_token_by_the_clock() {
     let ip = "192.168.33.221".parse().unwrap();
     let (store, minute) = (&fixture.store, Duration::from_secs(60));
     let second = store.create(
-        &name("worker-2"),
+        &NodeOrder::new(&name("worker-2"), Order::default()),
         minute,
         vec![ip],
         CA,
-        Order::default(),
         at(5),
     );
     let second = second.unwrap();
@@ -193,11 +198,10 @@ fn token_made_by_a_verb_beside_the_server_is_known_at_once() {
     let verb = fixture.open_again();
     let minute = Duration::from_secs(60);
     let token = verb.create(
-        &name("worker-1"),
+        &NodeOrder::new(&name("worker-1"), Order::default()),
         minute,
         vec![],
         CA,
-        Order::default(),
         at(1),
     );
     let text = token.unwrap().reveal();
@@ -236,9 +240,13 @@ fn life_is_bounded() {
     let fixture = Fixture::new();
     let too_long = LIFE_MAX + Duration::from_secs(1);
     for ttl in [Duration::ZERO, too_long, Duration::MAX] {
-        let made = fixture
-            .store
-            .create(&name("a"), ttl, vec![], CA, Order::default(), at(0));
+        let made = fixture.store.create(
+            &NodeOrder::new(&name("a"), Order::default()),
+            ttl,
+            vec![],
+            CA,
+            at(0),
+        );
         assert!(matches!(made, Err(CreateTokenError::InvalidTtl)));
     }
 }
