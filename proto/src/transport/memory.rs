@@ -482,7 +482,7 @@ impl RawStream for MemoryStream {
         if let Some(code) = pipe.stopped {
             return Poll::Ready(StreamCut::Stopped(code).into());
         }
-        if self.is_closed() && !pipe.finished {
+        if self.closed.is_closed() && !pipe.finished {
             return Poll::Ready(StreamCut::SessionLost.into());
         }
         pipe.writer = Some(cx.waker().clone());

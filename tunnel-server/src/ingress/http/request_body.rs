@@ -107,7 +107,7 @@ impl Upload {
             let before = self.frames.load(Ordering::Relaxed);
             sleep(UPLOAD_IDLE_LIMIT).await;
             let has_passed = self.frames.load(Ordering::Relaxed) != before;
-            if self.is_caller_gone() {
+            if self.has_caller_failed() {
                 return self.ended(UploadEnd::CallerGone);
             }
             let is_blocked = is_blocked();
@@ -120,7 +120,7 @@ impl Upload {
 
     /// Returns whether the caller's connection has ended, though the target does not let the end of
     /// the body be read.
-    fn is_caller_gone(&self) -> bool {
+    fn has_caller_failed(&self) -> bool {
         let state = self.state.lock();
         let request_guard = state.request_guard.as_ref();
         request_guard.is_some_and(RequestGuard::has_conn_failed)
