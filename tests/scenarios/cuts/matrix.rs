@@ -681,7 +681,7 @@ impl End {
     /// Reads to the clean end of the other direction.
     async fn read_to_end(&mut self) -> Result<()> {
         let mut got = Vec::new();
-        let reading = self.socket()?.read_to_end(&mut got);
+        let reading = AsyncReadExt::read_to_end(self.socket()?, &mut got);
         timeout(scaled(WAIT_TIMEOUT), reading)
             .await
             .context("no end")??;
@@ -694,12 +694,12 @@ impl End {
     async fn is_reset(&mut self, expected: bool) -> Result<()> {
         let socket = self.socket.take().context("the connection has ended")?;
         if expected {
-            let failed = socket.ready(tokio::io::Interest::ERROR);
+            let failed = socket.tcp().ready(tokio::io::Interest::ERROR);
             timeout(scaled(WAIT_TIMEOUT), failed)
                 .await
                 .context("no reset")??;
         }
-        let error = socket.take_error()?;
+        let error = socket.tcp().take_error()?;
         ensure!(error.is_some() == expected, "{error:?}");
         Ok(())
     }
