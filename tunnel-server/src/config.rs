@@ -35,7 +35,7 @@ mod raw;
 mod status_page;
 mod targets;
 
-pub use capacity::{CONNECTION_HEAD_BYTES, Capacity, DescriptorUses, UPLOAD_QUEUE_BYTES};
+pub use capacity::{CONNECTION_HEAD_BYTES, Capacity, DescriptorUses};
 pub use certificates::{ClientAuth, CredentialFiles, HttpsCertificate};
 pub use cloud::{APISERVER_TARGET, CloudNodes, CloudTargetSettings};
 pub use connect::{ConnectSettings, UnixListenerSettings};

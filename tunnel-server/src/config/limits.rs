@@ -31,7 +31,7 @@ tunnel_proto::limits! {
     /// Connections of callers to all listeners. One more evicts the connection that has been idle
     /// for the longest time, of the address with the most connections, and is refused if all are
     /// in use. A quarter is reserved for callers that verify with a client certificate or come over
-    /// a Unix socket. auto: a quarter of the memory limit at 212 KiB each (less with a smaller
+    /// a Unix socket. auto: a quarter of the memory limit at 84 KiB each (less with a smaller
     /// requestHeadBytes), and a quarter of the open files (RLIMIT_NOFILE), at most 65536.
     callers_total ("callersTotal", counted as CallersTotal): Option<usize>
         = "auto", optional("auto", count(1 << 20));

@@ -49,6 +49,11 @@ impl HeadMemory {
         }
     }
 
+    /// Returns a permit for what is no head. It has no memory yet.
+    pub(crate) fn pool_permit(&self) -> PoolPermit {
+        self.pool.permit()
+    }
+
     /// Returns the bytes that all heads have reserved.
     #[cfg(test)]
     pub(crate) fn reserved(&self) -> u64 {

@@ -237,15 +237,22 @@ mod tests {
     async fn requests_that_wait_share_the_document_that_is_made_after_them() {
         let documents = Documents::new(Shutdown::new());
         let made = Arc::new(AtomicUsize::new(0));
+        // No document is made before all have asked.
+        let (asking, all_asked) = std::sync::mpsc::channel::<()>();
+        let all_asked = Arc::new(Mutex::new(all_asked));
         let ask = async || {
-            let made = made.clone();
+            let (made, all_asked) = (made.clone(), all_asked.clone());
             let make = move || {
+                let _disconnected = all_asked.lock().recv();
                 let number = made.fetch_add(1, Ordering::Relaxed);
                 text(StatusCode::OK, number.to_string())
             };
             documents.get(SOURCE, key("a"), make).await.unwrap()
         };
-        futures_util::future::join_all((0..100).map(|_| ask())).await;
+        let mut all = std::pin::pin!(futures_util::future::join_all((0..100).map(|_| ask())));
+        assert!(all.as_mut().now_or_never().is_none());
+        drop(asking);
+        all.await;
         assert!(made.load(Ordering::Relaxed) <= 2);
         let before = made.load(Ordering::Relaxed);
         ask().await;

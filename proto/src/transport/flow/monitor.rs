@@ -22,6 +22,8 @@ pub(super) trait StreamOwner: Send + Sync + std::fmt::Debug {
     fn count_read(&self, bytes: u64);
     /// Counts bytes that a stream's writer has written.
     fn count_written(&self, bytes: u64);
+    /// Sets the source of a stream that the peer has opened.
+    fn set_source(&self, source: u64, activity: &StreamActivity);
     /// Records that a stream can hold no more bytes.
     fn finish_stream(&self);
 }
@@ -167,7 +169,10 @@ impl ReadMonitor {
 
     /// Sets the number that the streams of one source have in common.
     pub(in crate::transport) fn set_source(&self, source: u64) {
-        self.activity.source.store(source, Ordering::Relaxed);
+        match &self.session {
+            Some(session) => session.set_source(source, &self.activity),
+            None => self.activity.set_source(source, false),
+        }
     }
 
     /// Records that the peer has permitted the stream although its source holds the most.
@@ -206,6 +211,12 @@ impl Drop for ReadMonitor {
 }
 
 impl StreamActivity {
+    /// Sets the source, and whether the stream's writer must wait.
+    pub(super) fn set_source(&self, source: u64, is_held: bool) {
+        self.source.store(source, Ordering::Relaxed);
+        self.writer.set_held(is_held);
+    }
+
     /// Sets the source of a stream that this end opens. The session has checked it.
     pub(super) fn set_opened(&self, source: u64, late_permit: Option<LatePermit>) {
         self.source.store(source, Ordering::Relaxed);
@@ -302,12 +313,15 @@ impl StreamUsage {
         }
     }
 
-    /// Returns whether the stream need not wait with those of its source: it has sent little, or it is
-    /// late and its reader reads, or it is only written.
-    pub(super) fn is_light(&self) -> bool {
-        self.activity.is_finished.load(Ordering::Relaxed)
-            || self.writer.has_written_little()
-            || (self.activity.is_late() && self.writer.is_light(LATE_BYTES))
+    /// Returns whether the stream's writer may have to wait. One whose other half has ended is about to
+    /// end, too.
+    pub(super) fn can_be_held(&self) -> bool {
+        !self.activity.is_finished.load(Ordering::Relaxed)
+    }
+
+    /// Returns whether the stream is late, and has sent little or its reader reads.
+    pub(super) fn is_light_and_late(&self) -> bool {
+        self.activity.is_late() && self.writer.is_light(LATE_BYTES)
     }
 
     /// Releases the permit of a late stream after its time.

@@ -36,8 +36,15 @@ impl PoolPermit {
     }
 }
 
+impl PoolPermit {
+    /// Returns all memory to the pool.
+    pub fn release(&mut self) {
+        self.pool.release(std::mem::take(&mut self.bytes));
+    }
+}
+
 impl Drop for PoolPermit {
     fn drop(&mut self) {
-        self.pool.release(self.bytes);
+        self.release();
     }
 }

@@ -107,7 +107,7 @@ impl SessionFlow {
         }
         let mut totals = SourceTotals::default();
         if is_short {
-            for usage in &state.streams {
+            for usage in state.streams.iter().filter(|usage| usage.can_be_held()) {
                 if let Some(bytes) = usage.writer.blocked_bytes(state.stream_window) {
                     totals.add(usage.source(), bytes);
                 }
@@ -116,7 +116,9 @@ impl SessionFlow {
         let heavy = totals.heavy(0);
         state.shortage.has_held_streams = false;
         for usage in &state.streams {
-            let is_held = heavy.contains(&usage.source()) && !usage.is_light();
+            let is_held = heavy.contains(&usage.source())
+                && usage.can_be_held()
+                && !usage.is_light_and_late();
             usage.set_held(is_held);
             state.shortage.has_held_streams |= is_held;
         }

@@ -8,8 +8,6 @@ use futures_util::task::AtomicWaker;
 
 /// A writer that the transport takes nothing from for this many samples (50 ms) is blocked.
 const SAMPLES_TO_BLOCK: u32 = 1;
-/// A stream that has sent less does not wait with the others of its source.
-const LITTLE_BYTES: u64 = 16 << 10;
 
 /// The activity of a stream's writer.
 #[derive(Debug, Default)]
@@ -85,11 +83,6 @@ impl WriterUsage {
             0
         };
         self.written = written;
-    }
-
-    /// Returns whether the stream has sent no more than a small message.
-    pub(super) fn has_written_little(&self) -> bool {
-        self.written < LITTLE_BYTES
     }
 
     /// Returns whether the writer is not blocked, or has written less than `bytes`.

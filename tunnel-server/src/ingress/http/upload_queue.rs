@@ -6,11 +6,18 @@ use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::task::{Context, Poll};
 
 use futures_util::task::AtomicWaker;
+use parking_lot::Mutex;
+use tunnel_proto::transport::PoolPermit;
 
-use crate::config::UPLOAD_QUEUE_BYTES;
+/// Bytes of a body for which the connection to the target waits before it takes more from the caller.
+/// The last piece, of as many bytes at most, may exceed the limit.
+const QUEUE_BYTES: u64 = 64 << 10;
+/// The same while the pool has no memory for a queue.
+const SMALL_QUEUE_BYTES: u64 = 16 << 10;
 
-/// The queue of one connection to a target.
-#[derive(Debug, Default)]
+/// The queue of one connection to a target. What it holds of a body that flows is little. The memory
+/// for more is reserved from the pool, until the queue is empty.
+#[derive(Debug)]
 pub(crate) struct UploadQueue {
     /// Bytes that were taken from the body, since those that were written before.
     taken: AtomicU64,
@@ -19,9 +26,23 @@ pub(crate) struct UploadQueue {
     /// Whether the last write waits for the target.
     is_blocked: AtomicBool,
     body: AtomicWaker,
+    memory: Mutex<PoolPermit>,
+    has_memory: AtomicBool,
 }
 
 impl UploadQueue {
+    /// Creates the queue of a connection. `memory` is a permit for no bytes.
+    pub(super) fn new(memory: PoolPermit) -> Self {
+        Self {
+            taken: AtomicU64::new(0),
+            written: AtomicU64::new(0),
+            is_blocked: AtomicBool::new(false),
+            body: AtomicWaker::new(),
+            memory: Mutex::new(memory),
+            has_memory: AtomicBool::new(false),
+        }
+    }
+
     /// Begins a request. What was written before it does not make room for its body.
     pub(super) fn begin(&self) {
         let written = self.written.load(Ordering::Relaxed);
@@ -53,6 +74,10 @@ impl UploadQueue {
             .store(written.is_pending(), Ordering::Relaxed);
         if let Poll::Ready(Ok(count)) = written {
             self.written.fetch_add(*count as u64, Ordering::AcqRel);
+            if self.has_memory.load(Ordering::Acquire) && self.queued() == 0 {
+                self.has_memory.store(false, Ordering::Release);
+                self.memory.lock().release();
+            }
             self.body.wake();
         }
     }
@@ -64,8 +89,25 @@ impl UploadQueue {
     }
 
     fn has_room(&self) -> bool {
+        match self.queued() {
+            0..SMALL_QUEUE_BYTES => true,
+            SMALL_QUEUE_BYTES..QUEUE_BYTES => self.reserve(),
+            _ => false,
+        }
+    }
+
+    /// Returns whether the memory of a whole queue is reserved.
+    fn reserve(&self) -> bool {
+        if !self.has_memory.load(Ordering::Acquire) {
+            let is_reserved = self.memory.lock().grow(2 * QUEUE_BYTES);
+            self.has_memory.store(is_reserved, Ordering::Release);
+        }
+        self.has_memory.load(Ordering::Acquire)
+    }
+
+    fn queued(&self) -> u64 {
         let taken = self.taken.load(Ordering::Acquire);
-        taken.saturating_sub(self.written.load(Ordering::Acquire)) < UPLOAD_QUEUE_BYTES as u64
+        taken.saturating_sub(self.written.load(Ordering::Acquire))
     }
 }
 
@@ -73,11 +115,14 @@ impl UploadQueue {
 mod tests {
     use std::task::Waker;
 
+    use tunnel_proto::transport::BufferPool;
+
     use super::*;
 
     #[test]
     fn body_waits_while_the_queue_is_full() {
-        let queue = UploadQueue::default();
+        let pool = BufferPool::new(1 << 20);
+        let queue = UploadQueue::new(pool.permit());
         let cx = Context::from_waker(Waker::noop());
         let written = |count| queue.record_write(&Poll::Ready(Ok::<_, ()>(count)));
         for _request in 0..3 {
@@ -92,7 +137,24 @@ mod tests {
             assert!(queue.is_blocked() && queue.poll_room(&cx).is_pending());
             written(1);
             assert!(!queue.is_blocked() && queue.poll_room(&cx).is_ready());
-            written((1 << 16) - 1);
+            assert_eq!(pool.reserved(), 128 << 10);
+            written((1 << 16) + 99);
+            assert_eq!(pool.reserved(), 0);
         }
+    }
+
+    #[test]
+    fn body_has_a_small_queue_while_the_pool_is_full() {
+        let pool = BufferPool::new(100 << 10);
+        let queue = UploadQueue::new(pool.permit());
+        let cx = Context::from_waker(Waker::noop());
+        queue.begin();
+        queue.take((16 << 10) - 1);
+        assert!(queue.poll_room(&cx).is_ready());
+        queue.take(1);
+        assert!(queue.poll_room(&cx).is_pending());
+        queue.record_write(&Poll::Ready(Ok::<_, ()>(1)));
+        assert!(queue.poll_room(&cx).is_ready());
+        assert_eq!(pool.reserved(), 0);
     }
 }

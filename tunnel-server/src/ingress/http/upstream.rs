@@ -217,12 +217,12 @@ impl UpstreamRequest<'_> {
     /// agent's reply: the request follows the stream header at once, and a refusal appears as an
     /// error of the request.
     async fn connect(&self, stream: Stream, carrier: Carrier) -> Result<Upstream, ProxyError> {
-        let (limits, drivers) = (&self.ingress.limits, &self.ingress.drivers);
+        let (ingress, limits) = (self.ingress, &self.ingress.limits);
         let target_label = self.destination;
         match self.scheme {
             Scheme::Http => {
                 let conn = TargetConn::Stream(stream);
-                Upstream::start(conn, carrier, drivers, target_label).await
+                Upstream::start(conn, carrier, ingress, target_label).await
             }
             Scheme::Https => {
                 let name = server_name(&self.destination.node);
@@ -246,7 +246,7 @@ impl UpstreamRequest<'_> {
                     }
                 };
                 let conn = TargetConn::Tls(Box::new(stream));
-                Upstream::start(conn, carrier, drivers, target_label).await
+                Upstream::start(conn, carrier, ingress, target_label).await
             }
         }
     }
@@ -274,13 +274,8 @@ pub(super) async fn exchange_direct(
         bytes: socket.bytes(),
         watch: None,
     };
-    let mut upstream = Upstream::start(
-        TargetConn::Direct(socket),
-        carrier,
-        &ingress.drivers,
-        target_label,
-    )
-    .await?;
+    let mut upstream =
+        Upstream::start(TargetConn::Direct(socket), carrier, ingress, target_label).await?;
     let request = request.map(Either::Left);
     let sent = upstream.send(request, target_label, pin!(pending())).await;
     Ok((sent.map_err(|send_error| send_error.failure)?, upstream))

@@ -19,9 +19,11 @@ use tracing::debug;
 use tunnel_proto::transport::{ByteCount, StreamCut, StreamWatch, find_cause};
 
 use super::target_io::{TargetConn, TargetIo, TargetTraffic};
+use crate::ingress::context::IngressContext;
 use crate::ingress::error::ProxyError;
 use crate::ingress::http::head_check::size::FIELDS_MAX;
 use crate::ingress::http::request_body::{RequestBody, Upload, UploadHandle};
+use crate::ingress::http::upload_queue::UploadQueue;
 use crate::ingress::outcome::Outcome;
 use crate::routing::via::Via;
 
@@ -104,14 +106,15 @@ impl Upstream {
         self.carrier.watch.as_ref()
     }
 
-    /// Starts an HTTP connection on a stream. A task of `drivers` drives the connection.
+    /// Starts an HTTP connection on a stream. A task of `ingress` drives the connection.
     pub(super) async fn start(
         conn: TargetConn,
         carrier: Carrier,
-        drivers: &TaskTracker,
+        ingress: &IngressContext,
         target_label: &TargetLabel<'_>,
     ) -> Result<Self, ProxyError> {
-        let traffic = Arc::<TargetTraffic>::default();
+        let upload_queue = UploadQueue::new(ingress.head_memory.pool_permit());
+        let traffic = Arc::new(TargetTraffic::new(upload_queue));
         let target_io = TargetIo::new(conn, traffic.clone());
         let built = client().handshake(TokioIo::new(target_io)).await;
         let (sender, connection) = built.map_err(|error| {
@@ -124,7 +127,7 @@ impl Upstream {
         };
         Ok(Self {
             sender,
-            driver: AbortOnDropHandle::new(drivers.spawn(drive)),
+            driver: AbortOnDropHandle::new(ingress.drivers.spawn(drive)),
             carrier,
             traffic,
             upload: None,

@@ -22,7 +22,7 @@ use crate::ingress::http::upload_queue::UploadQueue;
 const TLS_ALERT: [u8; 2] = [21, 3];
 
 /// What is known about the bytes of a connection to a target.
-#[derive(Debug, Default)]
+#[derive(Debug)]
 pub(super) struct TargetTraffic {
     /// Number of HTTP bytes. With TLS, the bytes inside TLS count.
     bytes: AtomicU64,
@@ -32,6 +32,14 @@ pub(super) struct TargetTraffic {
 }
 
 impl TargetTraffic {
+    pub(super) fn new(upload_queue: UploadQueue) -> Self {
+        Self {
+            bytes: AtomicU64::new(0),
+            is_alert: AtomicBool::new(false),
+            upload_queue: Arc::new(upload_queue),
+        }
+    }
+
     /// Returns the number of HTTP bytes that the target has sent. An unchanged number shows that the
     /// target has not responded at all to a request.
     pub(super) fn bytes_read(&self) -> u64 {
