@@ -308,11 +308,16 @@ impl Direction {
             self.gone = Some(gone);
             return Poll::Pending;
         }
-        let error = gone.error;
-        let is_of_both_halves = match find_cause::<StreamCut>(&error) {
+        let is_of_both_halves = match find_cause::<StreamCut>(&gone.error) {
             Some(cut) => cut.is_of_both_halves(),
-            None => error.kind() != io::ErrorKind::BrokenPipe,
+            None => gone.error.kind() != io::ErrorKind::BrokenPipe,
         };
+        if is_reader_stalled && !is_of_both_halves {
+            // The end of its complete bytes waits for the reader, however slow that is.
+            self.gone = Some(gone);
+            return Poll::Pending;
+        }
+        let error = gone.error;
         Poll::Ready(if is_of_both_halves || is_reader_stalled {
             let cut = Cut {
                 error,

@@ -153,12 +153,6 @@ impl SentMessages {
             self.suspect = pending.suspect;
             return Some(ControlMessage::Suspect(pending.suspect));
         }
-        for (index, is_answer) in [false, true].into_iter().enumerate() {
-            if pending.receiving_counts[index] != self.receiving_counts[index] {
-                self.receiving_counts[index] = pending.receiving_counts[index];
-                return Some(ControlMessage::Receiving { is_answer });
-            }
-        }
         if let Some(csr) = &pending.renew
             && pending.renew_count != self.renew_count
         {
@@ -175,9 +169,18 @@ impl SentMessages {
             self.lost.clone_from(&pending.lost);
             return Some(ControlMessage::Lost(pending.lost.clone()));
         }
-        let reason = pending.bye.as_ref()?;
-        self.bye = true;
-        Some(ControlMessage::Bye(reason.clone()))
+        if let Some(reason) = &pending.bye {
+            self.bye = true;
+            return Some(ControlMessage::Bye(reason.clone()));
+        }
+        // A peer that causes many of these delays nothing else.
+        for (index, is_answer) in [false, true].into_iter().enumerate() {
+            if pending.receiving_counts[index] != self.receiving_counts[index] {
+                self.receiving_counts[index] = pending.receiving_counts[index];
+                return Some(ControlMessage::Receiving { is_answer });
+            }
+        }
+        None
     }
 }
 
@@ -247,8 +250,6 @@ mod tests {
                 control_sender.suspect(true);
             }
             control_sender.members(Vec::new());
-            control_sender.receiving(true);
-            control_sender.receiving(false);
             control_sender.renew(vec![7]);
             control_sender.renewed(reply());
             control_sender.lost(vec![SessionId(7)]);
@@ -258,8 +259,6 @@ mod tests {
             DRAIN,
             ControlMessage::Members(Vec::new()),
             ControlMessage::Suspect(true),
-            ControlMessage::Receiving { is_answer: false },
-            ControlMessage::Receiving { is_answer: true },
             ControlMessage::Renew(vec![7]),
             ControlMessage::Renewed(reply()),
             ControlMessage::Lost(vec![SessionId(7)]),
@@ -275,15 +274,12 @@ mod tests {
             control_sender.drain(DEADLINE, MOVE_WITHIN);
             control_sender.suspect(true);
             control_sender.suspect(false);
-            control_sender.receiving(true);
-            control_sender.receiving(true);
             control_sender.renew(vec![7]);
             control_sender.renew(vec![8]);
             control_sender.bye("done");
         });
         let expected = [
             DRAIN,
-            ControlMessage::Receiving { is_answer: true },
             ControlMessage::Renew(vec![8]),
             ControlMessage::Bye("done".into()),
         ];
@@ -309,6 +305,27 @@ mod tests {
             assert_eq!(sent.next(&pending), Some(answer));
             assert_eq!(sent.next(&pending), None);
         }
+    }
+
+    #[test]
+    fn reports_of_received_data_delay_nothing_else() {
+        let (mut pending, mut sent) = (PendingMessages::default(), SentMessages::default());
+        pending.receiving_counts = [2, 1];
+        pending.suspect = true;
+        for message in [
+            ControlMessage::Suspect(true),
+            ControlMessage::Receiving { is_answer: false },
+            ControlMessage::Receiving { is_answer: true },
+        ] {
+            assert_eq!(sent.next(&pending), Some(message));
+        }
+        assert_eq!(sent.next(&pending), None);
+        (pending.receiving_counts, pending.bye) = ([3, 3], Some("done".into()));
+        assert_eq!(
+            sent.next(&pending),
+            Some(ControlMessage::Bye("done".into()))
+        );
+        assert_eq!(sent.next(&pending), None);
     }
 
     #[test]

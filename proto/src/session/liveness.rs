@@ -5,10 +5,10 @@
 //!   ^----------- data and acknowledgements received again ---+
 //! ```
 //! Timer (a) runs while nothing authenticated is received. Timer (b) runs since the oldest probe
-//! without an acknowledgement or a report of the peer that it receives. Timer (c) runs while data is lost and sent again, and none is
-//! acknowledged: a path may pass small packets only, so that probes are answered. The longest one
-//! decides. A one-way partition affects only one timer
-//! at only one end, so each end reports its state on the control stream.
+//! without an acknowledgement or a report of the peer that it receives. Timer (c) runs while data is
+//! lost and sent again, and none is acknowledged: a path may pass small packets only, so that probes
+//! are answered. The longest one decides. A one-way partition affects only one timer at only one end,
+//! so each end reports its state on the control stream.
 
 use std::time::Duration;
 
@@ -541,7 +541,6 @@ pub(super) mod tests {
         }
     }
 
-    /// The state after a time in which all probes were answered.
     #[test]
     fn report_that_data_arrives_answers_only_the_probes_before_it() {
         let mut clock = Clock::new(true, TransportKind::H2);

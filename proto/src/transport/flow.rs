@@ -67,7 +67,7 @@ mod write_monitor;
 use active_window::{ACTIVE_WINDOW_MIN, ActiveWindow};
 use credit::Credit;
 pub use monitor::ReadMonitor;
-use monitor::{StreamActivity, StreamOwner, StreamUsage};
+use monitor::{StreamOwner, StreamUsage};
 pub use permit::PoolPermit;
 pub use pool_gauges::PoolGauges;
 pub(super) use send_window::SEND_BASE_WINDOW;
@@ -674,14 +674,6 @@ impl StreamOwner for SessionFlow {
 
     fn count_written(&self, bytes: u64) {
         self.count_sent(bytes);
-    }
-
-    fn set_source(&self, source: u64, activity: &StreamActivity) {
-        // The shortage can end after this only.
-        let state = &mut *self.lock();
-        let is_held = source != 0 && !activity.is_late() && state.shortage.is_held(source);
-        state.shortage.has_held_streams |= is_held;
-        activity.set_source(source, is_held);
     }
 
     fn finish_stream(&self) {

@@ -438,7 +438,8 @@ impl Stream {
         // A peer whose half is complete, though bytes of it are unread, cuts only what it reads.
         let error = ready!(self.raw.poll_stopped(cx));
         match find_cause::<StreamCut>(&error) {
-            Some(cut) if !cut.is_of_both_halves() => Poll::Pending,
+            // What has arrived of a complete half outlives the session.
+            Some(cut) if !cut.is_of_both_halves() || cut.is_session_lost() => Poll::Pending,
             Some(_) | None => Poll::Ready(error),
         }
     }

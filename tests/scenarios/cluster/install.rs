@@ -133,10 +133,10 @@ async fn kubectl_applies_each_overlay_in_a_dry_run(cluster_env: ClusterEnv) -> R
             objects.retain(|object| object["kind"] != "HorizontalPodAutoscaler");
         }
         // A dry run creates no namespace for the other objects.
-        if let Ok(namespace) = find(&objects, "Namespace", "culvert") {
-            kubectl
-                .apply("", &list(std::slice::from_ref(namespace)))
-                .await?;
+        let is_namespace = |object: &&Value| object["kind"] == "Namespace";
+        let namespaces: Vec<_> = objects.iter().filter(is_namespace).cloned().collect();
+        if !namespaces.is_empty() {
+            kubectl.apply("", &list(&namespaces)).await?;
         }
         let printed = kubectl.apply("--dry-run=server", &list(&objects)).await;
         let printed = printed.context(name)?;

@@ -22,8 +22,6 @@ pub(super) trait StreamOwner: Send + Sync + std::fmt::Debug {
     fn count_read(&self, bytes: u64);
     /// Counts bytes that a stream's writer has written.
     fn count_written(&self, bytes: u64);
-    /// Sets the source of a stream that the peer has opened.
-    fn set_source(&self, source: u64, activity: &StreamActivity);
     /// Records that a stream can hold no more bytes.
     fn finish_stream(&self);
 }
@@ -169,10 +167,7 @@ impl ReadMonitor {
 
     /// Sets the number that the streams of one source have in common.
     pub(in crate::transport) fn set_source(&self, source: u64) {
-        match &self.session {
-            Some(session) => session.set_source(source, &self.activity),
-            None => self.activity.set_source(source, false),
-        }
+        self.activity.source.store(source, Ordering::Relaxed);
     }
 
     /// Records that the peer has permitted the stream although its source holds the most.
@@ -211,12 +206,6 @@ impl Drop for ReadMonitor {
 }
 
 impl StreamActivity {
-    /// Sets the source, and whether the stream's writer must wait.
-    pub(super) fn set_source(&self, source: u64, is_held: bool) {
-        self.source.store(source, Ordering::Relaxed);
-        self.writer.set_held(is_held);
-    }
-
     /// Sets the source of a stream that this end opens. The session has checked it.
     pub(super) fn set_opened(&self, source: u64, late_permit: Option<LatePermit>) {
         self.source.store(source, Ordering::Relaxed);
@@ -319,9 +308,12 @@ impl StreamUsage {
         !self.activity.is_finished.load(Ordering::Relaxed)
     }
 
-    /// Returns whether the stream is late, and has sent little or its reader reads.
-    pub(super) fn is_light_and_late(&self) -> bool {
-        self.activity.is_late() && self.writer.is_light(LATE_BYTES)
+    /// Returns whether the stream need not wait with those of its source: it has sent nothing, or it is
+    /// young or late, and has sent little or its reader reads.
+    pub(super) fn is_light(&self) -> bool {
+        let is_young = self.age < LATE_SAMPLES;
+        self.writer.has_written_nothing()
+            || ((is_young || self.activity.is_late()) && self.writer.is_light(LATE_BYTES))
     }
 
     /// Releases the permit of a late stream after its time.

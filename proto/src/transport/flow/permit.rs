@@ -37,6 +37,11 @@ impl PoolPermit {
 }
 
 impl PoolPermit {
+    /// Like [`PoolPermit::grow`], but leaves half of the pool to others.
+    pub fn grow_while_half_is_free(&mut self, bytes: u64) -> bool {
+        self.pool.free() >= self.pool.limit() / 2 && self.grow(bytes)
+    }
+
     /// Returns all memory to the pool.
     pub fn release(&mut self) {
         self.pool.release(std::mem::take(&mut self.bytes));

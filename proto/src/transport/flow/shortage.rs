@@ -116,9 +116,8 @@ impl SessionFlow {
         let heavy = totals.heavy(0);
         state.shortage.has_held_streams = false;
         for usage in &state.streams {
-            let is_held = heavy.contains(&usage.source())
-                && usage.can_be_held()
-                && !usage.is_light_and_late();
+            let is_held =
+                heavy.contains(&usage.source()) && usage.can_be_held() && !usage.is_light();
             usage.set_held(is_held);
             state.shortage.has_held_streams |= is_held;
         }

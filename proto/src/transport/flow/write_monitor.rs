@@ -85,6 +85,10 @@ impl WriterUsage {
         self.written = written;
     }
 
+    pub(super) fn has_written_nothing(&self) -> bool {
+        self.written == 0
+    }
+
     /// Returns whether the writer is not blocked, or has written less than `bytes`.
     pub(super) fn is_light(&self, bytes: u64) -> bool {
         self.blocked_samples == 0 || self.written < bytes

@@ -175,9 +175,9 @@ pub(super) async fn receive_cuts(connection: Connection, cuts: Arc<PeerCuts>) {
                 }),
                 Err(_ended) => return,
             },
-            // What is no announcement is ignored.
-            Some(Ok(message)) = arriving.next() => {
-                let mut message = BytesMut::from(&message[..]);
+            Some(read) = arriving.next() => {
+                // What is no announcement is ignored.
+                let mut message = BytesMut::from(&read.unwrap_or_default()[..]);
                 let content = frame::take(&mut message, CUT_MESSAGE_MAX);
                 if let Ok(Some(content)) = content
                     && let Ok(cut) = CutAnnouncement::decode(&content)

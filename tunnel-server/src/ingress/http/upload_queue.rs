@@ -66,6 +66,20 @@ impl UploadQueue {
     /// Records bytes of the body.
     pub(super) fn take(&self, bytes: usize) {
         self.taken.fetch_add(bytes as u64, Ordering::AcqRel);
+        if self.queued() >= SMALL_QUEUE_BYTES {
+            self.reserve();
+        }
+    }
+
+    /// Records that the queue is empty. Heads and framing are in what was written, but not in what was
+    /// taken.
+    pub(super) fn record_flush(&self) {
+        self.taken.store(self.written(), Ordering::Release);
+    }
+
+    /// Returns the number of bytes that the connection has taken.
+    pub(super) fn written(&self) -> u64 {
+        self.written.load(Ordering::Acquire)
     }
 
     /// Records the result of a write to the connection.
@@ -96,10 +110,11 @@ impl UploadQueue {
         }
     }
 
-    /// Returns whether the memory of a whole queue is reserved.
+    /// Reserves the memory of a whole queue, unless others have most of the pool. Returns whether it is
+    /// reserved.
     fn reserve(&self) -> bool {
         if !self.has_memory.load(Ordering::Acquire) {
-            let is_reserved = self.memory.lock().grow(2 * QUEUE_BYTES);
+            let is_reserved = self.memory.lock().grow_while_half_is_free(2 * QUEUE_BYTES);
             self.has_memory.store(is_reserved, Ordering::Release);
         }
         self.has_memory.load(Ordering::Acquire)
@@ -107,7 +122,7 @@ impl UploadQueue {
 
     fn queued(&self) -> u64 {
         let taken = self.taken.load(Ordering::Acquire);
-        taken.saturating_sub(self.written.load(Ordering::Acquire))
+        taken.saturating_sub(self.written())
     }
 }
 
@@ -145,7 +160,9 @@ mod tests {
 
     #[test]
     fn body_has_a_small_queue_while_the_pool_is_full() {
-        let pool = BufferPool::new(100 << 10);
+        let pool = BufferPool::new(1 << 20);
+        let mut others = pool.permit();
+        assert!(others.grow((512 << 10) + 1));
         let queue = UploadQueue::new(pool.permit());
         let cx = Context::from_waker(Waker::noop());
         queue.begin();
@@ -155,6 +172,15 @@ mod tests {
         assert!(queue.poll_room(&cx).is_pending());
         queue.record_write(&Poll::Ready(Ok::<_, ()>(1)));
         assert!(queue.poll_room(&cx).is_ready());
-        assert_eq!(pool.reserved(), 0);
+        assert_eq!(pool.reserved(), (512 << 10) + 1);
+        // A piece that is larger than the queue is counted when there is memory.
+        drop(others);
+        queue.take(64 << 10);
+        assert_eq!(pool.reserved(), 128 << 10);
+        // What was written in addition makes no room.
+        queue.record_write(&Poll::Ready(Ok::<_, ()>(1 << 20)));
+        queue.record_flush();
+        queue.take(64 << 10);
+        assert!(queue.poll_room(&cx).is_pending());
     }
 }

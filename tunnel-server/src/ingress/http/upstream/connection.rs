@@ -13,7 +13,7 @@ use hyper::body::Incoming;
 use hyper::client::conn::http1::{Builder, SendRequest};
 use hyper_util::rt::TokioIo;
 use tokio::sync::Notify;
-use tokio::time::timeout;
+use tokio::time::{Instant, timeout};
 use tokio_util::task::{AbortOnDropHandle, TaskTracker};
 use tracing::debug;
 use tunnel_proto::transport::{ByteCount, StreamCut, StreamWatch, find_cause};
@@ -29,6 +29,8 @@ use crate::routing::via::Via;
 
 /// Time that a connection to a target has to close after a complete response.
 const CLOSE_LIMIT: Duration = Duration::from_secs(1);
+/// Time for which a target that has answered may read nothing of the end of a body.
+const STALLED_END_LIMIT: Duration = Duration::from_secs(180);
 
 /// Largest head of a target's response, and largest size of its trailer fields. Go's clients accept
 /// 1 MiB, but nothing that runs on nodes needs that much.
@@ -229,14 +231,23 @@ impl Upstream {
             let driven = tokio::select! {
                 driven = &mut driver => Some(driven),
                 () = upload.idle(is_blocked) => None,
-                _dropped = ended => loop {
-                    match timeout(CLOSE_LIMIT, &mut driver).await {
-                        Ok(driven) => break Some(driven),
-                        // The end of the body waits for the target.
-                        Err(_elapsed) if is_blocked() => {}
-                        Err(_elapsed) => break None,
+                _dropped = ended => {
+                    let queue = &traffic.upload_queue;
+                    let mut progress = (queue.written(), Instant::now());
+                    loop {
+                        let driven = timeout(CLOSE_LIMIT, &mut driver).await;
+                        if queue.written() != progress.0 {
+                            progress = (queue.written(), Instant::now());
+                        }
+                        match driven {
+                            Ok(driven) => break Some(driven),
+                            // The end of the body waits for the target.
+                            Err(_elapsed)
+                                if is_blocked() && progress.1.elapsed() < STALLED_END_LIMIT => {}
+                            Err(_elapsed) => break None,
+                        }
                     }
-                },
+                }
             };
             if let Some(Ok(Some(error))) = driven
                 && find_cause(&error).is_some_and(StreamCut::is_session_lost)

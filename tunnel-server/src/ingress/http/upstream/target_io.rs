@@ -175,6 +175,8 @@ impl AsyncWrite for TargetIo {
     }
 
     fn poll_flush(mut self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<io::Result<()>> {
+        // hyper flushes when its own queue is empty.
+        self.traffic.upload_queue.record_flush();
         on_conn!(self, conn => Pin::new(conn).poll_flush(cx))
     }
 
