@@ -78,7 +78,6 @@ impl Routing {
             },
             trace_parent: header.trace_parent.clone(),
             source: header.source,
-            is_late: header.is_late,
         };
         let forwarded = self.peers.open(node, &header, limit, except);
         match Box::pin(forwarded).await {

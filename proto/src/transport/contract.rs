@@ -27,8 +27,8 @@ mod stalls;
 use stalls::{
     eight_stalled_readers_stop_nobody, five_hundred_stalled_readers_stop_nobody,
     one_byte_frames_wait_for_a_stalled_reader, one_stalled_reader_stops_nobody,
-    sixty_four_stalled_readers_stop_nobody, small_requests_of_a_source_pass_its_unread_answers,
-    source_of_unread_answers_leaves_others_served, source_of_unread_requests_leaves_others_served,
+    sixty_four_stalled_readers_stop_nobody, source_of_unread_answers_leaves_others_served,
+    source_of_unread_requests_leaves_others_served,
 };
 
 /// Two connected sessions, and the values that must live as long as they do. The opener is the
@@ -59,13 +59,7 @@ const DEFAULT: Windows = Windows {
 };
 /// The defaults of the server with little memory.
 const SHORT: Windows = Windows {
-    stream_window: 256 << 10,
-    pool: 8 << 20,
-    ..DEFAULT
-};
-/// The defaults of an agent in a container of 128 MiB.
-const MODEST: Windows = Windows {
-    pool: 64 << 20,
+    pool: 32 << 20,
     ..DEFAULT
 };
 /// Narrow windows, for many streams that may all stall.
@@ -624,9 +618,6 @@ macro_rules! contract {
                 contract!(@rules $pair, std::convert::identity, super::super::SHORT;
                     source_of_unread_answers_leaves_others_served,
                     source_of_unread_requests_leaves_others_served,
-                );
-                contract!(@rules $pair, std::convert::identity, super::super::MODEST;
-                    small_requests_of_a_source_pass_its_unread_answers,
                 );
             }
         }

@@ -25,14 +25,13 @@
 //! Each stream has a *source*, who caused it (a caller). The sources with the most unread data are
 //! the first that get no new streams: in a session whose window they hold, where they leave a
 //! reserve to the others (`flow/shortage.rs`), and in all sessions when less than a quarter of the
-//! pool is free. A few small streams of theirs pass nevertheless (`flow/late.rs`). Streams are cut in
-//! one case only: when readers that have read nothing for 10 s hold a window or the pool, and another
-//! stream waits, one of them ends (`flow/stalled.rs`).
+//! pool is free. Streams are cut in one case only: when readers that have read nothing for 10 s hold
+//! a window or the pool, and another stream waits, one of them ends (`flow/stalled.rs`).
 //!
 //! What this end has sent and the peer has not acknowledged is reserved, too
 //! (`flow/send_window.rs`).
 
-use std::collections::{HashMap, HashSet};
+use std::collections::HashSet;
 use std::sync::atomic::{AtomicU32, AtomicU64, Ordering};
 use std::sync::{Arc, OnceLock, Weak};
 use std::time::Duration;
@@ -45,11 +44,9 @@ use tokio_util::task::{AbortOnDropHandle, TaskTracker};
 mod active_window;
 mod credit;
 mod growth;
-mod late;
 #[cfg(test)]
 mod model;
 mod monitor;
-mod opening;
 mod permit;
 mod pool_gauges;
 mod send_growth;
@@ -67,7 +64,7 @@ mod write_monitor;
 use active_window::{ACTIVE_WINDOW_MIN, ActiveWindow};
 use credit::Credit;
 pub use monitor::ReadMonitor;
-use monitor::{StreamOwner, StreamUsage};
+use monitor::{StreamActivity, StreamOwner, StreamUsage};
 pub use permit::PoolPermit;
 pub use pool_gauges::PoolGauges;
 pub(super) use send_window::SEND_BASE_WINDOW;
@@ -187,8 +184,6 @@ pub struct BufferPool {
     refused: AtomicU32,
     /// The sources that get no new streams, because they hold the most and little is free.
     heavy_sources: Mutex<HashSet<u64>>,
-    /// Number of late streams of each source (`flow/late.rs`).
-    late: Mutex<HashMap<u64, u32>>,
     sampler: OnceLock<AbortOnDropHandle<()>>,
 }
 
@@ -203,7 +198,6 @@ impl BufferPool {
             session_added: Arc::default(),
             refused: AtomicU32::new(0),
             heavy_sources: Mutex::default(),
-            late: Mutex::default(),
             sampler: OnceLock::new(),
         })
     }
@@ -375,24 +369,19 @@ impl SessionFlow {
     /// nothing if the pool has no memory for the stream, or the source must have no more.
     pub(super) fn open(&self, source: u64) -> Option<Arc<ReadMonitor>> {
         let state = &mut *self.lock();
-        let is_refused = source != 0 && self.is_refused(state, source);
-        let mut permit = None;
-        if is_refused || state.shortage.is_held(source) {
-            permit = self.permit_late(state, source);
-            if permit.is_none() {
-                if is_refused {
-                    self.record_refusal(state);
-                }
-                return None;
-            }
+        if source != 0 && state.shortage.is_held(source) {
+            return None;
+        }
+        if source != 0 && self.is_refused(state, source) {
+            self.record_refusal(state);
+            return None;
         }
         let read_monitor = self.add_stream(state)?;
-        read_monitor.activity().set_opened(source, permit);
+        read_monitor.activity().set_source(source, false);
         Some(read_monitor)
     }
 
-    /// Returns whether a source gets no new streams but late ones, because it holds the most of what
-    /// is short.
+    /// Returns whether a source gets no new streams, because it holds the most of what is short.
     fn is_refused(&self, state: &mut FlowState, source: u64) -> bool {
         self.pool.heavy_sources.lock().contains(&source)
             || (self.is_exhausted(state) && state.heavy_sources().contains(&source))
@@ -478,7 +467,6 @@ impl SessionFlow {
                 state.stalled.streams += 1;
                 state.stalled.bytes += held;
             }
-            usage.release_late();
         }
         state.refused = state.refused.saturating_sub(1);
         let reads = self.reads.load(Ordering::Relaxed);
@@ -674,6 +662,14 @@ impl StreamOwner for SessionFlow {
 
     fn count_written(&self, bytes: u64) {
         self.count_sent(bytes);
+    }
+
+    fn set_source(&self, source: u64, activity: &StreamActivity) {
+        // The shortage can end after this only.
+        let state = &mut *self.lock();
+        let is_held = source != 0 && state.shortage.is_held(source);
+        state.shortage.has_held_streams |= is_held;
+        activity.set_source(source, is_held);
     }
 
     fn finish_stream(&self) {

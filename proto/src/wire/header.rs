@@ -26,9 +26,6 @@ pub struct StreamHeader {
     /// A number that the streams of one source (a caller) have in common, or 0 if it is unknown. It
     /// is random, and says nothing about the caller.
     pub source: u64,
-    /// The source holds the most of the memory that is short at the opener, which has permitted the
-    /// stream nevertheless. A little of it is sent before it waits like the others of its source.
-    pub is_late: bool,
 }
 
 /// The kind of a stream.
@@ -99,7 +96,6 @@ impl StreamHeader {
             kind,
             trace_parent: String::new(),
             source: 0,
-            is_late: false,
         }
     }
 
@@ -108,11 +104,6 @@ impl StreamHeader {
     /// # Errors
     /// [`FrameError::TooLarge`] above [`STREAM_MESSAGE_MAX`].
     pub fn encode(&self, out: &mut BytesMut) -> Result<(), FrameError> {
-        self.encode_as(self.is_late, out)
-    }
-
-    /// Like [`StreamHeader::encode`], with another value of `is_late`.
-    pub(crate) fn encode_as(&self, is_late: bool, out: &mut BytesMut) -> Result<(), FrameError> {
         let kind = match &self.kind {
             StreamKind::Control {
                 version_min,
@@ -140,7 +131,6 @@ impl StreamHeader {
             kind: Some(kind),
             trace_parent: self.trace_parent.clone(),
             source: self.source,
-            is_late,
         };
         frame::encode(&message, STREAM_MESSAGE_MAX, out)
     }
@@ -185,7 +175,6 @@ impl StreamHeader {
             kind,
             trace_parent: message.trace_parent,
             source: message.source,
-            is_late: message.is_late,
         })
     }
 }

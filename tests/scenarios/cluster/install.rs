@@ -5,7 +5,7 @@ use anyhow::{Context, Result, ensure};
 use serde_json::{Value, json};
 use tunnel_tests::cluster::{edge, shipped};
 use tunnel_tests::eventually::eventually;
-use tunnel_tests::manifests::{OVERLAYS, find, folder, installed, overlay, render};
+use tunnel_tests::manifests::{OVERLAYS, folder, installed, overlay, render};
 use tunnel_tests::tools::or_skip;
 
 use super::kubectl::{Kubectl, kubectls, kustomizers};

@@ -262,7 +262,6 @@ pub(super) fn streams() -> Result<Vec<Vec<u8>>> {
             kind,
             trace_parent: "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01".into(),
             source: 0x0102_0304_0506_0708,
-            is_late: true,
         };
         corpus.push(content(STREAM_MESSAGE_MAX, |out| header.encode(out))?);
     }

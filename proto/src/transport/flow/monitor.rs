@@ -5,9 +5,7 @@ use std::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, Ordering};
 use std::task::{Context, Poll, Wake, Waker};
 
 use futures_util::task::AtomicWaker;
-use parking_lot::Mutex;
 
-use super::late::{LATE_BYTES, LATE_SAMPLES, LatePermit};
 use super::write_monitor::{WriteMonitor, WriterUsage};
 
 /// A reader that reads nothing for this many samples (100 ms) is stalled.
@@ -22,6 +20,8 @@ pub(super) trait StreamOwner: Send + Sync + std::fmt::Debug {
     fn count_read(&self, bytes: u64);
     /// Counts bytes that a stream's writer has written.
     fn count_written(&self, bytes: u64);
+    /// Sets the source of a stream that the peer has opened.
+    fn set_source(&self, source: u64, activity: &StreamActivity);
     /// Records that a stream can hold no more bytes.
     fn finish_stream(&self);
 }
@@ -58,10 +58,6 @@ pub(super) struct StreamActivity {
     /// Woken when `must_end` is set.
     watcher: AtomicWaker,
     writer: WriteMonitor,
-    /// Whether the stream was permitted although its source holds the most of what is short.
-    is_late: AtomicBool,
-    /// Held while the stream counts as a late one.
-    late_permit: Mutex<Option<LatePermit>>,
 }
 
 /// The transport does not report the number of unread bytes.
@@ -90,8 +86,6 @@ impl ReadMonitor {
             must_end: AtomicBool::new(false),
             watcher: AtomicWaker::new(),
             writer: WriteMonitor::default(),
-            is_late: AtomicBool::new(false),
-            late_permit: Mutex::default(),
         };
         Self {
             session,
@@ -154,7 +148,6 @@ impl ReadMonitor {
         if !self.activity.is_finished.swap(true, Ordering::Relaxed)
             && let Some(session) = &self.session
         {
-            self.activity.release_permit();
             session.finish_stream();
         }
     }
@@ -167,16 +160,10 @@ impl ReadMonitor {
 
     /// Sets the number that the streams of one source have in common.
     pub(in crate::transport) fn set_source(&self, source: u64) {
-        self.activity.source.store(source, Ordering::Relaxed);
-    }
-
-    /// Records that the peer has permitted the stream although its source holds the most.
-    pub(in crate::transport) fn set_late(&self) {
-        self.activity.is_late.store(true, Ordering::Relaxed);
-    }
-
-    pub(in crate::transport) fn is_late(&self) -> bool {
-        self.activity.is_late()
+        match &self.session {
+            Some(session) => session.set_source(source, &self.activity),
+            None => self.activity.set_source(source, false),
+        }
     }
 
     pub(super) fn activity(&self) -> &Arc<StreamActivity> {
@@ -206,19 +193,10 @@ impl Drop for ReadMonitor {
 }
 
 impl StreamActivity {
-    /// Sets the source of a stream that this end opens. The session has checked it.
-    pub(super) fn set_opened(&self, source: u64, late_permit: Option<LatePermit>) {
+    /// Sets the source, and whether the stream's writer must wait.
+    pub(super) fn set_source(&self, source: u64, is_held: bool) {
         self.source.store(source, Ordering::Relaxed);
-        self.is_late.store(late_permit.is_some(), Ordering::Relaxed);
-        *self.late_permit.lock() = late_permit;
-    }
-
-    pub(super) fn is_late(&self) -> bool {
-        self.is_late.load(Ordering::Relaxed)
-    }
-
-    fn release_permit(&self) {
-        self.late_permit.lock().take();
+        self.writer.set_held(is_held);
     }
 
     pub(super) fn end_stalled(&self) {
@@ -251,8 +229,6 @@ pub(super) struct StreamUsage {
     /// Set while nobody reads what arrives.
     pub(super) is_unread: bool,
     pub(super) writer: WriterUsage,
-    /// Samples since the stream was opened.
-    age: u32,
 }
 
 impl StreamUsage {
@@ -266,7 +242,6 @@ impl StreamUsage {
             is_waiting: false,
             is_unread: false,
             writer: WriterUsage::default(),
-            age: 0,
         }
     }
 
@@ -306,22 +281,6 @@ impl StreamUsage {
     /// end, too.
     pub(super) fn can_be_held(&self) -> bool {
         !self.activity.is_finished.load(Ordering::Relaxed)
-    }
-
-    /// Returns whether the stream need not wait with those of its source: it has sent nothing, or it is
-    /// young or late, and has sent little or its reader reads.
-    pub(super) fn is_light(&self) -> bool {
-        let is_young = self.age < LATE_SAMPLES;
-        self.writer.has_written_nothing()
-            || ((is_young || self.activity.is_late()) && self.writer.is_light(LATE_BYTES))
-    }
-
-    /// Releases the permit of a late stream after its time.
-    pub(super) fn release_late(&mut self) {
-        self.age = self.age.saturating_add(1);
-        if self.age == LATE_SAMPLES {
-            self.activity.release_permit();
-        }
     }
 
     /// Samples the reader. Returns the bytes that the stream holds if it is stalled.

@@ -3,9 +3,9 @@
 //! Credit belongs to a connection, so the next byte of any stream uses it, and only the sender can
 //! choose the stream. The end that is short therefore reports it to its peer, and then grants a
 //! little more credit, the *reserve*. At the peer, the sources that hold the most wait with their
-//! streams, and get no new ones but late ones (`flow/late.rs`), for as long as the reports continue.
-//! So the reserve is left to the others, whose small requests pass again and again. When the reserve
-//! is used up, because of streams that had not stalled before, it grows, as far as memory permits.
+//! streams, and get no new ones, for as long as the reports continue. So the reserve is left to the
+//! others, whose small requests pass again and again. When the reserve is used up, because of
+//! streams that had not stalled before, it grows, as far as memory permits.
 //!
 //! ```text
 //! receiver:  stalled streams hold all --> reports --> 100 ms later: reserve --> ... --> has room
@@ -30,7 +30,7 @@ const REPORT_VALID_SAMPLES: u32 = 3 * REPORT_SAMPLES;
 /// Fraction of the pool that a source holds at least if it gets no new streams in any session.
 const HEAVY_SHARE: u64 = 8;
 /// The reserve of one session may be this fraction of what is free in the pool.
-pub(super) const RESERVE_SHARE: u64 = 2;
+const RESERVE_SHARE: u64 = 2;
 
 impl SessionFlow {
     /// Records the peer's report that it is short.
@@ -116,8 +116,7 @@ impl SessionFlow {
         let heavy = totals.heavy(0);
         state.shortage.has_held_streams = false;
         for usage in &state.streams {
-            let is_held =
-                heavy.contains(&usage.source()) && usage.can_be_held() && !usage.is_light();
+            let is_held = heavy.contains(&usage.source()) && usage.can_be_held();
             usage.set_held(is_held);
             state.shortage.has_held_streams |= is_held;
         }

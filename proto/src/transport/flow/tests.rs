@@ -379,38 +379,6 @@ async fn source_that_holds_the_window_gets_no_new_streams_and_others_do() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn few_late_streams_of_the_source_that_holds_the_window_use_half_of_the_reserve() {
-    let pool = BufferPool::new(16 << 20);
-    let (flow, transport) = session(&pool);
-    let _streams = exhaust(&pool, &flow, 1);
-    sample(&pool, 20);
-    let mut late: Vec<_> = (0..9).map_while(|_| flow.open(1)).collect();
-    assert_eq!(late.len(), 4);
-    late.pop();
-    assert!(flow.open(1).is_some(), "one has ended");
-    sample(&pool, 20);
-    late.extend(flow.open(1));
-    assert_eq!(late.len(), 4, "a second has passed");
-    // Streams are stalled for less than 10 s.
-    for _ in 0..50 {
-        transport.block();
-        sample(&pool, 1);
-        if flow.open(1).is_none() {
-            break;
-        }
-    }
-    assert!(flow.open(1).is_none(), "the rest is left to others");
-    let reserve = flow.lock().shortage.reserve;
-    assert!(flow.has_room() && flow.open(2).is_some());
-    for _ in 0..20 {
-        transport.block();
-        sample(&pool, 1);
-    }
-    let after = flow.lock().shortage.reserve;
-    assert!(after > reserve, "{after}, {reserve} before");
-}
-
-#[tokio::test(start_paused = true)]
 async fn short_session_reports_it_and_then_grants_a_reserve_as_it_is_used() {
     let pool = BufferPool::new(16 << 20);
     let (flow, transport) = session(&pool);
@@ -465,26 +433,11 @@ async fn writers_of_the_source_that_holds_the_most_wait_while_the_peer_is_short(
     flow.set_peer_short();
     assert!(!may_write(&blocked));
     assert!(!may_write(&idle) && may_write(&other));
-    // A late stream of the source waits when it has sent a little.
-    let accept = |is_late| {
-        let accepted = flow.accept();
-        if is_late {
-            accepted.set_late();
-        }
-        accepted.set_source(1);
-        accepted
-    };
-    assert!(!may_write(&accept(false)));
-    let accepted = accept(true);
-    assert!(may_write(&accepted));
-    accepted.end_write(Some(64 << 10));
-    accepted.end_write(None);
-    sample(&pool, 2);
+    let accepted = flow.accept();
+    accepted.set_source(1);
     assert!(!may_write(&accepted));
-    let late: Vec<_> = (0..9).map_while(|_| flow.open(1)).collect();
-    assert_eq!(late.len(), 4);
-    assert!(flow.open(2).is_some());
-    sample(&pool, 9);
+    assert!(flow.open(1).is_none() && flow.open(2).is_some());
+    sample(&pool, 11);
     assert!(!may_write(&blocked));
     // The reports have ended.
     sample(&pool, 1);

@@ -85,15 +85,6 @@ impl WriterUsage {
         self.written = written;
     }
 
-    pub(super) fn has_written_nothing(&self) -> bool {
-        self.written == 0
-    }
-
-    /// Returns whether the writer is not blocked, or has written less than `bytes`.
-    pub(super) fn is_light(&self, bytes: u64) -> bool {
-        self.blocked_samples == 0 || self.written < bytes
-    }
-
     /// Returns the bytes that the peer has not read at most, if the writer is blocked.
     pub(super) fn blocked_bytes(&self, stream_window: u64) -> Option<u64> {
         let is_blocked = self.blocked_samples >= SAMPLES_TO_BLOCK;

@@ -29,7 +29,7 @@ use crate::transport::{
     Stream, Traffic, TransportKind,
 };
 use crate::wire::code::CloseCode;
-use crate::wire::header::StreamHeader;
+use crate::wire::header::{StreamHeader, StreamKind};
 
 /// The state that the session's users and its driver share.
 #[derive(Debug)]
@@ -262,10 +262,21 @@ impl Session for H2Session {
         if !self.opening.load(Ordering::Relaxed) {
             return Err(SessionError::NotOpening);
         }
+        let mut first = BytesMut::new();
+        header
+            .encode(&mut first)
+            .map_err(|error| SessionError::Header(Arc::new(error)))?;
         if let Some(reason) = self.shared.closed.borrow().clone() {
             return Err(reason.into());
         }
-        let (read_monitor, first) = self.flow.open_with(header).await?;
+        let read_monitor = match header.kind {
+            // Always read, and part of the session's base window.
+            StreamKind::Control { .. } => Arc::default(),
+            StreamKind::Target(_)
+            | StreamKind::Cloud(_)
+            | StreamKind::Forward { .. }
+            | StreamKind::Enroll => self.flow.open(header.source).ok_or(SessionError::NoRoom)?,
+        };
         match self.shared.open(first, read_monitor.clone()).await {
             Ok(stream) => Ok(Stream::opened(
                 Box::new(H2Stream(stream)),

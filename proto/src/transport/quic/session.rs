@@ -6,7 +6,7 @@ use std::sync::{Arc, Weak};
 use std::time::Duration;
 
 use async_trait::async_trait;
-use bytes::Bytes;
+use bytes::{Bytes, BytesMut};
 use parking_lot::Mutex;
 use quinn::{Connection, ConnectionError, ConnectionStats, VarInt};
 use rustls_pki_types::CertificateDer;
@@ -31,7 +31,7 @@ use crate::transport::{
     SessionSettings, SessionStats, Stream, Traffic, TransportKind,
 };
 use crate::wire::code::CloseCode;
-use crate::wire::header::StreamHeader;
+use crate::wire::header::{StreamHeader, StreamKind};
 
 /// A function that reads the peer's identity from a certificate that the handshake has verified.
 pub(super) type Identify = fn(&CertificateDer<'_>) -> Result<PeerIdentity, IdentityError>;
@@ -249,7 +249,18 @@ impl Session for QuicSession {
         if !self.opening.load(Ordering::Relaxed) {
             return Err(SessionError::NotOpening);
         }
-        let (read_monitor, buffer) = self.flow.open_with(header).await?;
+        let mut buffer = BytesMut::new();
+        header
+            .encode(&mut buffer)
+            .map_err(|error| SessionError::Header(Arc::new(error)))?;
+        let read_monitor = match header.kind {
+            // Always read, and part of the session's base window.
+            StreamKind::Control { .. } => Arc::default(),
+            StreamKind::Target(_)
+            | StreamKind::Cloud(_)
+            | StreamKind::Forward { .. }
+            | StreamKind::Enroll => self.flow.open(header.source).ok_or(SessionError::NoRoom)?,
+        };
         let opened = self.connection.open_bi().await;
         let (send, recv) = opened.map_err(|error| self.close_reason(error))?;
         // From this point on, the call is cancel-safe, because dropping the stream resets it.

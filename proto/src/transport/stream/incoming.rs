@@ -47,9 +47,6 @@ impl IncomingStream {
         };
         match decoded {
             Ok(header) => {
-                if header.is_late {
-                    self.0.read_monitor.set_late();
-                }
                 self.0.set_source(header.source);
                 Ok((header, self.0))
             }

@@ -59,7 +59,6 @@ pub(super) async fn serve_stream(
         kind: StreamKind::Target(target),
         trace_parent: header.trace_parent,
         source: header.source,
-        is_late: header.is_late,
     };
     let caller = CallerKey::Replica {
         replica,

@@ -52,7 +52,6 @@ impl<'a> StreamOpener<'a> {
                 kind: StreamKind::Target(destination.target.clone()),
                 trace_parent,
                 source: source_number(caller),
-                is_late: false,
             },
             failed: None,
             is_resending: false,
