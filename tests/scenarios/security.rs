@@ -113,6 +113,9 @@ fn every_promise_names_tests_that_exist() -> Result<()> {
     Ok(())
 }
 
+/// Metrics of both ends.
+const POOL_GAUGES: &str = "proto/src/transport/flow/pool_gauges.rs";
+
 #[test]
 fn every_limit_has_a_row_whose_metric_and_tests_exist() -> Result<()> {
     let (rows, tests) = (rows(MATRIX, 4)?, tests()?);
@@ -127,11 +130,15 @@ fn every_limit_has_a_row_whose_metric_and_tests_exist() -> Result<()> {
             "server",
             sources(&[
                 "tunnel-server/src/metrics.rs",
+                POOL_GAUGES,
                 "tunnel-server/src/dns/server.rs",
                 "tunnel-server/src/routing/peers/metrics.rs",
             ])?,
         ),
-        ("agent", sources(&["tunnel-agent/src/metrics.rs"])?),
+        (
+            "agent",
+            sources(&["tunnel-agent/src/metrics.rs", POOL_GAUGES])?,
+        ),
     ]);
     let server = tunnel_server::config::LIMITS
         .iter()

@@ -57,7 +57,7 @@ mod tests {
 
     const AGENT: usize = 0;
     const SERVER: usize = 1;
-    const STEP: Duration = Duration::from_millis(50);
+    const PAUSE: Duration = Duration::from_millis(50);
     /// Bytes that the agent sends in each step.
     const PIECE: u64 = 16 * 1024;
     const RTT: Duration = Duration::from_millis(50);
@@ -192,7 +192,7 @@ mod tests {
         fn run(&mut self, length: Duration) {
             let end = self.now + length;
             while self.now < end {
-                self.now += STEP;
+                self.now += PAUSE;
                 for number in [AGENT, SERVER] {
                     self.deliver(number);
                 }

@@ -201,7 +201,8 @@ async fn p7_a_port_is_refused_until_it_is_configured_and_where_the_agent_refuses
     let denied_port = denied.addr().port().to_string();
     let arguments = ["--deny-ports", &denied_port];
     let site = Site::start(&cluster_env, &server, "worker-1", &arguments).await?;
-    let plain = Endpoint::plain(server.address(Listener::Http));
+    let http = server.address(Listener::Http);
+    let plain = Endpoint::plain(http);
     let tls = Endpoint::tls(
         server.address(Listener::Https),
         ClientTls::insecure("worker-1", None)?,
@@ -233,7 +234,7 @@ async fn p7_a_port_is_refused_until_it_is_configured_and_where_the_agent_refuses
         anyhow::Ok(u16::try_from(target.context("no number")?)?)
     })
     .await;
-    let through_service = request(SocketAddr::from(([127, 0, 0, 1], target)), &get).await?;
+    let through_service = request(SocketAddr::new(http.ip(), target), &get).await?;
     ensure!(
         through_service.status == 200 && through_service.text().contains("worker-1"),
         "{}",
