@@ -247,6 +247,7 @@ fn create_token(
         )
         .map_err(|error| match error {
             CreateTokenError::InvalidTtl => RequestError::bad_request(error.to_string()),
+            CreateTokenError::Revoked(_) => RequestError::conflict(&error),
             CreateTokenError::File(_) | CreateTokenError::Token(_) => {
                 RequestError::internal(&error)
             }

@@ -24,8 +24,9 @@ pub fn alert_meaning(alert: u8) -> Option<(CloseCode, &'static str)> {
     match alert {
         CERTIFICATE_REVOKED => Some((
             CloseCode::CredentialRevoked,
-            "the server has revoked this node's certificate; to enroll again, remove agent.key and \
-             agent.crt from the agent's data directory and give the agent a new token",
+            "the server has revoked this node or its certificate; a revocation of the node ends with \
+             'tunnel-server nodes unrevoke'. To enroll again, remove agent.key and agent.crt from \
+             the agent's data directory and give the agent a new token",
         )),
         CERTIFICATE_EXPIRED => Some((
             CloseCode::CredentialExpired,

@@ -168,7 +168,10 @@ fn advice(code: EnrollCode, node: &NodeName) -> String {
             format!("; enroll again with --token and a new join token (tunnel-server token create --node {node})")
         }
         EnrollCode::Revoked => {
-            "; to admit this node again, remove agent.key and agent.crt and enroll with a new token".to_owned()
+            format!(
+                "; to admit this node again, end a revocation (tunnel-server nodes unrevoke {node}), remove agent.key and agent.crt, \
+                 and enroll with a new token"
+            )
         }
         EnrollCode::ClockWrong => "; compare the clocks of both hosts (date -u)".to_owned(),
         EnrollCode::NotOffered => "; give --cert-file, --key-file and --ca-file".to_owned(),

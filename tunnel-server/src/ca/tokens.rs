@@ -85,6 +85,12 @@ pub struct TokenGrant {
 
 #[derive(Debug, thiserror::Error)]
 pub enum CreateTokenError {
+    /// No token admits a revoked node.
+    #[error(
+        "the node is revoked; 'tunnel-server nodes unrevoke {0}' first, or 'tunnel-server nodes reissue {0}' in place of 'revoke' \
+         to end only the certificates that it has"
+    )]
+    Revoked(NodeName),
     /// The requested lifetime is out of range.
     #[error("a token's life must be between 1 second and 365 days")]
     InvalidTtl,
@@ -118,10 +124,11 @@ impl TokenStore {
         self.lookups.clone().acquire_owned().await.ok()
     }
 
-    /// Creates a token for a node with the order about it. A later order makes the token void. Only the result contains the secret.
+    /// Creates a token for a node with the order about it. A later order makes the token void. Only
+    /// the result contains the secret.
     ///
     /// # Errors
-    /// Returns a [`CreateTokenError`].
+    /// Returns a [`CreateTokenError`]. There is no token for a revoked node.
     pub fn create(
         &self,
         NodeOrder { node, order }: &NodeOrder,
@@ -132,6 +139,9 @@ impl TokenStore {
     ) -> Result<JoinToken, CreateTokenError> {
         if ttl < Duration::from_secs(1) || ttl > LIFE_MAX {
             return Err(CreateTokenError::InvalidTtl);
+        }
+        if order.is_revoked {
+            return Err(CreateTokenError::Revoked(node.clone()));
         }
         let id = hex(&random::<{ TOKEN_ID_LEN / 2 }>()?);
         let secret = random::<TOKEN_SECRET_BYTES>()?;

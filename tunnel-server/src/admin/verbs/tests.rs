@@ -106,6 +106,8 @@ async fn tour(scratch: &Scratch, server: &str) {
         "no node is revoked",
     );
     out(scratch, "nodes revoke worker-1 worker-2").await;
+    let refused = error(scratch, "token create --node worker-1").await;
+    assert_contains(&refused, "nodes unrevoke worker-1");
     let revocations = out(scratch, "nodes revocations -o json").await;
     let revocations: serde_json::Value = serde_json::from_str(&revocations).unwrap();
     assert_eq!(revocations["schemaVersion"], 1);
