@@ -79,6 +79,15 @@ impl Order {
         }
     }
 
+    /// Returns the order with at least this generation, which a certificate or a token proves.
+    #[must_use]
+    pub fn with_generation(self, proved: u64) -> Self {
+        Self {
+            generation: self.generation.max(proved),
+            ..self
+        }
+    }
+
     /// Returns whether a token that was created under this order is void under `current`.
     #[must_use]
     pub fn is_before(self, current: Self) -> bool {

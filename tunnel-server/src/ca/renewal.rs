@@ -70,7 +70,7 @@ impl Renewals {
             return Err(revoked(order));
         }
         let request = AgentCsr::parse(csr).map_err(refusal)?;
-        self.issue(&request, node, order, now)
+        self.issue(&request, node, self.proved(order, peer), now)
     }
 
     /// Renews an expired certificate for a sender that proves possession of its key. The
@@ -121,11 +121,18 @@ impl Renewals {
         if spki_sha256(leaf).ok() != Some(request.key_sha256()) {
             return Err(bad_proof("the request is not for the certificate's key"));
         }
-        self.issue(&request, node, order, now)
+        self.issue(&request, node, self.proved(order, &peer), now)
+    }
+
+    /// Returns the order with at least the generation of a certificate of this CA, which proves it.
+    fn proved(&self, order: Order, peer: &PeerIdentity) -> Order {
+        self.revocations.record_generation(peer);
+        order.with_generation(peer.generation)
     }
 
     /// Issues a certificate for a node that is already authorized. `order` is the order about the node
-    /// ([`Revocations::of_node`]) as read before the authorization.
+    /// ([`Revocations::of_node`]) as read before the authorization, with the generation that the
+    /// authorization proves, if that is higher.
     ///
     /// # Errors
     /// Returns an error if the CA cannot sign, or if the node is revoked, or was reissued in the
@@ -143,7 +150,7 @@ impl Renewals {
             .issue(request, node, generation, now)
             .map_err(refusal)?;
         let current = self.revocations.of_node(node);
-        if current.is_revoked || current.generation != generation {
+        if current.is_revoked || current.generation > generation {
             return Err(revoked(current));
         }
         let bytes = |certificates: &[CertificateDer<'_>]| {

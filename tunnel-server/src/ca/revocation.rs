@@ -332,11 +332,31 @@ impl Revocations {
         order.is_some_and(|order| self.refuses(order, peer))
     }
 
+    /// Records the generation of a certificate that was verified. A certificate of the local CA proves
+    /// its generation, also to a server that lost the order: the next reissue has a higher one.
+    pub fn record_generation(&self, peer: &PeerIdentity) {
+        let Some(node) = peer.node().filter(|_| self.has_generation(peer)) else {
+            return;
+        };
+        let mut state = self.state.lock();
+        self.reload(&mut state);
+        let known = state.orders.get(node).copied().unwrap_or_default();
+        if peer.generation > known.generation {
+            state.insert(node.clone(), known.with_generation(peer.generation));
+            self.mark(Pending::Received, None);
+            self.notify();
+        }
+    }
+
+    /// Returns whether the generation of a certificate counts.
+    fn has_generation(&self, peer: &PeerIdentity) -> bool {
+        self.is_local_ca && peer.domain == TrustDomain::Tunnel
+    }
+
     /// Returns whether an order refuses a certificate.
     #[must_use]
     pub fn refuses(&self, order: Order, peer: &PeerIdentity) -> bool {
-        let has_generation = self.is_local_ca && peer.domain == TrustDomain::Tunnel;
-        let is_ended = if has_generation {
+        let is_ended = if self.has_generation(peer) {
             peer.generation < order.generation
         } else {
             is_issued_before(order, peer.not_before)

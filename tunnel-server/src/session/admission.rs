@@ -175,6 +175,7 @@ impl Sessions {
             let code = CloseCode::CredentialRevoked;
             return Err(reject(&mut writer, code, detail.to_owned()).await);
         }
+        self.revocations.record_generation(session.peer());
         self.supersede(node, &yielded);
         let id = registration.session().id;
         let members = self.send_welcome(session, id, &hello, &mut writer).await?;

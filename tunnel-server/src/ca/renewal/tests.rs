@@ -192,6 +192,24 @@ fn order_between_the_judgement_and_the_signature_refuses_the_certificate() {
     }
 }
 
+/// The server lost the order, as with a new disk.
+#[test]
+fn renewal_keeps_the_generation_of_the_certificate_and_a_reissue_exceeds_it() {
+    let scratch = Scratch::new();
+    let now = SystemTime::now();
+    let (renewals, holder) = service(&scratch, now - DAY);
+    let peer = PeerIdentity {
+        generation: 3,
+        ..PeerIdentity::from_certificate(&holder.own.cert[0]).unwrap()
+    };
+    let renewed = renewals.renew_on_session(&peer, &csr(&holder.pair), now);
+    assert_eq!(identity(renewed.unwrap()).generation, 3);
+    let revocations = &renewals.revocations;
+    revocations.order(OrderAction::Reissue, &[node()], now);
+    assert!(revocations.is_revoked(&peer));
+    assert_eq!(revocations.of_node(&node()).generation, 4);
+}
+
 /// The cluster's CA attests kubelets, but a kubelet's certificate never yields a certificate of the
 /// local CA.
 #[test]
