@@ -250,6 +250,8 @@ impl Enrollment {
         if grant.order.is_before(order) {
             return Err((EnrollCode::Revoked, VOID.to_owned()));
         }
+        // This server may not know yet what the creator of the token knew.
+        let order = order.with_generation(grant.order.generation);
         let issued = renewals.issue(&certificate_request, &grant.node, order, now)?;
         self.nodes
             .record_enrollment(&grant.node, EnrollmentKind::JoinToken);
@@ -457,6 +459,28 @@ mod tests {
         let other = KeyPair::generate().unwrap();
         let (result, _) = fixture.enroll(&fixture.token, csr(&other)).await;
         assert_eq!(result, "token_used");
+    }
+
+    #[tokio::test]
+    async fn server_that_knows_less_than_the_token_issues_its_generation() {
+        let fixture = Fixture::new();
+        let reissued = Order::default().reissued(1).reissued(2);
+        let ca = fixture.enrollment.renewals.as_ref().unwrap().ca.spki_sha256();
+        let token = fixture.enrollment.tokens.create(
+            &NodeOrder::new(&node(), reissued),
+            Duration::from_secs(60),
+            vec![],
+            ca,
+            SystemTime::now(),
+        );
+        let key = KeyPair::generate().unwrap();
+        let (_, reply) = fixture.enroll(&token.unwrap().reveal(), csr(&key)).await;
+        let EnrollReply::Issued { chain, .. } = reply else {
+            panic!("refused: {reply:?}");
+        };
+        let leaf = CertificateDer::from(chain[0].clone());
+        let identity = PeerIdentity::from_certificate(&leaf).unwrap();
+        assert_eq!(identity.generation, 2);
     }
 
     #[tokio::test]
