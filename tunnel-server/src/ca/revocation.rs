@@ -68,6 +68,8 @@ struct Progress {
     pending: Pending,
     /// The reason why the last write failed.
     problem: Option<String>,
+    /// The reason why the document cannot be read.
+    damage: Option<String>,
 }
 
 /// What a store lacks.
@@ -158,8 +160,16 @@ impl Revocations {
             is_local_ca,
         };
         let mut state = revocations.state.lock();
-        for store in &revocations.stores {
-            revocations.refresh(&mut state, store)?;
+        // The file is the last one. With it the server starts without the document that it shares.
+        let file = revocations.stores.last();
+        let has_file = file.is_some_and(|file| file.document.version().is_some());
+        for store in revocations.stores.iter().rev() {
+            match revocations.refresh(&mut state, store) {
+                Err(error) if store.document.is_shared() && has_file => {
+                    warn!(%error, "cannot read the orders about nodes that servers share; those of the file are in force");
+                }
+                refreshed => refreshed?,
+            }
         }
         drop(state);
         Ok(revocations)
@@ -302,7 +312,7 @@ impl Revocations {
         match written {
             Ok(version) => {
                 progress.last_version = Some(version);
-                progress.problem = None;
+                (progress.problem, progress.damage) = (None, None);
                 // What was merged during the write is written next.
                 if state.changes == changes {
                     progress.pending = Pending::Nothing;
@@ -416,6 +426,11 @@ impl Revocations {
     fn conditions(&self) -> Vec<String> {
         let failed = self.stores.iter().filter_map(|store| {
             let progress = store.progress.lock();
+            if let Some(damage) = &progress.damage {
+                return Some(format!(
+                    "{damage}; the orders about nodes that this server knows stay in force"
+                ));
+            }
             let problem = progress.problem.as_ref();
             let problem = problem.filter(|_| progress.pending > Pending::Nothing)?;
             Some(format!(
@@ -457,6 +472,8 @@ impl Revocations {
         let mut changed = self.version.subscribe();
         let mut has_failed = false;
         loop {
+            // A document that is gone is pending.
+            self.reload(&mut self.state.lock());
             let pending = self
                 .stores
                 .get(index)
@@ -525,16 +542,22 @@ impl Revocations {
         let version = store.document.version();
         {
             let mut progress = store.progress.lock();
+            if store.document.is_lost() && !state.orders.is_empty() {
+                progress.pending = progress.pending.max(Pending::Received);
+            }
             if version.is_none() || version == progress.last_version {
                 return Ok(());
             }
             // Damaged content is parsed once.
             progress.last_version = version;
         }
-        match store.document.read::<OrdersDocument>()? {
+        let content = store.document.read::<OrdersDocument>();
+        let merged = content.and_then(|content| match content {
             Some(content) => self.merge_document(state, store, content),
             None => Ok(()),
-        }
+        });
+        store.progress.lock().damage = merged.as_ref().err().map(io::Error::to_string);
+        merged
     }
 
     /// Merges persisted orders. An invalid name is reported as an error after all other entries are
@@ -550,8 +573,7 @@ impl Revocations {
             let node: NodeName = match name.parse() {
                 Ok(node) => node,
                 Err(error) => {
-                    let document = store.document.name();
-                    damaged = Some(format!("{document} is damaged: {name:?}: {error}"));
+                    damaged = Some(store.document.damaged(&format!("{name:?}: {error}")));
                     continue;
                 }
             };
@@ -572,10 +594,7 @@ impl Revocations {
             Pending::Nothing => Pending::Received,
             pending => pending,
         };
-        match damaged {
-            Some(text) => Err(io::Error::new(io::ErrorKind::InvalidData, text)),
-            None => Ok(()),
-        }
+        damaged.map_or(Ok(()), Err)
     }
 }
 

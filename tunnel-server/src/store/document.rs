@@ -20,6 +20,8 @@ use tunnel_proto::process::disk::{ANSWER_TIMEOUT, FileActivity};
 #[derive(Debug, Clone)]
 pub(crate) struct SharedDocument {
     name: String,
+    /// What an operator does about damaged content.
+    repair: Option<String>,
     observed: watch::Receiver<ObservedContent>,
     owner: DocumentOwner,
 }
@@ -58,6 +60,8 @@ pub(crate) struct ObservedContent {
     /// Number of observations whose content differed from the previous one.
     pub(crate) sequence: u64,
     pub(crate) content: Option<Arc<[u8]>>,
+    /// Whether the content is gone. What was observed before stays in use.
+    pub(crate) is_lost: bool,
 }
 
 /// A request to replace the content.
@@ -91,9 +95,31 @@ impl SharedDocument {
     ) -> Self {
         Self {
             name,
+            repair: None,
             observed,
             owner,
         }
+    }
+
+    /// Returns the document with the command that repairs it, for error messages.
+    pub(crate) fn with_repair(self, command: String) -> Self {
+        Self {
+            repair: Some(command),
+            ..self
+        }
+    }
+
+    /// Returns whether all servers of a cluster share the document.
+    pub(crate) fn is_shared(&self) -> bool {
+        match self.owner {
+            DocumentOwner::Cluster { .. } => true,
+            DocumentOwner::File { .. } => false,
+        }
+    }
+
+    /// Returns whether somebody removed the content that was observed.
+    pub(crate) fn is_lost(&self) -> bool {
+        self.observed.borrow().is_lost
     }
 
     /// Returns the document's name for error messages.
@@ -127,9 +153,16 @@ impl SharedDocument {
         mut merge: impl FnMut(Option<T>) -> io::Result<U>,
     ) -> io::Result<u64> {
         let deadline = Instant::now() + self.owner.time_limit();
-        let mut theirs = self.observed.borrow().content.clone();
+        let (mut theirs, is_lost) = {
+            let observed = self.observed.borrow();
+            (observed.content.clone(), observed.is_lost)
+        };
         loop {
-            let merged = merge(self.parse(theirs.as_deref())?)?;
+            let merged = match self.parse(theirs.as_deref()).and_then(&mut merge) {
+                // An operator removed damaged content.
+                Err(_) if is_lost => merge(None)?,
+                merged => merged?,
+            };
             let content = self.owner.encode(&merged)?;
             match self.swap(theirs, content, deadline)? {
                 CasOutcome::Written(sequence) => return Ok(sequence),
@@ -177,10 +210,16 @@ impl SharedDocument {
         let Some(content) = content else {
             return Ok(None);
         };
-        serde_json::from_slice(content).map(Some).map_err(|error| {
-            let problem = format!("{} is damaged: {error}", self.name);
-            io::Error::new(io::ErrorKind::InvalidData, problem)
-        })
+        let parsed = serde_json::from_slice(content).map(Some);
+        parsed.map_err(|error| self.damaged(&error.to_string()))
+    }
+
+    /// Returns the error of damaged content, with the command that repairs it.
+    pub(crate) fn damaged(&self, problem: &str) -> io::Error {
+        let repair = self.repair.iter().map(|command| format!("; {command}"));
+        let repair: String = repair.collect();
+        let text = format!("{} is damaged: {problem}{repair}", self.name);
+        io::Error::new(io::ErrorKind::InvalidData, text)
     }
 
     fn problem(&self, problem: &str) -> io::Error {

@@ -86,7 +86,16 @@ impl FollowedFile {
     /// Reads the file if another process has written it. A file that is gone takes nothing back.
     fn refresh(&mut self) -> io::Result<()> {
         let stamp = self.file.stamp();
-        if stamp.is_none() || stamp == self.stamp {
+        if stamp.is_none() {
+            self.stamp = None;
+            self.observed.send_if_modified(|observed| {
+                let is_new = observed.content.is_some() && !observed.is_lost;
+                observed.is_lost |= is_new;
+                is_new
+            });
+            return Ok(());
+        }
+        if stamp == self.stamp {
             return Ok(());
         }
         if let Some(content) = self.file.read()? {
@@ -111,6 +120,7 @@ impl FollowedFile {
         self.observed.send_modify(|observed| {
             observed.sequence += 1;
             observed.content = Some(content);
+            observed.is_lost = false;
             sequence = observed.sequence;
         });
         sequence

@@ -1,9 +1,10 @@
 //! Orders about nodes without the API server: in force at once, and written as soon as it answers.
 
 use anyhow::{Context, Result, ensure};
-use serde_json::Value;
+use serde_json::{Value, json};
 use tunnel_server::config::ObjectNames;
 use tunnel_tests::apiserver::Presence;
+use tunnel_tests::cluster::Objects;
 use tunnel_tests::eventually::eventually;
 use tunnel_tests::metrics::meta_page;
 use tunnel_tests::process::{Listener, Server};
@@ -80,5 +81,42 @@ async fn revocation_that_the_api_server_does_not_answer_is_in_force_and_written_
     // A server with an empty disk refuses them, too.
     let other = cluster_env.server("b").await?;
     ensure!(is_refused(&other, "worker-3").await? && !is_refused(&other, "worker-1").await?);
+    Ok(())
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn orders_return_to_an_emptied_secret_and_survive_a_damaged_one() -> Result<()> {
+    let cluster_env = ClusterEnv::fake().await?;
+    let server = cluster_env.server("a").await?;
+    server.verb(&["nodes", "revoke", "worker-1"])?.run().await?.ok()?;
+    let path = Objects::path("secrets", &ObjectNames::default().revocations_secret);
+    let admin = cluster_env.admin();
+    let returned = async || {
+        eventually("the orders in the Secret", FIRST * 2, async || {
+            let entry = stored(&cluster_env, "worker-1").await?;
+            ensure!(entry["revoked"] == true, "{entry}");
+            Ok(())
+        })
+        .await;
+    };
+    let emptied = json!({ "data": { "revoked.json": null } });
+    admin.merge(&path, &emptied).await?;
+    returned().await;
+    let damaged = json!({ "data": { "revoked.json": "W10=" } });
+    admin.merge(&path, &damaged).await?;
+    let reported = async |server: &Server| {
+        eventually("the condition", FIRST * 2, async || {
+            let page = meta_page(server.address(Listener::Meta), "/readyz?verbose").await?;
+            ensure!(page.contains("patch secret tunnel-server-revocations"), "{page}");
+            Ok(())
+        })
+        .await;
+    };
+    reported(&server).await;
+    let server = kill(server).await?.start().await?;
+    reported(&server).await;
+    ensure!(is_refused(&server, "worker-1").await?);
+    admin.merge(&path, &emptied).await?;
+    returned().await;
     Ok(())
 }

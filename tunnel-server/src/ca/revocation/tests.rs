@@ -1,8 +1,10 @@
+use tokio::sync::mpsc;
 use tunnel_proto::identity::Role;
 
 use super::OrderAction::{Reissue, Revoke, Unrevoke};
 use super::*;
 use crate::store::data_dir::testing::Scratch;
+use crate::store::document::{DocumentOwner, ObservedContent};
 use crate::testing::node;
 
 fn peer(generation: u64) -> PeerIdentity {
@@ -105,6 +107,10 @@ fn orders_of_two_processes_and_a_lost_file_are_all_in_force() {
     assert!(reread(&running).is_revoked(&peer(0)));
     std::fs::remove_file(scratch.0.revoked()).unwrap();
     assert!(reread(&running).is_revoked(&peer(0)));
+    // The file is written again, also without another order.
+    assert_eq!(running.unwritten().len(), 1);
+    running.flush().unwrap();
+    assert!(running.unwritten().is_empty() && open(&scratch).is_revoked(&peer(0)));
     running.order(Revoke, &["worker-2".parse().unwrap()], time(1));
     running.flush().unwrap();
     assert_eq!(open(&scratch).in_force().len(), 2);
@@ -194,6 +200,41 @@ fn orders_of_another_server_are_counted_and_bounded() {
     assert_eq!(restarted.in_force().len(), NODES_MAX + 1 - names.len());
 }
 
+/// Returns a document that servers share, with this content, and its owner.
+fn shared(content: &str) -> (SharedDocument, watch::Sender<ObservedContent>) {
+    let observed = watch::Sender::new(ObservedContent {
+        content: Some(content.as_bytes().into()),
+        ..ObservedContent::default()
+    });
+    let (swaps, _nobody_writes) = mpsc::channel(1);
+    let key = "revoked.json";
+    let owner = DocumentOwner::Cluster { swaps, key };
+    let document = SharedDocument::new("Secret x".to_owned(), observed.subscribe(), owner);
+    (document.with_repair("kubectl patch".to_owned()), observed)
+}
+
+#[test]
+fn damaged_shared_document_stops_only_a_server_without_a_file() {
+    let scratch = Scratch::new();
+    let file = || file_document::open(&scratch.0, scratch.0.revoked()).unwrap();
+    let refused = Revocations::with_stores(vec![shared("[]").0, file()], true).unwrap_err();
+    assert!(refused.to_string().contains("kubectl patch"), "{refused}");
+    let verb = open(&scratch);
+    order(&verb, Revoke, 1);
+    verb.flush().unwrap();
+    let (document, observed) = shared("[]");
+    let revocations = Revocations::with_stores(vec![document, file()], true).unwrap();
+    assert!(revocations.is_revoked(&peer(0)));
+    let conditions = revocations.conditions();
+    assert!(conditions[0].contains("kubectl patch"), "{conditions:?}");
+    observed.send_modify(|observed| {
+        observed.sequence += 1;
+        observed.content = Some(br#"{"nodes":{}}"#.as_slice().into());
+    });
+    assert!(revocations.is_revoked(&peer(0)) && revocations.conditions().is_empty());
+    assert!(!revocations.unwritten().is_empty(), "the document lacks it");
+}
+
 #[test]
 fn damaged_file_is_named_and_a_damaged_name_spares_the_others() {
     let scratch = Scratch::new();
@@ -209,4 +250,10 @@ fn damaged_file_is_named_and_a_damaged_name_spares_the_others() {
         r#"{"nodes":{"a b":{"counter":1,"revoked":true},"worker-1":{"counter":1,"revoked":true}}}"#,
     );
     assert!(reread(&running).is_revoked(&peer(0)));
+    let conditions = running.conditions();
+    assert!(conditions[0].contains("is damaged"), "{conditions:?}");
+    std::fs::remove_file(scratch.0.revoked()).unwrap();
+    reread(&running).is_revoked(&peer(0));
+    running.flush().unwrap();
+    assert!(running.conditions().is_empty() && open(&scratch).is_revoked(&peer(0)));
 }

@@ -41,6 +41,7 @@ pub(super) struct DocumentsSecret {
 pub(super) struct SharedDocuments {
     secret: DocumentsSecret,
     name: String,
+    namespace: String,
     swaps: mpsc::Sender<CompareAndSwap>,
     contents: Arc<[(&'static str, watch::Sender<ObservedContent>)]>,
     is_observed: watch::Sender<bool>,
@@ -63,13 +64,14 @@ impl SharedDocuments {
             let content = persisted.get(key);
             let content = content.map(|text| Arc::from(text.as_bytes()));
             let observed = ObservedContent {
-                sequence: 0,
                 content,
+                ..ObservedContent::default()
             };
             (key, watch::Sender::new(observed))
         };
         let documents = Self {
             name: cluster_objects.describe_secret(&secret.name),
+            namespace: cluster_objects.namespace.clone(),
             swaps,
             contents: secret.keys.iter().copied().map(content).collect(),
             secret,
@@ -130,7 +132,13 @@ impl SharedDocuments {
             swaps: self.swaps.clone(),
             key,
         };
+        let repair = format!(
+            "servers that run write what they know after: kubectl -n {} patch secret {} --type=merge -p \
+             '{{\"data\":{{\"{key}\":null}}}}'",
+            self.namespace, self.secret.name
+        );
         SharedDocument::new(format!("{}, key {key}", self.name), observed, owner)
+            .with_repair(repair)
     }
 
     pub(super) fn texts(&self) -> Vec<(&'static str, String)> {
@@ -141,18 +149,19 @@ impl SharedDocuments {
         self.contents.iter().filter_map(text).collect()
     }
 
-    /// Applies the observed Secret. A missing document leaves the previous content in place.
+    /// Applies the observed Secret. A missing document leaves the previous content in place, as lost.
     fn observe(&self, secret: &Secret) {
         let mut is_changed = false;
         for (key, observed) in self.contents.iter() {
-            let Some(content) = content(secret, key) else {
-                continue;
-            };
+            let content = content(secret, key);
             is_changed |= observed.send_if_modified(|observed| {
-                let is_changed = observed.content.as_deref() != Some(&*content);
-                if is_changed {
+                let is_lost = content.is_none() && observed.content.is_some();
+                let is_same = content.is_none() || observed.content == content;
+                let is_changed = is_lost != observed.is_lost || !is_same;
+                observed.is_lost = is_lost;
+                if is_changed && content.is_some() {
                     observed.sequence += 1;
-                    observed.content = Some(content);
+                    observed.content = content;
                 }
                 is_changed
             });
