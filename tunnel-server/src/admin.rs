@@ -313,6 +313,7 @@ async fn apply_order(
 /// Returns where all orders of this server are in force and saved.
 fn order_outcome(state: &AdminState, changed: Vec<String>) -> OrderOutcome {
     let servers = state.peers.holders_of(&state.revocations.all());
+    let _later = state.revocations.confirm_by_peers();
     let (holders, others): (Vec<_>, Vec<_>) =
         servers.into_iter().partition(|(_, is_same)| *is_same);
     let own = state.peers.own().to_string();

@@ -35,6 +35,8 @@ pub(super) fn exchange(revocations: &Arc<Revocations>, context: &ServerContext) 
 /// announced too, because not every server is connected to every other one; it changes nothing where
 /// it is known.
 fn announce(revocations: Arc<Revocations>, peers: Arc<Peers>, shutdown: &Shutdown) {
+    let others = peers.clone();
+    revocations.confirm_with(move |orders| others.holders_of(orders).values().any(|is_same| *is_same));
     let mut changed = revocations.changed();
     shutdown.spawn_service(async move {
         let mut announced = 0;
@@ -43,9 +45,14 @@ fn announce(revocations: Arc<Revocations>, peers: Arc<Peers>, shutdown: &Shutdow
                 announced = changes;
                 peers.set_orders(orders);
             }
+            let pause = if revocations.confirm_by_peers() {
+                CONFIRMATION_POLL
+            } else {
+                POLL
+            };
             tokio::select! {
                 _ = changed.changed() => {}
-                () = sleep_coalesced(POLL) => {}
+                () = sleep_coalesced(pause) => {}
             }
         }
     });
@@ -103,6 +110,8 @@ impl Announced {
 
 /// Interval at which changes by other processes are found.
 const POLL: Duration = Duration::from_secs(5);
+/// Interval at which own orders are compared with those of other servers until one has them.
+const CONFIRMATION_POLL: Duration = Duration::from_secs(1);
 
 #[cfg(test)]
 mod tests {

@@ -7,7 +7,7 @@
 
 use std::collections::BTreeMap;
 use std::io;
-use std::sync::Arc;
+use std::sync::{Arc, OnceLock};
 use std::time::{Duration, SystemTime};
 
 use parking_lot::Mutex;
@@ -29,6 +29,10 @@ use crate::store::data_dir::{DataDir, rfc3339};
 use crate::store::document::SharedDocument;
 use crate::store::file_document;
 
+mod own;
+
+use own::{OwnOrder, PeerCheck};
+
 /// The orders about nodes of a data directory or of a cluster.
 #[derive(Debug)]
 pub struct Revocations {
@@ -38,11 +42,14 @@ pub struct Revocations {
     version: watch::Sender<u64>,
     /// Whether certificates have a generation.
     is_local_ca: bool,
+    peers: OnceLock<PeerCheck>,
 }
 
 #[derive(Debug, Default)]
 struct State {
     orders: BTreeMap<NodeName, Order>,
+    /// Orders of this server that nobody has confirmed.
+    own: BTreeMap<NodeName, OwnOrder>,
     /// Number of changes of `orders`.
     changes: u64,
     received: BTreeMap<ReplicaId, ReceivedOrders>,
@@ -77,6 +84,8 @@ struct Progress {
 enum Pending {
     #[default]
     Nothing,
+    /// The confirmation of own orders.
+    Confirmation,
     /// Orders that this server received, and that others write, too.
     Received,
     /// Orders that were made here.
@@ -104,6 +113,9 @@ pub struct RevocationInForce {
 #[derive(Debug, PartialEq, Eq, Serialize, Deserialize)]
 struct OrdersDocument {
     nodes: BTreeMap<String, OrderEntry>,
+    /// Own orders that nobody has confirmed; only in a file.
+    #[serde(default, skip_serializing_if = "BTreeMap::is_empty")]
+    unconfirmed: BTreeMap<String, OwnOrder>,
 }
 
 #[derive(Debug, PartialEq, Eq, Serialize, Deserialize)]
@@ -158,6 +170,7 @@ impl Revocations {
             state: Mutex::default(),
             version: watch::Sender::new(0),
             is_local_ca,
+            peers: OnceLock::new(),
         };
         let mut state = revocations.state.lock();
         // The file is the last one. With it the server starts without the document that it shares.
@@ -179,6 +192,8 @@ impl Revocations {
     /// were revoked. [`Revocations::enforce`] writes the order, or [`Revocations::flush`].
     pub fn order(&self, action: OrderAction, nodes: &[NodeName], now: SystemTime) -> Vec<NodeName> {
         let at = seconds(now);
+        // A number on top of all that another server knows is not undone.
+        let is_known = self.is_held_by_peer(&self.all());
         let mut state = self.state.lock();
         self.reload(&mut state);
         let mut changed = Vec::new();
@@ -191,8 +206,12 @@ impl Revocations {
                 OrderAction::Reissue => known.reissued(at),
             };
             state.insert(node.clone(), order);
+            if !is_known || action == OrderAction::Unrevoke {
+                state.own.entry(node.clone()).or_default().add(action);
+            }
             changed.push(node.clone());
         }
+        state.own.retain(|_, own| !is_default(&*own));
         if !changed.is_empty() {
             self.mark(Pending::Own, None);
             self.notify();
@@ -220,16 +239,17 @@ impl Revocations {
     pub fn merge(&self, replica: &ReplicaId, orders: Vec<NodeOrder>) {
         let mut state = self.state.lock();
         self.reload(&mut state);
-        let (mut accepted, mut refused) = (0, 0);
+        let (mut accepted, mut refused, mut changed) = (0, 0, Pending::Nothing);
         for NodeOrder { node, order } in orders {
             let known = state.orders.get(&node).copied();
             let has_room = known.is_some() || state.orders.len() < NODES_MAX;
             let known = known.unwrap_or_default();
             if !has_room || !order.is_plausible_after(known) {
                 refused += 1;
-            } else if known.merge(order) != known {
-                state.insert(node, known.merge(order));
-                accepted += 1;
+            } else if known.merge(order) != known || state.own.contains_key(&node) {
+                let merged = state.merge(&node, order, None);
+                accepted += usize::from(merged > Pending::Nothing);
+                changed = changed.max(merged);
             }
         }
         let received = state.received.entry(replica.clone()).or_default();
@@ -242,9 +262,55 @@ impl Revocations {
                 total = received.accepted,
                 "orders of another server about nodes are in force"
             );
-            self.mark(Pending::Received, None);
+            self.mark(changed, None);
             self.notify();
         }
+    }
+
+    /// Sets the function that returns whether another server has announced exactly the given orders.
+    pub fn confirm_with(&self, is_held: impl Fn(&[NodeOrder]) -> bool + Send + Sync + 'static) {
+        let _only_set_once = self.peers.set(PeerCheck(Box::new(is_held)));
+    }
+
+    fn is_held_by_peer(&self, orders: &[NodeOrder]) -> bool {
+        let peers = self.peers.get();
+        peers.is_some_and(|PeerCheck(is_held)| is_held(orders))
+    }
+
+    /// Confirms own orders if another server has announced all orders of this one. Returns whether
+    /// some are not confirmed.
+    pub fn confirm_by_peers(&self) -> bool {
+        let (changes, orders) = {
+            let state = self.state.lock();
+            if state.own.is_empty() {
+                return false;
+            }
+            (state.changes, state.all())
+        };
+        let is_held = self.is_held_by_peer(&orders);
+        let mut state = self.state.lock();
+        if is_held && state.changes == changes {
+            self.confirm(&mut state, |_, _| true);
+        }
+        !state.own.is_empty()
+    }
+
+    /// Removes own orders that are confirmed, by node and order. The file still has them.
+    fn confirm(&self, state: &mut State, is_confirmed: impl Fn(&NodeName, Order) -> bool) {
+        let count = state.own.len();
+        let orders = &state.orders;
+        state.own.retain(|node, _| {
+            let order = orders.get(node).copied().unwrap_or_default();
+            !is_confirmed(node, order)
+        });
+        if state.own.len() == count {
+            return;
+        }
+        for file in self.stores.iter().filter(|store| !store.document.is_shared()) {
+            let mut progress = file.progress.lock();
+            progress.pending = progress.pending.max(Pending::Confirmation);
+        }
+        self.notify();
     }
 
     /// Returns a receiver that is notified when an order changes or is written, and, once
@@ -277,7 +343,7 @@ impl Revocations {
     pub fn unwritten(&self) -> Vec<String> {
         let unwritten = self.stores.iter().filter_map(|store| {
             let progress = store.progress.lock();
-            (progress.pending > Pending::Nothing).then(|| match &progress.problem {
+            (progress.pending > Pending::Confirmation).then(|| match &progress.problem {
                 Some(problem) => problem.clone(),
                 None => store.document.name().to_owned(),
             })
@@ -302,12 +368,15 @@ impl Revocations {
         let written = store.document.change(|theirs: Option<OrdersDocument>| {
             let mut state = self.state.lock();
             if let Some(theirs) = theirs {
-                self.merge_document(&mut state, store, theirs)?;
+                self.merge_document(&mut state, store, theirs, false)?;
             }
             changes = state.changes;
-            Ok(OrdersDocument::of(&state.orders))
+            Ok(OrdersDocument::of(&state, store))
         });
-        let state = self.state.lock();
+        let mut state = self.state.lock();
+        if written.is_ok() && store.document.is_shared() && state.changes == changes {
+            self.confirm(&mut state, |_, _| true);
+        }
         let mut progress = store.progress.lock();
         match written {
             Ok(version) => {
@@ -352,8 +421,9 @@ impl Revocations {
         self.reload(&mut state);
         let known = state.orders.get(node).copied().unwrap_or_default();
         if peer.generation > known.generation {
-            state.insert(node.clone(), known.with_generation(peer.generation));
-            self.mark(Pending::Received, None);
+            let proved = Order::default().with_generation(peer.generation);
+            let changed = state.merge(node, proved, None);
+            self.mark(changed, None);
             self.notify();
         }
     }
@@ -432,7 +502,7 @@ impl Revocations {
                 ));
             }
             let problem = progress.problem.as_ref();
-            let problem = problem.filter(|_| progress.pending > Pending::Nothing)?;
+            let problem = problem.filter(|_| progress.pending > Pending::Confirmation)?;
             Some(format!(
                 "orders about nodes are in force here but not saved: {problem}; the server tries again"
             ))
@@ -480,7 +550,7 @@ impl Revocations {
                 .map(|store| store.progress.lock().pending);
             let pause = match pending {
                 Some(Pending::Own) if !has_failed => Duration::ZERO,
-                Some(Pending::Received) if !has_failed => {
+                Some(Pending::Confirmation | Pending::Received) if !has_failed => {
                     RECEIVED_PAUSE.mul_f64(1.0 + rand::random::<f64>())
                 }
                 _ => CHECK_INTERVAL,
@@ -540,7 +610,7 @@ impl Revocations {
     /// Loads orders that other processes wrote. A missing document undoes none, and is written.
     fn refresh(&self, state: &mut State, store: &Store) -> io::Result<()> {
         let version = store.document.version();
-        {
+        let last_version = {
             let mut progress = store.progress.lock();
             if store.document.is_lost() && !state.orders.is_empty() {
                 progress.pending = progress.pending.max(Pending::Received);
@@ -549,11 +619,11 @@ impl Revocations {
                 return Ok(());
             }
             // Damaged content is parsed once.
-            progress.last_version = version;
-        }
+            progress.last_version.replace(version.unwrap_or_default())
+        };
         let content = store.document.read::<OrdersDocument>();
         let merged = content.and_then(|content| match content {
-            Some(content) => self.merge_document(state, store, content),
+            Some(content) => self.merge_document(state, store, content, last_version.is_none()),
             None => Ok(()),
         });
         store.progress.lock().damage = merged.as_ref().err().map(io::Error::to_string);
@@ -561,14 +631,15 @@ impl Revocations {
     }
 
     /// Merges persisted orders. An invalid name is reported as an error after all other entries are
-    /// merged.
+    /// merged. `is_first` says that this process has not read the document before.
     fn merge_document(
         &self,
         state: &mut State,
         store: &Store,
         content: OrdersDocument,
+        is_first: bool,
     ) -> io::Result<()> {
-        let (mut damaged, mut is_changed) = (None, false);
+        let (mut damaged, mut changed) = (None, Pending::Nothing);
         for (name, OrderEntry(theirs)) in &content.nodes {
             let node: NodeName = match name.parse() {
                 Ok(node) => node,
@@ -577,22 +648,25 @@ impl Revocations {
                     continue;
                 }
             };
-            let known = state.orders.get(&node).copied();
-            let merged = known.unwrap_or_default().merge(*theirs);
-            if known != Some(merged) {
-                state.insert(node, merged);
-                is_changed = true;
-            }
+            let known = state.orders.get(&node).copied().unwrap_or_default();
+            // What this process has confirmed is in its file until the next write.
+            let is_new = is_first || known.merge(*theirs) != known;
+            let own = content.unconfirmed.get(name).filter(|_| is_new);
+            changed = changed.max(state.merge(&node, *theirs, own.copied()));
         }
-        if is_changed {
-            self.mark(Pending::Received, Some(store));
+        if changed > Pending::Nothing {
+            self.mark(changed, Some(store));
         }
-        let lacks = content != OrdersDocument::of(&state.orders);
+        if store.document.is_shared() {
+            self.confirm(state, |node, order| {
+                content.nodes.get(node.as_str()) == Some(&OrderEntry(order))
+            });
+        }
+        let lacks = content != OrdersDocument::of(state, store);
         let mut progress = store.progress.lock();
         progress.pending = match progress.pending {
             _ if !lacks => Pending::Nothing,
-            Pending::Nothing => Pending::Received,
-            pending => pending,
+            pending => pending.max(changed).max(Pending::Received),
         };
         damaged.map_or(Ok(()), Err)
     }
@@ -602,6 +676,41 @@ impl State {
     fn insert(&mut self, node: NodeName, order: Order) {
         self.orders.insert(node, order);
         self.changes += 1;
+    }
+
+    /// Merges an order that a document or another server has, with what the document says of its
+    /// confirmation. Returns whether that changes an order, and whether own orders are repeated.
+    fn merge(&mut self, node: &NodeName, theirs: Order, their_own: Option<OwnOrder>) -> Pending {
+        let known = self.orders.get(node).copied();
+        let ours = known.unwrap_or_default();
+        let mut own = self.own.get(node).copied().unwrap_or_default();
+        let now = seconds(SystemTime::now());
+        let mut merged = own.merge(ours, theirs, now);
+        if let Some(mut added) = their_own {
+            merged = added.merge(theirs, merged, now);
+            own.join(added);
+        }
+        if is_default(&own) {
+            self.own.remove(node);
+        } else {
+            self.own.insert(node.clone(), own);
+        }
+        let is_repeated = merged != ours.merge(theirs);
+        if is_repeated {
+            warn!(
+                %node,
+                "an order of this server was given without what others knew, who undo it; it is ordered again"
+            );
+        }
+        if known == Some(merged) {
+            return Pending::Nothing;
+        }
+        self.insert(node.clone(), merged);
+        if is_repeated {
+            Pending::Own
+        } else {
+            Pending::Received
+        }
     }
 
     fn all(&self) -> Vec<NodeOrder> {
@@ -614,10 +723,14 @@ impl State {
 }
 
 impl OrdersDocument {
-    fn of(orders: &BTreeMap<NodeName, Order>) -> Self {
+    /// Returns what a store should have.
+    fn of(state: &State, store: &Store) -> Self {
         let entry = |(node, order): (&NodeName, &Order)| (node.to_string(), OrderEntry(*order));
+        let own = |(node, own): (&NodeName, &OwnOrder)| (node.to_string(), *own);
+        let own = state.own.iter().map(own);
         Self {
-            nodes: orders.iter().map(entry).collect(),
+            nodes: state.orders.iter().map(entry).collect(),
+            unconfirmed: own.filter(|_| !store.document.is_shared()).collect(),
         }
     }
 }

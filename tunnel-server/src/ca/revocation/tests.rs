@@ -200,6 +200,75 @@ fn orders_of_another_server_are_counted_and_bounded() {
     assert_eq!(restarted.in_force().len(), NODES_MAX + 1 - names.len());
 }
 
+/// Returns what a server knows of `worker-1` that revoked and unrevoked it, and reissued it twice.
+fn history() -> NodeOrder {
+    let revoked = Order::default().with_revoked(true, 1).with_revoked(false, 2);
+    NodeOrder::new(&node(), revoked.reissued(3).reissued(4))
+}
+
+#[test]
+fn orders_without_the_history_survive_it_also_after_a_restart() {
+    for is_restarted in [false, true] {
+        let scratch = Scratch::new();
+        let mut revocations = open(&scratch);
+        order(&revocations, Revoke, 9);
+        order(&revocations, Reissue, 9);
+        revocations.flush().unwrap();
+        if is_restarted {
+            revocations = open(&scratch);
+        }
+        revocations.merge(&server("a"), vec![history()]);
+        let merged = revocations.of_node(&node());
+        assert!(merged.is_revoked && merged.counter == 3, "{merged:?}");
+        assert_eq!(merged.generation, 3);
+        // Two servers do not exceed each other.
+        let theirs = NodeOrder::new(&node(), Order { reissued_at: u64::MAX, ..merged });
+        revocations.merge(&server("a"), vec![theirs.clone()]);
+        assert_eq!(revocations.of_node(&node()), theirs.order);
+    }
+}
+
+#[test]
+fn confirmed_order_may_be_ended_elsewhere() {
+    let scratch = Scratch::new();
+    let revocations = open(&scratch);
+    order(&revocations, Revoke, 9);
+    revocations.flush().unwrap();
+    assert!(revocations.confirm_by_peers());
+    revocations.confirm_with(|orders| orders.len() == 1);
+    assert!(!revocations.confirm_by_peers());
+    assert!(revocations.unwritten().is_empty(), "of no interest to operators");
+    revocations.flush().unwrap();
+    let ended = revocations.of_node(&node()).with_revoked(false, 1);
+    for revocations in [&revocations, &open(&scratch)] {
+        revocations.merge(&server("a"), vec![NodeOrder::new(&node(), ended)]);
+        assert!(!revocations.of_node(&node()).is_revoked);
+    }
+    // What is ordered on top of all that another server knows is confirmed.
+    order(&revocations, Revoke, 9);
+    assert!(!revocations.confirm_by_peers());
+}
+
+#[test]
+fn start_with_a_shared_document_that_undoes_an_order_repeats_it() {
+    let scratch = Scratch::new();
+    let verb = open(&scratch);
+    order(&verb, Revoke, 1);
+    verb.flush().unwrap();
+    let file = file_document::open(&scratch.0, scratch.0.revoked()).unwrap();
+    let (document, observed) = shared(r#"{"nodes":{"worker-1":{"counter":2}}}"#);
+    let revocations = Revocations::with_stores(vec![document, file], true).unwrap();
+    assert_eq!(revocations.of_node(&node()).counter, 3);
+    assert!(revocations.is_revoked(&peer(0)) && revocations.confirm_by_peers());
+    observed.send_modify(|observed| {
+        let state = revocations.state.lock();
+        let written = OrdersDocument::of(&state, &revocations.stores[0]);
+        observed.sequence += 1;
+        observed.content = Some(serde_json::to_vec(&written).unwrap().into());
+    });
+    assert!(revocations.is_revoked(&peer(0)) && !revocations.confirm_by_peers());
+}
+
 /// Returns a document that servers share, with this content, and its owner.
 fn shared(content: &str) -> (SharedDocument, watch::Sender<ObservedContent>) {
     let observed = watch::Sender::new(ObservedContent {

@@ -1,0 +1,59 @@
+//! Orders of this server that nobody has confirmed. A server with a new disk and without connections
+//! numbers its orders below those that others know, and a merge would undo them without a word.
+
+use serde::{Deserialize, Serialize};
+use tunnel_proto::wire::order::{NodeOrder, Order};
+
+use super::{OrderAction, is_default};
+
+/// What was ordered here about a node, and is unknown to other servers and to the shared document.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize)]
+#[serde(rename_all = "camelCase")]
+pub(super) struct OwnOrder {
+    #[serde(default, skip_serializing_if = "is_default")]
+    is_revoked: bool,
+    #[serde(default, skip_serializing_if = "is_default")]
+    is_reissued: bool,
+}
+
+impl OwnOrder {
+    /// Adds an order. The end of a revocation is never repeated: what others order stays in force.
+    pub(super) fn add(&mut self, action: OrderAction) {
+        match action {
+            OrderAction::Revoke => self.is_revoked = true,
+            OrderAction::Unrevoke => self.is_revoked = false,
+            OrderAction::Reissue => self.is_reissued = true,
+        }
+    }
+
+    /// Adds the orders of another process of this data directory.
+    pub(super) fn join(&mut self, other: Self) {
+        self.is_revoked |= other.is_revoked;
+        self.is_reissued |= other.is_reissued;
+    }
+
+    /// Merges another order into `ours`, which has this one, and repeats this one on top if the other
+    /// undoes it. A reissue is repeated once, so that two servers do not exceed each other in turn.
+    pub(super) fn merge(&mut self, ours: Order, other: Order, now: u64) -> Order {
+        let mut merged = ours.merge(other);
+        if self.is_revoked && !merged.is_revoked {
+            merged = merged.with_revoked(true, now);
+        }
+        let is_same =
+            (other.generation, other.reissued_at) == (ours.generation, ours.reissued_at);
+        if self.is_reissued && other.generation >= ours.generation && !is_same {
+            merged = merged.reissued(now);
+            self.is_reissued = false;
+        }
+        merged
+    }
+}
+
+/// Returns whether another server has announced exactly these orders.
+pub(super) struct PeerCheck(pub(super) Box<dyn Fn(&[NodeOrder]) -> bool + Send + Sync>);
+
+impl std::fmt::Debug for PeerCheck {
+    fn fmt(&self, formatter: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        formatter.debug_struct("PeerCheck").finish_non_exhaustive()
+    }
+}
