@@ -79,6 +79,16 @@ impl Order {
         }
     }
 
+    /// Returns the order with the revocation of another order, or its end.
+    #[must_use]
+    pub fn with_revocation_of(self, other: Self) -> Self {
+        Self {
+            generation: self.generation,
+            reissued_at: self.reissued_at,
+            ..other
+        }
+    }
+
     /// Returns the order with at least this generation, which a certificate or a token proves.
     #[must_use]
     pub fn with_generation(self, proved: u64) -> Self {

@@ -11,11 +11,11 @@ use tracing::warn;
 use tunnel_proto::process::shutdown::Shutdown;
 use tunnel_proto::process::telemetry::LogRateLimit;
 use tunnel_proto::timers::sleep_coalesced;
-use tunnel_proto::wire::name::ReplicaId;
+use tunnel_proto::wire::name::{NodeName, ReplicaId};
 use tunnel_proto::wire::order::NodeOrder;
 
 use super::context::ServerContext;
-use crate::ca::revocation::{NODES_MAX, Revocations};
+use crate::ca::revocation::Revocations;
 use crate::routing::peers::{OnOrders, Peers};
 
 /// Announces the orders that this server knows to the others. Returns the function that receives
@@ -27,7 +27,16 @@ pub(super) fn exchange(revocations: &Arc<Revocations>, context: &ServerContext) 
         &context.shutdown,
     );
     let announced = Arc::new(Announced::default());
-    merge(revocations.clone(), announced.clone(), &context.shutdown);
+    let (nodes, routes) = (context.nodes.clone(), context.routes.clone());
+    // What another server says that it holds is no node here.
+    let is_node =
+        move |name: &NodeName| nodes.knows(name) || routes.load().known_by_name(name).is_ok();
+    merge(
+        revocations.clone(),
+        announced.clone(),
+        Arc::new(is_node),
+        &context.shutdown,
+    );
     Box::new(move |replica, orders| announced.add(replica, orders))
 }
 
@@ -60,16 +69,21 @@ fn announce(revocations: Arc<Revocations>, peers: Arc<Peers>, shutdown: &Shutdow
 
 /// Puts in force what other servers announced. It is written later, so that a disk or an API server
 /// that does not answer delays nothing.
-fn merge(revocations: Arc<Revocations>, announced: Arc<Announced>, shutdown: &Shutdown) {
+fn merge(
+    revocations: Arc<Revocations>,
+    announced: Arc<Announced>,
+    is_node: Arc<dyn Fn(&NodeName) -> bool + Send + Sync>,
+    shutdown: &Shutdown,
+) {
     shutdown.spawn_service(async move {
         loop {
             announced.added.notified().await;
             let received = announced.take();
-            let merging = revocations.clone();
+            let (merging, is_node) = (revocations.clone(), is_node.clone());
             // The document may have changed, and is parsed then.
             let merged = tokio::task::spawn_blocking(move || {
                 for (replica, orders) in received {
-                    merging.merge(&replica, orders);
+                    merging.merge(&replica, orders, &*is_node);
                 }
             });
             if let Err(error) = merged.await {
@@ -90,8 +104,7 @@ impl Announced {
     fn add(&self, replica: &ReplicaId, mut orders: Vec<NodeOrder>) {
         let mut by_server = self.by_server.lock();
         let waiting = by_server.entry(replica.clone()).or_default();
-        // No server accepts more.
-        let room = (2 * NODES_MAX).saturating_sub(waiting.len());
+        let room = WAITING_MAX.saturating_sub(waiting.len());
         let ignored = orders.len().saturating_sub(room);
         orders.truncate(room);
         waiting.append(&mut orders);
@@ -108,6 +121,8 @@ impl Announced {
     }
 }
 
+/// Maximum number of orders of another server that wait to be merged: more than a Secret has room for.
+const WAITING_MAX: usize = 20_000;
 /// Interval at which changes by other processes are found.
 const POLL: Duration = Duration::from_secs(5);
 /// Interval at which own orders are compared with those of other servers until one has them.
@@ -127,11 +142,11 @@ mod tests {
             order: Order::default(),
         };
         let [a, b]: [ReplicaId; 2] = ["a", "b"].map(|name| name.parse().unwrap());
-        announced.add(&a, vec![order.clone(); 2 * NODES_MAX - 1]);
+        announced.add(&a, vec![order.clone(); WAITING_MAX - 1]);
         announced.add(&b, vec![order.clone()]);
         announced.add(&a, vec![order; 5]);
         let waiting = announced.take();
-        assert_eq!(waiting[&a].len(), 2 * NODES_MAX);
+        assert_eq!(waiting[&a].len(), WAITING_MAX);
         assert_eq!(waiting[&b].len(), 1);
         assert!(announced.take().is_empty());
     }

@@ -53,6 +53,8 @@ struct State {
     /// Number of changes of `orders`.
     changes: u64,
     received: BTreeMap<ReplicaId, ReceivedOrders>,
+    /// Size of the orders about names that are not nodes here, when it was last counted.
+    foreign_bytes: usize,
 }
 
 /// Numbers of orders of another server since the start.
@@ -198,7 +200,7 @@ impl Revocations {
         self.reload(&mut state);
         let mut changed = Vec::new();
         for node in nodes {
-            let known = state.orders.get(node).copied().unwrap_or_default();
+            let known = state.order(node);
             let order = match action {
                 OrderAction::Revoke => known.with_revoked(true, at),
                 OrderAction::Unrevoke if !known.is_revoked => continue,
@@ -233,25 +235,50 @@ impl Revocations {
             .collect()
     }
 
-    /// Merges orders of another server. New nodes beyond [`NODES_MAX`] and implausible numbers are
-    /// refused. What is new is in force at once, and [`Revocations::enforce`] writes it unless
+    /// Merges orders of another server. `is_node` returns whether this server knows a node of a name:
+    /// orders about other names are bounded ([`FOREIGN_BYTES_MAX`]), so that no server fills the
+    /// document. Implausible numbers are refused, and where servers share a document only that ends a
+    /// revocation. What is new is in force at once, and [`Revocations::enforce`] writes it unless
     /// another server has.
-    pub fn merge(&self, replica: &ReplicaId, orders: Vec<NodeOrder>) {
+    pub fn merge(
+        &self,
+        replica: &ReplicaId,
+        orders: Vec<NodeOrder>,
+        is_node: &dyn Fn(&NodeName) -> bool,
+    ) {
+        let has_shared = self.stores.iter().any(|store| store.document.is_shared());
         let mut state = self.state.lock();
         self.reload(&mut state);
+        let mut logged = Vec::new();
+        let mut foreign_bytes = None;
         let (mut accepted, mut refused, mut changed) = (0, 0, Pending::Nothing);
         for NodeOrder { node, order } in orders {
             let known = state.orders.get(&node).copied();
-            let has_room = known.is_some() || state.orders.len() < NODES_MAX;
+            let has_room = known.is_some() || is_node(&node) || {
+                let used = foreign_bytes.get_or_insert_with(|| state.foreign_bytes(is_node));
+                let with_this = *used + entry_bytes(&node);
+                let has_room = with_this <= FOREIGN_BYTES_MAX;
+                *used = if has_room { with_this } else { *used };
+                has_room
+            };
             let known = known.unwrap_or_default();
+            let order = if has_shared && !order.is_revoked {
+                order.with_revocation_of(known)
+            } else {
+                order
+            };
             if !has_room || !order.is_plausible_after(known) {
                 refused += 1;
             } else if known.merge(order) != known || state.own.contains_key(&node) {
                 let merged = state.merge(&node, order, None);
                 accepted += usize::from(merged > Pending::Nothing);
+                if merged > Pending::Nothing && logged.len() < LOGGED_MAX {
+                    logged.push(format!("{} {node}", change(known, state.order(&node))));
+                }
                 changed = changed.max(merged);
             }
         }
+        state.foreign_bytes = foreign_bytes.unwrap_or(state.foreign_bytes);
         let received = state.received.entry(replica.clone()).or_default();
         received.accepted += accepted;
         received.refused += refused;
@@ -260,6 +287,7 @@ impl Revocations {
                 peer = %replica,
                 count = accepted,
                 total = received.accepted,
+                orders = logged.join(", "),
                 "orders of another server about nodes are in force"
             );
             self.mark(changed, None);
@@ -401,7 +429,7 @@ impl Revocations {
     pub fn of_node(&self, node: &NodeName) -> Order {
         let mut state = self.state.lock();
         self.reload(&mut state);
-        state.orders.get(node).copied().unwrap_or_default()
+        state.order(node)
     }
 
     /// Returns whether the node of a certificate is revoked, or the certificate.
@@ -419,7 +447,7 @@ impl Revocations {
         };
         let mut state = self.state.lock();
         self.reload(&mut state);
-        let known = state.orders.get(node).copied().unwrap_or_default();
+        let known = state.order(node);
         if peer.generation > known.generation {
             let proved = Order::default().with_generation(peer.generation);
             let changed = state.merge(node, proved, None);
@@ -515,9 +543,9 @@ impl Revocations {
             .filter(|(_, received)| received.refused > 0);
         lines.extend(refused.map(|(replica, received)| {
             format!(
-                "server {replica} announced {} orders about nodes that this server refuses ({} accepted): at most {NODES_MAX} \
-                 nodes have orders of other servers, and numbers do not jump; check that server",
-                received.refused, received.accepted
+                "server {replica} announced {} orders about nodes that this server refuses ({} accepted): orders about names \
+                 that are not nodes here have {} of {FOREIGN_BYTES_MAX} bytes, and numbers do not jump; check that server",
+                received.refused, received.accepted, state.foreign_bytes
             )
         }));
         lines
@@ -648,7 +676,7 @@ impl Revocations {
                     continue;
                 }
             };
-            let known = state.orders.get(&node).copied().unwrap_or_default();
+            let known = state.order(&node);
             // What this process has confirmed is in its file until the next write.
             let is_new = is_first || known.merge(*theirs) != known;
             let own = content.unconfirmed.get(name).filter(|_| is_new);
@@ -676,6 +704,16 @@ impl State {
     fn insert(&mut self, node: NodeName, order: Order) {
         self.orders.insert(node, order);
         self.changes += 1;
+    }
+
+    fn order(&self, node: &NodeName) -> Order {
+        self.orders.get(node).copied().unwrap_or_default()
+    }
+
+    /// Returns the size of the orders about names that are not nodes.
+    fn foreign_bytes(&self, is_node: &dyn Fn(&NodeName) -> bool) -> usize {
+        let names = self.orders.keys().filter(|name| !is_node(name));
+        names.map(entry_bytes).sum()
     }
 
     /// Merges an order that a document or another server has, with what the document says of its
@@ -756,6 +794,21 @@ pub fn revoked_message(order: Order) -> String {
     }
 }
 
+/// Returns the largest usual size of an entry about this node in a document.
+fn entry_bytes(node: &NodeName) -> usize {
+    ENTRY_BYTES + node.as_str().len()
+}
+
+/// Returns what an order changed about a node, for the log.
+fn change(before: Order, after: Order) -> &'static str {
+    match (before.is_revoked, after.is_revoked) {
+        (false, true) => "revoked",
+        (true, false) => "unrevoked",
+        _ if before.generation < after.generation => "reissued",
+        _ => "renumbered",
+    }
+}
+
 fn seconds(time: SystemTime) -> u64 {
     let since_epoch = time.duration_since(SystemTime::UNIX_EPOCH);
     since_epoch.unwrap_or_default().as_secs()
@@ -770,9 +823,14 @@ fn is_default<T: Default + PartialEq>(value: &T) -> bool {
     *value == T::default()
 }
 
-/// Maximum number of nodes with orders that this server takes from other servers. With names of
-/// usual length they fill two thirds of the largest Secret. Operators may order more.
-pub const NODES_MAX: usize = 10_000;
+/// Maximum size of the orders about names that are not nodes here, if other servers announce them: a
+/// quarter of the largest Secret. That has room for 15,420 revoked nodes with names of 20 characters,
+/// or for 3,084 with names of 253 that were reissued, too. Operators may order more.
+const FOREIGN_BYTES_MAX: usize = 256 * 1024;
+/// Size of an entry of a document without its name, with a revocation and a reissue.
+const ENTRY_BYTES: usize = 87;
+/// Nodes that the log names of those about which another server announced orders.
+const LOGGED_MAX: usize = 10;
 /// Reason of the session close.
 const REVOKED: &str = "the node's certificate was revoked";
 /// Name of the condition in `/readyz?verbose`.

@@ -32,8 +32,10 @@ fn reread(revocations: &Revocations) -> &Revocations {
     revocations
 }
 
-fn server(name: &str) -> ReplicaId {
-    name.parse().unwrap()
+/// Merges orders of another server. The node is known.
+fn merge(revocations: &Revocations, server: &str, orders: &[NodeOrder]) {
+    let is_node = |name: &NodeName| *name == node();
+    revocations.merge(&server.parse().unwrap(), orders.to_vec(), &is_node);
 }
 
 #[test]
@@ -129,7 +131,7 @@ fn order_that_arrives_during_a_write_is_in_force_at_once_and_written_next() {
     std::thread::scope(|scope| {
         order(&revocations, Revoke, 1);
         let writing = scope.spawn(|| revocations.flush());
-        revocations.merge(&server("b"), vec![announced.clone()]);
+        merge(&revocations, "b", &[announced.clone()]);
         assert!(revocations.of_node(&announced.node).is_revoked);
         drop(held);
         writing.join().unwrap().unwrap();
@@ -154,50 +156,76 @@ fn stores_that_differ_get_what_they_lack() {
 }
 
 #[test]
-fn orders_of_another_server_are_counted_and_bounded() {
+fn orders_of_another_server_about_unknown_names_are_bounded() {
     let scratch = Scratch::new();
     let revocations = open(&scratch);
-    let announced = (0..=NODES_MAX).map(|number| NodeOrder {
-        node: format!("n{number}").parse().unwrap(),
+    let revoked = |name: &str| NodeOrder {
+        node: name.parse().unwrap(),
         order: Order::default().with_revoked(true, u64::MAX),
-    });
+    };
+    let announced = (10_000..20_000).map(|number| revoked(&format!("n{number}")));
     let announced: Vec<_> = announced.collect();
-    revocations.merge(&server("b"), announced.clone());
+    merge(&revocations, "b", &announced);
+    let room = FOREIGN_BYTES_MAX / (ENTRY_BYTES + 6);
     // The same again changes nothing.
-    revocations.merge(&server("c"), announced[..5].to_vec());
-    assert_eq!(revocations.all(), {
-        let mut accepted = announced[..NODES_MAX].to_vec();
-        accepted.sort_by(|one, other| one.node.cmp(&other.node));
-        accepted
-    });
+    merge(&revocations, "c", &announced[..5]);
+    assert_eq!(revocations.all(), announced[..room]);
+    // Orders about nodes always have room.
+    merge(&revocations, "b", &[revoked("worker-1")]);
+    assert!(revocations.of_node(&node()).is_revoked);
     let far = NodeOrder {
-        node: "n0".parse().unwrap(),
         order: Order {
             counter: u64::MAX,
             ..Order::default()
         },
+        ..announced[0].clone()
     };
-    revocations.merge(&server("d"), vec![far]);
+    merge(&revocations, "d", &[far]);
     let conditions = revocations.conditions();
     assert_eq!(conditions.len(), 2, "{conditions:?}");
-    assert!(
-        conditions[0].contains("server b announced 1 orders"),
-        "{conditions:?}"
-    );
-    assert!(
-        conditions[1].contains("server d announced 1 orders"),
-        "{conditions:?}"
-    );
+    let refused = announced.len() - room;
+    for (condition, words) in conditions.iter().zip([
+        format!("server b announced {refused} orders"),
+        "server d announced 1 orders".to_owned(),
+    ]) {
+        assert!(condition.contains(&words), "{condition}");
+        let used = room * (ENTRY_BYTES + 6);
+        assert!(condition.contains(&format!("{used} of 262144")), "{condition}");
+    }
     // Operators may order more, and end what a server whose clock was wrong has ordered.
-    assert_eq!(order(&revocations, Revoke, 1), 1);
+    assert_eq!(revocations.order(Revoke, &["n99999".parse().unwrap()], time(1)).len(), 1);
     let names: Vec<_> = announced[..3]
         .iter()
         .map(|order| order.node.clone())
         .collect();
     assert_eq!(revocations.order(Unrevoke, &names, time(1)), names);
     revocations.flush().unwrap();
-    let restarted = open(&scratch);
-    assert_eq!(restarted.in_force().len(), NODES_MAX + 1 - names.len());
+    assert_eq!(open(&scratch).in_force().len(), room + 2 - names.len());
+}
+
+#[test]
+fn connection_alone_ends_no_revocation_where_servers_share_a_document() {
+    let scratch = Scratch::new();
+    let file = file_document::open(&scratch.0, scratch.0.revoked()).unwrap();
+    let (document, observed) = shared(r#"{"nodes":{"worker-1":{"counter":1,"revoked":true}}}"#);
+    let revocations = Revocations::with_stores(vec![document, file], true).unwrap();
+    let ended = Order::default().with_revoked(true, 0).with_revoked(false, 2);
+    let announced = ended.reissued(3);
+    merge(&revocations, "b", &[NodeOrder::new(&node(), announced)]);
+    let order = revocations.of_node(&node());
+    assert!(order.is_revoked && order.generation == 1, "{order:?}");
+    observed.send_modify(|observed| {
+        observed.sequence += 1;
+        observed.content = Some(br#"{"nodes":{"worker-1":{"counter":2,"at":2}}}"#.as_slice().into());
+    });
+    assert_eq!(revocations.of_node(&node()), announced);
+    // Standalone servers have their connections only.
+    let other = Scratch::new();
+    let alone = open(&other);
+    for order in [Order::default().with_revoked(true, 0), ended] {
+        merge(&alone, "b", &[NodeOrder::new(&node(), order)]);
+        assert_eq!(alone.of_node(&node()), order);
+    }
 }
 
 /// Returns what a server knows of `worker-1` that revoked and unrevoked it, and reissued it twice.
@@ -217,13 +245,13 @@ fn orders_without_the_history_survive_it_also_after_a_restart() {
         if is_restarted {
             revocations = open(&scratch);
         }
-        revocations.merge(&server("a"), vec![history()]);
+        merge(&revocations, "a", &[history()]);
         let merged = revocations.of_node(&node());
         assert!(merged.is_revoked && merged.counter == 3, "{merged:?}");
         assert_eq!(merged.generation, 3);
         // Two servers do not exceed each other.
         let theirs = NodeOrder::new(&node(), Order { reissued_at: u64::MAX, ..merged });
-        revocations.merge(&server("a"), vec![theirs.clone()]);
+        merge(&revocations, "a", &[theirs.clone()]);
         assert_eq!(revocations.of_node(&node()), theirs.order);
     }
 }
@@ -241,7 +269,7 @@ fn confirmed_order_may_be_ended_elsewhere() {
     revocations.flush().unwrap();
     let ended = revocations.of_node(&node()).with_revoked(false, 1);
     for revocations in [&revocations, &open(&scratch)] {
-        revocations.merge(&server("a"), vec![NodeOrder::new(&node(), ended)]);
+        merge(revocations, "a", &[NodeOrder::new(&node(), ended)]);
         assert!(!revocations.of_node(&node()).is_revoked);
     }
     // What is ordered on top of all that another server knows is confirmed.
