@@ -167,7 +167,7 @@ async fn answer(
             )
         }
         ("POST", ["tokens"]) => {
-            let token_request = read(request).await?;
+            let token_request = read(request, BODY_MAX_BYTES).await?;
             let created = blocking(state, |state| create_token(&state, token_request)).await??;
             value(StatusCode::CREATED, &created)
         }
@@ -187,7 +187,7 @@ async fn answer(
             Ok(text(StatusCode::NO_CONTENT, ""))
         }
         ("POST", ["revocations"]) => {
-            let order = read(request).await?;
+            let order = read(request, ORDER_MAX_BYTES).await?;
             value(StatusCode::OK, &apply_order(state, order).await?)
         }
         ("GET", ["revocations"]) => {
@@ -200,7 +200,7 @@ async fn answer(
             value(StatusCode::OK, &status)
         }
         ("POST", ["ca", "rotation"]) => {
-            let action = read(request).await?;
+            let action = read(request, BODY_MAX_BYTES).await?;
             let status = blocking(state, move |state| rotate_ca(&state, action)).await??;
             value(StatusCode::OK, &status)
         }
@@ -394,8 +394,9 @@ fn node_name(name: &str) -> Result<NodeName, RequestError> {
 
 async fn read<T: serde::de::DeserializeOwned>(
     request: Request<Incoming>,
+    max_bytes: usize,
 ) -> Result<T, RequestError> {
-    let body = Limited::new(request.into_body(), BODY_MAX_BYTES)
+    let body = Limited::new(request.into_body(), max_bytes)
         .collect()
         .await
         .map_err(|error| RequestError::bad_request(format!("cannot read the request: {error}")))?;
@@ -480,6 +481,10 @@ const ORDER_WAIT: Duration = Duration::from_secs(3);
 const ORDER_POLL: Duration = Duration::from_millis(20);
 /// Maximum size of a request body. A token with a hundred addresses is a few KiB.
 const BODY_MAX_BYTES: usize = 64 * 1024;
+/// Maximum number of nodes in a request with an order. Commands send more in several requests.
+pub(crate) const ORDER_NODES_MAX: usize = 1000;
+/// Maximum size of a request with an order: as many nodes with names of 253 characters.
+const ORDER_MAX_BYTES: usize = ORDER_NODES_MAX * 256 + 1024;
 
 #[cfg(test)]
 mod tests;

@@ -16,7 +16,7 @@ use super::{
     require_standalone, write_all,
 };
 use crate::admin::status::{CONFLICTS_MAX, NodeStatus, NodeTotals};
-use crate::admin::{AdminClient, NodesOrder, OrderOutcome, RevocationInfo};
+use crate::admin::{AdminClient, NodesOrder, ORDER_NODES_MAX, OrderOutcome, RevocationInfo};
 use crate::ca::revocation::{OrderAction, Revocations};
 use crate::routing::known_nodes::KnownNodes;
 use crate::store::data_dir::{DataDir, rfc3339};
@@ -234,8 +234,19 @@ async fn order(
 ) -> Result<VerbOutput, VerbError> {
     let is_running = server.is_some();
     let outcome = if let Some(server) = server {
-        let nodes = names.iter().map(NodeName::to_string).collect();
-        server.order(&NodesOrder { action, nodes }).await?
+        let mut outcome = OrderOutcome::default();
+        for names in names.chunks(ORDER_NODES_MAX) {
+            let nodes = names.iter().map(NodeName::to_string).collect();
+            let OrderOutcome {
+                changed,
+                in_force,
+                pending,
+            } = server.order(&NodesOrder { action, nodes }).await?;
+            outcome.changed.extend(changed);
+            // The server answers for all of its orders.
+            (outcome.in_force, outcome.pending) = (in_force, pending);
+        }
+        outcome
     } else {
         // Only the running server needs to know whether the CA is local.
         let revocations = Revocations::open(require_standalone(dir)?, true)?;
@@ -248,7 +259,8 @@ async fn order(
     };
     let changed: BTreeSet<&str> = outcome.changed.iter().map(String::as_str).collect();
     let (mut out, mut err) = (String::new(), String::new());
-    let known = KnownNodes::open(dir)?;
+    // The order is in force, whatever becomes of this check.
+    let known = KnownNodes::open(dir);
     for name in names {
         let is_changed = changed.contains(name.as_str());
         let line = match action {
@@ -262,10 +274,14 @@ async fn order(
             ),
         };
         if is_changed { &mut out } else { &mut err }.push_str(&line);
-        if is_changed && action != OrderAction::Unrevoke && !known.knows(name) {
+        let is_unknown = known.as_ref().is_ok_and(|known| !known.knows(name));
+        if is_changed && action != OrderAction::Unrevoke && is_unknown {
             let hint = format!("note: no node of this name is known: {name}; check the spelling\n");
             err.push_str(&hint);
         }
+    }
+    if let Err(error) = known {
+        err.push_str(&format!("note: whether the names are known was not checked: {error}\n"));
     }
     if let (true, Some(name)) = (changed.is_empty(), names.first()) {
         return Err(VerbError::NotRevoked(name.clone()));

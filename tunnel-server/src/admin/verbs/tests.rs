@@ -141,6 +141,15 @@ async fn verbs_work_on_the_files_when_no_server_runs() {
 }
 
 #[tokio::test]
+async fn outcome_of_an_order_is_printed_although_the_known_nodes_cannot_be_read() {
+    let scratch = Scratch::new();
+    std::fs::write(scratch.0.nodes(), "no nodes").unwrap();
+    let ordered = verb(&scratch, "nodes revoke worker-1").await.unwrap();
+    assert_contains(&ordered.out, "worker-1 revoked");
+    assert_contains(&ordered.err, "not checked");
+}
+
+#[tokio::test]
 async fn directory_of_a_cluster_has_its_ca_and_nothing_that_could_be_changed() {
     let scratch = Scratch::new();
     let dir = &scratch.0;
@@ -270,6 +279,11 @@ async fn verbs_work_through_a_running_server() {
     let shutdown = Shutdown::new();
     let state = start(&scratch, &shutdown);
     tour(&scratch, "running.example:10262").await;
+    // More than one request has room for.
+    let names = (0..1100).map(|number| format!("n{number}.{}", ["a"; 60].concat()));
+    let names = names.collect::<Vec<_>>().join(" ");
+    let revoked = out(&scratch, &format!("nodes revoke {names}")).await;
+    assert_eq!(revoked.matches(" revoked\n").count(), 1100);
     out(&scratch, "nodes -l !zone").await;
     let refused = error(&scratch, "nodes -l rack").await;
     assert_contains(&refused, "it stores only zone");
