@@ -100,6 +100,8 @@ pub(super) enum Condition {
     State,
     /// The Secret with the orders about nodes.
     Revocations,
+    /// The namespace of the join tokens, and the Role there.
+    Tokens,
     QuicKeyLease,
     /// The annotation with names of the HTTPS serving certificate.
     ServingNames,
@@ -143,6 +145,7 @@ impl Condition {
             Self::CaBundle => "ca certificates",
             Self::State => "state",
             Self::Revocations => "revocations",
+            Self::Tokens => "tokens",
             Self::QuicKeyLease => "quic keys",
             Self::ServingNames => "serving names",
             Self::PodLookup => "pod lookup",

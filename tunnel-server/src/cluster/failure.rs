@@ -91,6 +91,11 @@ impl ApiError {
         }
     }
 
+    /// Returns `true` if an object or a permission is missing.
+    pub(super) fn is_missing(&self) -> bool {
+        matches!(self.kind, ApiErrorKind::Forbidden | ApiErrorKind::NotFound)
+    }
+
     /// Returns `true` if an operator must act, because a retry alone cannot succeed.
     pub(super) fn needs_operator(&self) -> bool {
         matches!(

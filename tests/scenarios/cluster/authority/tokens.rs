@@ -12,6 +12,7 @@ use tunnel_server::cluster::objects::{join_token_name, tokens_namespace};
 use tunnel_tests::cluster::{Cluster, SERVICE_ACCOUNT};
 use tunnel_tests::env::WAIT_TIMEOUT;
 use tunnel_tests::eventually::eventually;
+use tunnel_tests::metrics::meta_page;
 
 use super::shared::{agent, pair};
 use super::{cluster, server};
@@ -122,5 +123,20 @@ async fn leader_removes_tokens_a_day_after_their_end_by_the_clock_of_the_api_ser
         anyhow::Ok(())
     })
     .await;
+    Ok(())
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn missing_role_for_tokens_is_a_condition_until_a_token_is_read_again() -> Result<()> {
+    let cluster = cluster().await?;
+    let server = server(&cluster, |_| {}).await?;
+    let command = format!("kubectl create namespace {}", namespace());
+    for allowed in [false, true] {
+        cluster.allow_server(allowed).await?;
+        let listed = server.tokens().list(SystemTime::now());
+        ensure!(listed.is_ok() == allowed, "{listed:?}");
+        let page = meta_page(server.bound().meta, "/readyz?verbose").await?;
+        ensure!(page.contains(&command) != allowed, "{page}");
+    }
     Ok(())
 }

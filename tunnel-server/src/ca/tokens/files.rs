@@ -136,15 +136,25 @@ impl TokenFiles {
         let tokens = self.list()?.into_iter();
         let found: Vec<_> = tokens.filter(|(_, token)| token.is_old(now)).collect();
         old.retain(|id, _| found.iter().any(|(other, _)| other == id));
-        for (id, _) in found {
+        let ids = found.into_iter().map(|(id, _)| id).filter(|id| {
             let since = *old.entry(id.clone()).or_insert(instant);
-            if instant.saturating_duration_since(since) >= RETENTION_AFTER_EXPIRY {
-                let _changing = self.0.lock_files()?;
-                fs::remove_file(self.path(&id))?;
-                info!(token = id, "removed an expired join token");
+            instant.saturating_duration_since(since) >= RETENTION_AFTER_EXPIRY
+        });
+        self.remove(ids)
+    }
+
+    /// Removes the files of tokens. One that cannot be removed stops no other.
+    fn remove(&self, ids: impl IntoIterator<Item = String>) -> io::Result<()> {
+        let mut failed = None;
+        for id in ids {
+            let _changing = self.0.lock_files()?;
+            match fs::remove_file(self.path(&id)) {
+                Ok(()) => info!(token = id, "removed an expired join token"),
+                Err(error) if error.kind() == io::ErrorKind::NotFound => {}
+                Err(error) => failed = failed.or_else(|| Some(self.problem(&id, &error))),
             }
         }
-        Ok(())
+        failed.map_or(Ok(()), Err)
     }
 }
 
@@ -158,6 +168,22 @@ mod tests {
     use super::*;
     use crate::store::data_dir::testing::Scratch;
     use crate::testing::node;
+
+    #[test]
+    fn token_that_cannot_be_removed_stops_no_other() {
+        let scratch = Scratch::new();
+        let store = TokenStore::open(&scratch.0);
+        let (order, now) = (NodeOrder::new(&node(), Order::default()), SystemTime::now());
+        let token = store.create(&order, Duration::from_secs(60), vec![], [7; 32], now);
+        let id = token.unwrap().id().to_owned();
+        let files = TokenFiles::new(&scratch.0);
+        let directory = files.path("directory000");
+        fs::create_dir(&directory).unwrap();
+        let ids = ["absent000000", "directory000", &id].map(str::to_owned);
+        let error = files.remove(ids).unwrap_err().to_string();
+        assert!(error.contains("directory000"), "{error}");
+        assert!(!files.path(&id).exists());
+    }
 
     #[test]
     fn clock_that_was_wrong_once_removes_no_token() {

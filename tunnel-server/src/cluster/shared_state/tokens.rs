@@ -17,6 +17,7 @@ use tunnel_proto::process::shutdown::Shutdown;
 
 use super::super::api_call::{CALL_LIMIT, count_write, with_limit};
 use super::super::client::ClusterHandle;
+use super::super::conditions::Condition;
 use super::super::failure::{ApiError, ApiErrorKind};
 use super::super::leader_election::Leadership;
 use super::super::objects::{JOIN_TOKEN_LABEL, Object, join_token_name, tokens_namespace};
@@ -53,8 +54,25 @@ impl TokenSecrets {
         call: impl Future<Output = Result<T, ApiError>> + Send + 'static,
     ) -> io::Result<T> {
         let _entered = self.runtime.enter();
+        let this = self.clone();
+        let reported = async move {
+            let result = call.await;
+            this.report(result.as_ref().err());
+            result
+        };
         let problem = |problem| format!("join tokens in namespace {}: {problem}", self.namespace);
-        wait(&self.shutdown, call).map_err(|error| io::Error::other(problem(error)))
+        wait(&self.shutdown, reported).map_err(|error| io::Error::other(problem(error)))
+    }
+
+    /// Reports a missing namespace or Role, with the command that creates it, or that there is none.
+    fn report(&self, error: Option<&ApiError>) {
+        let line = match error {
+            None => None,
+            Some(error) if error.is_missing() => Some(missing(&self.namespace, error)),
+            Some(_) => return,
+        };
+        let lines = line.into_iter().collect();
+        self.cluster.conditions.set(Condition::Tokens, lines);
     }
 
     async fn all(&self) -> Result<Vec<(Secret, StoredToken)>, ApiError> {
@@ -84,6 +102,7 @@ impl TokenSecrets {
         let Some(now) = self.api_time().await else {
             return Ok(());
         };
+        let mut failed = None;
         for (secret, token) in self.all().await? {
             let Some(name) = secret.metadata.name.filter(|_| token.is_old(now)) else {
                 continue;
@@ -95,10 +114,15 @@ impl TokenSecrets {
                 }),
                 ..DeleteParams::default()
             };
-            with_limit(CALL_LIMIT, self.secrets.delete(&name, &parameters)).await?;
-            info!(secret = name, "removed an expired join token");
+            match with_limit(CALL_LIMIT, self.secrets.delete(&name, &parameters)).await {
+                Ok(_deleted) => info!(secret = name, "removed an expired join token"),
+                // Another server removed or changed it.
+                Err(error)
+                    if matches!(error.kind, ApiErrorKind::NotFound | ApiErrorKind::Conflict) => {}
+                Err(error) => failed = failed.or(Some(error)),
+            }
         }
-        Ok(())
+        failed.map_or(Ok(()), Err)
     }
 
     /// Removes old tokens while this server leads, until `shutdown` stops.
@@ -109,7 +133,9 @@ impl TokenSecrets {
                     return;
                 }
             }
-            if let Err(failure) = self.clean().await {
+            let cleaned = self.clean().await;
+            self.report(cleaned.as_ref().err());
+            if let Err(failure) = cleaned {
                 debug!(error = %failure, "cannot remove expired join tokens");
             }
             tokio::time::sleep(CLEAN_INTERVAL).await;
@@ -175,6 +201,14 @@ impl std::fmt::Debug for TokenSecrets {
             .field("namespace", &self.namespace)
             .finish_non_exhaustive()
     }
+}
+
+/// Returns the condition for a namespace or Role that the manifests have and the cluster lacks.
+fn missing(namespace: &str, error: &ApiError) -> String {
+    format!(
+        "namespace {namespace} of the join tokens, or the Role of the server in it, is missing: {error}; nobody can create or use \
+         a token; run kubectl create namespace {namespace}, and apply the manifests, which have the Role"
+    )
 }
 
 /// Returns the Secret of a token.
