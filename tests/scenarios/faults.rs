@@ -15,7 +15,6 @@ mod minimum;
 mod partition;
 mod path;
 mod size;
-mod slow;
 mod soak;
 mod stopped;
 mod watches;
