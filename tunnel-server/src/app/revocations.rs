@@ -45,7 +45,8 @@ pub(super) fn exchange(revocations: &Arc<Revocations>, context: &ServerContext) 
 /// it is known.
 fn announce(revocations: Arc<Revocations>, peers: Arc<Peers>, shutdown: &Shutdown) {
     let others = peers.clone();
-    revocations.confirm_with(move |orders| others.holders_of(orders).values().any(|is_same| *is_same));
+    revocations
+        .confirm_with(move |orders| others.holders_of(orders).values().any(|is_same| *is_same));
     let mut changed = revocations.changed();
     shutdown.spawn_service(async move {
         let mut announced = 0;

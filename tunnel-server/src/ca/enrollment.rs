@@ -465,7 +465,13 @@ mod tests {
     async fn server_that_knows_less_than_the_token_issues_its_generation() {
         let fixture = Fixture::new();
         let reissued = Order::default().reissued(1).reissued(2);
-        let ca = fixture.enrollment.renewals.as_ref().unwrap().ca.spki_sha256();
+        let ca = fixture
+            .enrollment
+            .renewals
+            .as_ref()
+            .unwrap()
+            .ca
+            .spki_sha256();
         let token = fixture.enrollment.tokens.create(
             &NodeOrder::new(&node(), reissued),
             Duration::from_secs(60),

@@ -209,7 +209,12 @@ impl Revocations {
             };
             state.insert(node.clone(), order);
             if !is_known || action == OrderAction::Unrevoke {
-                state.own.entry(node.clone()).or_default().add(action);
+                let own = state.own.entry(node.clone()).or_default();
+                match action {
+                    OrderAction::Revoke => own.revoke(true),
+                    OrderAction::Unrevoke => own.revoke(false),
+                    OrderAction::Reissue => own.reissue(),
+                }
             }
             changed.push(node.clone());
         }
@@ -287,7 +292,7 @@ impl Revocations {
                 peer = %replica,
                 count = accepted,
                 total = received.accepted,
-                orders = logged.join(", "),
+                detail = logged.join(", "),
                 "orders of another server about nodes are in force"
             );
             self.mark(changed, None);
@@ -334,7 +339,11 @@ impl Revocations {
         if state.own.len() == count {
             return;
         }
-        for file in self.stores.iter().filter(|store| !store.document.is_shared()) {
+        for file in self
+            .stores
+            .iter()
+            .filter(|store| !store.document.is_shared())
+        {
             let mut progress = file.progress.lock();
             progress.pending = progress.pending.max(Pending::Confirmation);
         }

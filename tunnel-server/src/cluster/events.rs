@@ -63,6 +63,7 @@ impl EventRecorder {
             | Condition::CaBundle
             | Condition::State
             | Condition::Revocations
+            | Condition::Tokens
             | Condition::QuicKeyLease
             | Condition::ServingNames
             | Condition::ServiceRanges

@@ -88,7 +88,11 @@ async fn revocation_that_the_api_server_does_not_answer_is_in_force_and_written_
 async fn orders_return_to_an_emptied_secret_and_survive_a_damaged_one() -> Result<()> {
     let cluster_env = ClusterEnv::fake().await?;
     let server = cluster_env.server("a").await?;
-    server.verb(&["nodes", "revoke", "worker-1"])?.run().await?.ok()?;
+    server
+        .verb(&["nodes", "revoke", "worker-1"])?
+        .run()
+        .await?
+        .ok()?;
     let path = Objects::path("secrets", &ObjectNames::default().revocations_secret);
     let admin = cluster_env.admin();
     let returned = async || {
@@ -107,7 +111,10 @@ async fn orders_return_to_an_emptied_secret_and_survive_a_damaged_one() -> Resul
     let reported = async |server: &Server| {
         eventually("the condition", FIRST * 2, async || {
             let page = meta_page(server.address(Listener::Meta), "/readyz?verbose").await?;
-            ensure!(page.contains("patch secret tunnel-server-revocations"), "{page}");
+            ensure!(
+                page.contains("patch secret tunnel-server-revocations"),
+                "{page}"
+            );
             Ok(())
         })
         .await;

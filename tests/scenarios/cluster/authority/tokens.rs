@@ -9,11 +9,12 @@ use k8s_openapi::ByteString;
 use serde_json::{Value, json};
 use tunnel_server::ca::revocation::OrderAction;
 use tunnel_server::cluster::objects::{join_token_name, tokens_namespace};
+use tunnel_tests::client::{RawRequest, request};
 use tunnel_tests::cluster::{Cluster, SERVICE_ACCOUNT};
 use tunnel_tests::env::WAIT_TIMEOUT;
 use tunnel_tests::eventually::eventually;
-use tunnel_tests::metrics::meta_page;
 
+use super::super::READYZ;
 use super::shared::{agent, pair};
 use super::{cluster, server};
 
@@ -135,7 +136,8 @@ async fn missing_role_for_tokens_is_a_condition_until_a_token_is_read_again() ->
         cluster.allow_server(allowed).await?;
         let listed = server.tokens().list(SystemTime::now());
         ensure!(listed.is_ok() == allowed, "{listed:?}");
-        let page = meta_page(server.bound().meta, "/readyz?verbose").await?;
+        let page = request(server.bound().meta, &RawRequest::get("meta", READYZ)).await?;
+        let page = page.text();
         ensure!(page.contains(&command) != allowed, "{page}");
     }
     Ok(())

@@ -281,7 +281,9 @@ async fn order(
         }
     }
     if let Err(error) = known {
-        err.push_str(&format!("note: whether the names are known was not checked: {error}\n"));
+        err.push_str(&format!(
+            "note: whether the names are known was not checked: {error}\n"
+        ));
     }
     if let (true, Some(name)) = (changed.is_empty(), names.first()) {
         return Err(VerbError::NotRevoked(name.clone()));

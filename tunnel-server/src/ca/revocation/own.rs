@@ -4,26 +4,25 @@
 use serde::{Deserialize, Serialize};
 use tunnel_proto::wire::order::{NodeOrder, Order};
 
-use super::{OrderAction, is_default};
-
 /// What was ordered here about a node, and is unknown to other servers and to the shared document.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize)]
 #[serde(rename_all = "camelCase")]
 pub(super) struct OwnOrder {
-    #[serde(default, skip_serializing_if = "is_default")]
+    #[serde(default, skip_serializing_if = "std::ops::Not::not")]
     is_revoked: bool,
-    #[serde(default, skip_serializing_if = "is_default")]
+    #[serde(default, skip_serializing_if = "std::ops::Not::not")]
     is_reissued: bool,
 }
 
 impl OwnOrder {
-    /// Adds an order. The end of a revocation is never repeated: what others order stays in force.
-    pub(super) fn add(&mut self, action: OrderAction) {
-        match action {
-            OrderAction::Revoke => self.is_revoked = true,
-            OrderAction::Unrevoke => self.is_revoked = false,
-            OrderAction::Reissue => self.is_reissued = true,
-        }
+    /// Adds a revocation, or its end. The end is never repeated: what others order stays in force.
+    pub(super) fn revoke(&mut self, is_revoked: bool) {
+        self.is_revoked = is_revoked;
+    }
+
+    /// Adds the end of the certificates of the node.
+    pub(super) fn reissue(&mut self) {
+        self.is_reissued = true;
     }
 
     /// Adds the orders of another process of this data directory.
@@ -39,8 +38,7 @@ impl OwnOrder {
         if self.is_revoked && !merged.is_revoked {
             merged = merged.with_revoked(true, now);
         }
-        let is_same =
-            (other.generation, other.reissued_at) == (ours.generation, ours.reissued_at);
+        let is_same = (other.generation, other.reissued_at) == (ours.generation, ours.reissued_at);
         if self.is_reissued && other.generation >= ours.generation && !is_same {
             merged = merged.reissued(now);
             self.is_reissued = false;

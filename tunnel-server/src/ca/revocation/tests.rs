@@ -190,10 +190,18 @@ fn orders_of_another_server_about_unknown_names_are_bounded() {
     ]) {
         assert!(condition.contains(&words), "{condition}");
         let used = room * (ENTRY_BYTES + 6);
-        assert!(condition.contains(&format!("{used} of 262144")), "{condition}");
+        assert!(
+            condition.contains(&format!("{used} of 262144")),
+            "{condition}"
+        );
     }
     // Operators may order more, and end what a server whose clock was wrong has ordered.
-    assert_eq!(revocations.order(Revoke, &["n99999".parse().unwrap()], time(1)).len(), 1);
+    assert_eq!(
+        revocations
+            .order(Revoke, &["n99999".parse().unwrap()], time(1))
+            .len(),
+        1
+    );
     let names: Vec<_> = announced[..3]
         .iter()
         .map(|order| order.node.clone())
@@ -209,14 +217,17 @@ fn connection_alone_ends_no_revocation_where_servers_share_a_document() {
     let file = file_document::open(&scratch.0, scratch.0.revoked()).unwrap();
     let (document, observed) = shared(r#"{"nodes":{"worker-1":{"counter":1,"revoked":true}}}"#);
     let revocations = Revocations::with_stores(vec![document, file], true).unwrap();
-    let ended = Order::default().with_revoked(true, 0).with_revoked(false, 2);
+    let ended = Order::default()
+        .with_revoked(true, 0)
+        .with_revoked(false, 2);
     let announced = ended.reissued(3);
     merge(&revocations, "b", &[NodeOrder::new(&node(), announced)]);
     let order = revocations.of_node(&node());
     assert!(order.is_revoked && order.generation == 1, "{order:?}");
     observed.send_modify(|observed| {
         observed.sequence += 1;
-        observed.content = Some(br#"{"nodes":{"worker-1":{"counter":2,"at":2}}}"#.as_slice().into());
+        observed.content =
+            Some(br#"{"nodes":{"worker-1":{"counter":2,"at":2}}}"#.as_slice().into());
     });
     assert_eq!(revocations.of_node(&node()), announced);
     // Standalone servers have their connections only.
@@ -230,7 +241,9 @@ fn connection_alone_ends_no_revocation_where_servers_share_a_document() {
 
 /// Returns what a server knows of `worker-1` that revoked and unrevoked it, and reissued it twice.
 fn history() -> NodeOrder {
-    let revoked = Order::default().with_revoked(true, 1).with_revoked(false, 2);
+    let revoked = Order::default()
+        .with_revoked(true, 1)
+        .with_revoked(false, 2);
     NodeOrder::new(&node(), revoked.reissued(3).reissued(4))
 }
 
@@ -250,7 +263,13 @@ fn orders_without_the_history_survive_it_also_after_a_restart() {
         assert!(merged.is_revoked && merged.counter == 3, "{merged:?}");
         assert_eq!(merged.generation, 3);
         // Two servers do not exceed each other.
-        let theirs = NodeOrder::new(&node(), Order { reissued_at: u64::MAX, ..merged });
+        let theirs = NodeOrder::new(
+            &node(),
+            Order {
+                reissued_at: u64::MAX,
+                ..merged
+            },
+        );
         merge(&revocations, "a", &[theirs.clone()]);
         assert_eq!(revocations.of_node(&node()), theirs.order);
     }
@@ -265,7 +284,10 @@ fn confirmed_order_may_be_ended_elsewhere() {
     assert!(revocations.confirm_by_peers());
     revocations.confirm_with(|orders| orders.len() == 1);
     assert!(!revocations.confirm_by_peers());
-    assert!(revocations.unwritten().is_empty(), "of no interest to operators");
+    assert!(
+        revocations.unwritten().is_empty(),
+        "of no interest to operators"
+    );
     revocations.flush().unwrap();
     let ended = revocations.of_node(&node()).with_revoked(false, 1);
     for revocations in [&revocations, &open(&scratch)] {
@@ -350,7 +372,7 @@ fn damaged_file_is_named_and_a_damaged_name_spares_the_others() {
     let conditions = running.conditions();
     assert!(conditions[0].contains("is damaged"), "{conditions:?}");
     std::fs::remove_file(scratch.0.revoked()).unwrap();
-    reread(&running).is_revoked(&peer(0));
+    assert!(reread(&running).is_revoked(&peer(0)));
     running.flush().unwrap();
     assert!(running.conditions().is_empty() && open(&scratch).is_revoked(&peer(0)));
 }
