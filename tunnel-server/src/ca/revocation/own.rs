@@ -48,7 +48,9 @@ impl OwnOrder {
 }
 
 /// Returns whether another server has announced exactly these orders.
-pub(super) struct PeerCheck(pub(super) Box<dyn Fn(&[NodeOrder]) -> bool + Send + Sync>);
+pub(super) struct PeerCheck(pub(super) Box<IsHeld>);
+
+type IsHeld = dyn Fn(&[NodeOrder]) -> bool + Send + Sync;
 
 impl std::fmt::Debug for PeerCheck {
     fn fmt(&self, formatter: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {

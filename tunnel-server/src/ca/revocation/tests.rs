@@ -131,7 +131,7 @@ fn order_that_arrives_during_a_write_is_in_force_at_once_and_written_next() {
     std::thread::scope(|scope| {
         order(&revocations, Revoke, 1);
         let writing = scope.spawn(|| revocations.flush());
-        merge(&revocations, "b", &[announced.clone()]);
+        merge(&revocations, "b", std::slice::from_ref(&announced));
         assert!(revocations.of_node(&announced.node).is_revoked);
         drop(held);
         writing.join().unwrap().unwrap();
@@ -270,7 +270,7 @@ fn orders_without_the_history_survive_it_also_after_a_restart() {
                 ..merged
             },
         );
-        merge(&revocations, "a", &[theirs.clone()]);
+        merge(&revocations, "a", std::slice::from_ref(&theirs));
         assert_eq!(revocations.of_node(&node()), theirs.order);
     }
 }
