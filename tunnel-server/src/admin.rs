@@ -484,7 +484,7 @@ const BODY_MAX_BYTES: usize = 64 * 1024;
 /// Maximum number of nodes in a request with an order. Commands send more in several requests.
 pub(crate) const ORDER_NODES_MAX: usize = 1000;
 /// Maximum size of a request with an order: as many nodes with names of 253 characters.
-const ORDER_MAX_BYTES: usize = BODY_MAX_BYTES;
+const ORDER_MAX_BYTES: usize = ORDER_NODES_MAX * 256 + 1024;
 
 #[cfg(test)]
 mod tests;

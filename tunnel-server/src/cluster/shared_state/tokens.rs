@@ -68,7 +68,7 @@ impl TokenSecrets {
     fn report(&self, error: Option<&ApiError>) {
         let line = match error {
             None => None,
-            Some(error) if error.is_missing() && false => Some(missing(&self.namespace, error)),
+            Some(error) if error.is_missing() => Some(missing(&self.namespace, error)),
             Some(_) => return,
         };
         let lines = line.into_iter().collect();
