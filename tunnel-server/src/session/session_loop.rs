@@ -15,7 +15,7 @@ use tunnel_proto::session::{
     SilenceCause, Transition,
 };
 use tunnel_proto::timers::coalesced;
-use tunnel_proto::transport::{CloseReason, ClosedBy};
+use tunnel_proto::transport::{CloseReason, ClosedBy, StreamCut, find_cause};
 use tunnel_proto::wire::code::CloseCode;
 use tunnel_proto::wire::control::{ControlMessage, Member};
 use tunnel_proto::wire::enroll::EnrollReply;
@@ -265,6 +265,10 @@ async fn control_ended(agent: &AgentSession, error: Option<io::Error>) {
         return agent.withdraw();
     };
     debug!(node = %agent.node, session = agent.id.0, %error, "control stream ended");
+    if find_cause(&error) == Some(&StreamCut::SessionLost) {
+        // The session has ended before, and knows the reason.
+        return;
+    }
     let reason = format!("control stream ended: {error}");
     agent.close(CloseCode::Protocol, &reason).await;
 }
