@@ -99,8 +99,6 @@ const SHORT_SHARE: u64 = 4;
 const FULL_BYTES: u64 = 512 << 10;
 /// Time between two samples of the readers.
 const SAMPLE_INTERVAL: Duration = Duration::from_millis(50);
-/// Samples for which a session is short after its window was exhausted the last time: 1 s.
-const SHORT_SAMPLES: u32 = 20;
 /// Samples after a refused stream in which the session counts as one for which streams wait: 10 s.
 const REFUSED_SAMPLES: u32 = 200;
 

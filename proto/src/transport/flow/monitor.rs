@@ -277,8 +277,8 @@ impl StreamUsage {
         }
     }
 
-    /// Returns whether the stream's writer may have to wait. One whose other half has ended is about to
-    /// end, too.
+    /// Returns whether the stream's writer may have to wait. Answers to complete requests never do, so
+    /// a source that ends its half first can use the reserve of others.
     pub(super) fn can_be_held(&self) -> bool {
         !self.activity.is_finished.load(Ordering::Relaxed)
     }

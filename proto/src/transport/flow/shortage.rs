@@ -17,7 +17,7 @@ use std::sync::Weak;
 use std::sync::atomic::Ordering;
 
 use super::sources::SourceTotals;
-use super::{BufferPool, FlowState, SHORT_SAMPLES, SHORT_SHARE, SPARE_MIN, SessionFlow};
+use super::{BufferPool, FlowState, SHORT_SHARE, SPARE_MIN, SessionFlow};
 
 /// Credit that is added at once: a quarter of a first window.
 const RESERVE_STEP: u64 = 64 << 10;
@@ -25,6 +25,8 @@ const RESERVE_STEP: u64 = 64 << 10;
 const REPORT_SAMPLES: u32 = 4;
 /// Samples after the first report in which the peer finds the sources that must wait: 100 ms.
 const SAMPLES_TO_HOLD: u32 = 2;
+/// Samples for which a session is short after its window was exhausted the last time: 1 s.
+const SHORT_SAMPLES: u32 = 20;
 /// Samples for which a report of the peer is valid: three reports.
 const REPORT_VALID_SAMPLES: u32 = 3 * REPORT_SAMPLES;
 /// Fraction of the pool that a source holds at least if it gets no new streams in any session.
