@@ -24,6 +24,8 @@ async fn an_absent_object_is_a_condition_with_the_command_that_creates_it(
     cluster_env.guide().await?;
     cluster_env.objects().delete_shipped("ConfigMap").await?;
     cluster_env.objects().delete_shipped("Lease").await?;
+    let revocations = Objects::path("secrets", "tunnel-server-revocations");
+    cluster_env.admin().delete(&revocations).await?;
     let setup = cluster_env.setup("a")?.args(&["--single-replica"]);
     let server = setup.start().await?;
 
@@ -36,6 +38,10 @@ async fn an_absent_object_is_a_condition_with_the_command_that_creates_it(
         ("writing lease", "Lease kube-system/tunnel-dns-controller"),
         ("ca certificates", "ConfigMap kube-system/tunnel-ca"),
         ("writing records", "ConfigMap kube-system/yurt-tunnel-nodes"),
+        (
+            "revocations",
+            "Secret kube-system/tunnel-server-revocations",
+        ),
     ] {
         let object = &format!("{object} does not exist");
         follow(&cluster_env, &server, &files[0], condition, object).await?;

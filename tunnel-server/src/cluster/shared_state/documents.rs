@@ -102,6 +102,8 @@ impl SharedDocuments {
                 cluster_objects.condition(condition, None);
             }
             Observed::Absent => {
+                // The API server's own answer, so the documents are known to be empty.
+                self.observe(&Secret::default());
                 let absent = ApiError::absent(object, &cluster_objects.namespace, &secret);
                 cluster_objects.condition(condition, Some(absent.to_string()));
             }
@@ -110,7 +112,7 @@ impl SharedDocuments {
         follow_one(secrets, &secret, context, change).await;
     }
 
-    /// Waits until the Secret was observed or a complete snapshot was loaded.
+    /// Waits until the Secret, or its absence, was observed or a complete snapshot was loaded.
     pub(super) async fn wait_observed(&self) {
         let mut is_observed = self.is_observed.subscribe();
         // `self` holds the sender.
