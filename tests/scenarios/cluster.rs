@@ -34,6 +34,7 @@ mod kubelet;
 mod leader;
 mod names;
 mod outage;
+mod placement;
 mod ports;
 mod quiet;
 mod ranges;

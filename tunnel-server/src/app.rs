@@ -203,7 +203,7 @@ impl App {
             () = self.context.shutdown.leaving().cancelled() => {}
             () = self.context.shutdown.stop().cancelled() => {}
         }
-        let _not_ready = self.context.readiness.block("draining");
+        let _not_ready = self.context.readiness.drain();
         let quic_key_lease = self.quic_key_lease.take();
         // Release the lease at the start, so that the next server can take the keys at once.
         // Packets that still reach this server are handled. A packet of one of this server's

@@ -170,6 +170,15 @@ impl Meta {
         text(status, body)
     }
 
+    /// Answers a readiness probe of Kubernetes: a process that drains serves its streams.
+    fn serving(&self) -> FullResponse {
+        if self.readiness.is_serving() {
+            text(StatusCode::OK, "ok\n")
+        } else {
+            text(StatusCode::SERVICE_UNAVAILABLE, "not serving\n")
+        }
+    }
+
     fn metrics(&self, format: Exposition) -> FullResponse {
         match format.encode(&self.metrics) {
             Ok(page) => response(StatusCode::OK, format.content_type(), page),
@@ -263,7 +272,8 @@ impl MetaServer {
         let meta = &self.meta;
         let response = match request.uri().path() {
             "/livez" => text(StatusCode::OK, "ok\n"),
-            "/readyz" => meta.ready(request.uri().query() == Some("verbose")),
+            "/readyz" => meta.ready(is_verbose(request.uri().query())),
+            "/servingz" => meta.serving(),
             "/metrics" => return ("/metrics", self.metrics(request)),
             path => match meta.endpoints.iter().find(|(known, _)| *known == path) {
                 Some((path, endpoint)) => {
@@ -272,7 +282,7 @@ impl MetaServer {
                 }
                 None => text(
                     StatusCode::NOT_FOUND,
-                    "not found; use /livez, /readyz or /metrics\n",
+                    "not found; use /livez, /readyz, /servingz or /metrics\n",
                 ),
             },
         };
@@ -289,6 +299,14 @@ impl MetaServer {
             make: Box::new(move || meta.metrics(format)),
         }
     }
+}
+
+/// Returns whether a query has the key `verbose`, with or without a value. The proxy of kube-apiserver
+/// sends `verbose=` for `verbose`.
+fn is_verbose(query: Option<&str>) -> bool {
+    let keys = query.unwrap_or_default().split('&');
+    keys.map(|pair| pair.split_once('=').map_or(pair, |(key, _)| key))
+        .any(|key| key == "verbose")
 }
 
 /// Returns the address at which this host reaches a listener on `address`: loopback if the listener
@@ -354,6 +372,9 @@ async fn send_get(
 #[derive(Debug, Clone, Default)]
 pub struct Readiness(Arc<Mutex<ReadinessState>>);
 
+/// The component that blocks readiness in a drain.
+const DRAINING: &str = "draining";
+
 #[derive(Debug, Default)]
 struct ReadinessState {
     pending: BTreeSet<&'static str>,
@@ -373,6 +394,19 @@ impl Readiness {
             readiness: self.clone(),
             component,
         }
+    }
+
+    /// Blocks readiness while the process drains, which ends no stream: [`Self::is_serving`] does not
+    /// change.
+    #[must_use]
+    pub fn drain(&self) -> ReadinessBlock {
+        self.block(DRAINING)
+    }
+
+    /// Returns whether nothing but a drain blocks readiness.
+    #[must_use]
+    pub fn is_serving(&self) -> bool {
+        self.0.lock().pending.iter().all(|name| *name == DRAINING)
     }
 
     /// Returns the components that still block readiness, and those that are ready.
@@ -486,6 +520,35 @@ mod tests {
         assert_eq!(get(address, "/x").await.unwrap().0, StatusCode::NOT_FOUND);
         shutdown.finish().await;
         assert!(get(address, "/readyz").await.is_err());
+    }
+
+    /// The probe of the manifests: kube-proxy deletes the UDP connections of endpoints that do not
+    /// serve.
+    #[tokio::test]
+    async fn a_process_that_drains_is_not_ready_and_serves() {
+        let (readiness, shutdown) = (Readiness::default(), Shutdown::new());
+        let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
+        let address = listener.local_addr().unwrap();
+        Meta::new(readiness.clone(), Registry::default()).start(listener, &shutdown);
+        let status = async |path| get(address, path).await.unwrap().0;
+        let starting = readiness.block("nodes");
+        assert_eq!(status("/servingz").await, StatusCode::SERVICE_UNAVAILABLE);
+        drop(starting);
+        assert_eq!(status("/servingz").await, StatusCode::OK);
+        let draining = readiness.drain();
+        assert_eq!(status("/readyz").await, StatusCode::SERVICE_UNAVAILABLE);
+        assert_eq!(status("/servingz").await, StatusCode::OK);
+        let _other = readiness.block("ca");
+        assert_eq!(status("/servingz").await, StatusCode::SERVICE_UNAVAILABLE);
+        drop(draining);
+        for verbose in ["verbose", "verbose=", "verbose=1", "timeout=1s&verbose"] {
+            let (_, body) = get(address, format!("/readyz?{verbose}").as_str())
+                .await
+                .unwrap();
+            assert!(body.starts_with("[-] ca\n"), "{verbose}: {body}");
+        }
+        let (_, body) = get(address, "/readyz?verbosely").await.unwrap();
+        assert_eq!(body, "not ready\n");
     }
 
     /// A meta port with the endpoint `/list`.

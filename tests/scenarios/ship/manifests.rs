@@ -446,10 +446,11 @@ fn pods_have_no_more_than_they_need() -> Result<()> {
             ensure!(pod["dnsPolicy"] == "Default", "{place}");
             let priority = pod["priorityClassName"].as_str().unwrap_or_default();
             ensure!(priority.starts_with("system-"), "{place}: {priority}");
+            let is_server = name == "tunnel-server";
             for (probe, path) in [
                 ("startupProbe", "/livez"),
                 ("livenessProbe", "/livez"),
-                ("readinessProbe", "/readyz"),
+                ("readinessProbe", if is_server { "/servingz" } else { "/readyz" }),
             ] {
                 let found = &spec[probe]["httpGet"]["path"];
                 ensure!(*found == path, "{place}: {probe}");

@@ -138,6 +138,21 @@ impl Real {
         Ok(real)
     }
 
+    /// Starts the kube-scheduler next to kube-apiserver.
+    ///
+    /// # Errors
+    /// Returns [`Skip`] in the outer result if the directory has none.
+    pub fn scheduler(binaries: &Path, kubeconfig: &Path) -> Result<Result<Process>, Skip> {
+        let file = binaries.join("kube-scheduler");
+        if !file.is_file() {
+            return Err(Skip::because("needs kube-scheduler next to kube-apiserver"));
+        }
+        let program = Program::at(&file)
+            .arg(format!("--kubeconfig={}", kubeconfig.display()))
+            .args(["--leader-elect=false", "--secure-port=0"]);
+        Ok(program.start())
+    }
+
     /// Kills kube-apiserver and starts it again, until its port is open. etcd continues to run.
     pub(super) async fn restart(&mut self) -> Result<()> {
         self.apiserver.signal(Signal::Kill)?;
