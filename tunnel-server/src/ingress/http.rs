@@ -21,7 +21,7 @@ use std::task::Poll;
 use std::time::Duration;
 
 use futures_util::FutureExt;
-use http::{HeaderValue, Method, Request, Response};
+use http::{HeaderValue, Method, Request, Response, StatusCode};
 use hyper::body::{Body as _, Incoming};
 use hyper::server::conn::http1::{Builder, Parts};
 use hyper::service::service_fn;
@@ -59,6 +59,7 @@ use crate::policy::AccessCaller;
 use crate::routing::decision::RequestFacts;
 use crate::routing::decision::delegated::DelegatedRequest;
 use crate::routing::destination::Scheme;
+use crate::routing::pod_lookup::KubeletPath;
 
 /// Idle time after which a connection frees hyper's buffers. The buffers are most of the memory of
 /// an idle connection.
@@ -143,6 +144,10 @@ pub(super) async fn serve<S>(
         caller.report_end(end);
     }
 }
+
+/// Status in place of 503 for logs, exec, attach and port-forward of pods: kube-apiserver drops the text of
+/// a 503, and passes on that of others (apimachinery, `pkg/api/errors/errors.go`).
+const UNAVAILABLE_OF_KUBELET: StatusCode = StatusCode::BAD_GATEWAY;
 
 /// Time that TLS has to hand its last bytes to the socket. The connection is then dropped.
 const SHUTDOWN_TIMEOUT: Duration = Duration::from_secs(30);
@@ -498,6 +503,7 @@ impl Caller {
             &self.ingress.metrics,
         );
         access_log.caller(&self.identity);
+        let is_of_kubelet = KubeletPath::of(request.uri().path()) != KubeletPath::Other;
         // A caller that gets no answer gets a reset.
         let unanswered = self.close_mode.start();
         let wanted = requested_upgrade(request.version(), request.headers());
@@ -522,15 +528,19 @@ impl Caller {
             }
             Err(failure) => {
                 access_log.fail(&failure);
-                access_log.status(failure.outcome.status());
                 // hyper takes up to 16 requests that have arrived before it lets another task run.
                 // A refusal waits for nothing, so a caller that sends many would delay all others.
                 yield_now().await;
-                if is_connect {
+                let mut response = if is_connect {
                     failure.connect_response()
                 } else {
                     failure.response()
+                };
+                if is_of_kubelet && response.status() == StatusCode::SERVICE_UNAVAILABLE {
+                    *response.status_mut() = UNAVAILABLE_OF_KUBELET;
                 }
+                access_log.status(response.status());
+                response
             }
         };
         // The bytes after a request for an upgrade can belong to the other protocol. While the

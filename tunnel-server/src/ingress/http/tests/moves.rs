@@ -32,6 +32,30 @@ async fn refusal_of_the_only_session_is_the_answer() {
     assert!(answer.contains("as the agent says"), "{answer}");
 }
 
+/// kube-apiserver drops the text of a 503 for `kubectl logs`.
+#[tokio::test(start_paused = true)]
+async fn reason_of_a_refusal_reaches_the_callers_of_pods() {
+    let requests = [
+        (GET.to_owned(), "503"),
+        (
+            GET.replace("/a", "/containerLogs/default/web-0/app?follow=true"),
+            "502",
+        ),
+        (GET.replace("/a", "/portForward/default/web-0"), "502"),
+    ];
+    for (request, status) in requests {
+        let fixture = Fixture::new();
+        let stopping = fixture.agent();
+        let (answer, ()) = tokio::join!(
+            fixture.ask(&request),
+            stopping.refuses(RefusalCode::Draining)
+        );
+        let expected = format!("HTTP/1.1 {status} ");
+        assert!(answer.starts_with(&expected), "{request}: {answer}");
+        assert!(answer.contains("X-Tunnel-Error: draining\r\n"), "{answer}");
+    }
+}
+
 #[tokio::test(start_paused = true)]
 async fn request_is_moved_once_only() {
     let fixture = Fixture::new();
