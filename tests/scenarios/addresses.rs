@@ -7,6 +7,7 @@ use std::path::Path;
 use std::time::Duration;
 
 use anyhow::{Context, Result, ensure};
+use tokio::time::Instant;
 use tunnel_tests::eventually::eventually;
 use tunnel_tests::fakes::{EXPORTER_PORT, KUBELET_PORT, site};
 use tunnel_tests::netns::Namespace;
@@ -15,6 +16,7 @@ use tunnel_tests::process::{
 };
 use tunnel_tests::tools::{Skip, Tool, or_skip, require};
 
+use super::abuse::report_figure;
 use super::namespaces::curl;
 
 /// One network with a server, a node and a third host:
@@ -216,7 +218,12 @@ async fn address_changes(transport: &str) -> Result<()> {
     segment.wait_until_answered(&server, &agent).await?;
 
     segment.readdress()?;
+    let changed = Instant::now();
     segment.wait_until_answered(&server, &agent).await?;
+    let seconds = changed.elapsed().as_secs_f64();
+    report_figure(&format!(
+        "{transport}: answers {seconds:.2} s after the change"
+    ));
     ensure!(segment.accepted_by_other()? == 0, "{agent}");
     if transport == "quic" {
         let lines = agent.log().lines();

@@ -155,6 +155,10 @@ async fn real_scheduler_puts_servers_on_different_hosts() -> Result<()> {
         return Ok(());
     };
     let scheduler = scheduler?;
+    eventually("the priority of the pods exists", TIMEOUT, async || {
+        cluster.admin().get(PRIORITY).await?.context("not yet")
+    })
+    .await;
     let objects = installed()?;
     let template = find(&objects, "Deployment", "tunnel-server")?["spec"]["template"].clone();
     for topology in &TOPOLOGIES {
@@ -235,5 +239,7 @@ const REVISIONS: usize = 4;
 const NAMESPACE: &str = "kube-system";
 const NODES: &str = "/api/v1/nodes";
 const PODS: &str = "/api/v1/namespaces/kube-system/pods";
+/// kube-apiserver makes it soon after its start.
+const PRIORITY: &str = "/apis/scheduling.k8s.io/v1/priorityclasses/system-cluster-critical";
 const ROLE: &str = "node-role.kubernetes.io/control-plane";
 const TIMEOUT: Duration = Duration::from_secs(60);
