@@ -13,6 +13,7 @@
 
 use std::sync::Arc;
 
+use k8s_openapi::api::core::v1::ConfigMap;
 use kube::Api;
 use tokio::sync::{mpsc, oneshot, watch};
 use tracing::info;
@@ -69,7 +70,9 @@ mod writers;
 
 use crate::cluster::leader_election::Election;
 use crate::cluster::lease::LeaseHandle;
+use crate::cluster::objects::Object;
 use crate::cluster::state::{ClusterState, DesiredState, LocalFacts};
+use crate::cluster::watches::Observed;
 pub use client::ClusterHandle;
 use client::Connection;
 use events::EventRecorder;
@@ -228,6 +231,7 @@ fn start_writers(
     let identity = lease::identity();
     let lease = LeaseHandle::new(settings.names.leader_lease.clone(), cluster);
     let election = Election::new(lease, identity.clone(), cluster);
+    let records_map = follow_records_map(settings, cluster, &election, shutdown);
     let writers = Writers {
         maps: Api::namespaced(client.clone(), namespace),
         services: writers::services(client.clone(), namespace),
@@ -239,6 +243,7 @@ fn start_writers(
         names: settings.names.clone(),
         observed: state.subscribe(),
         desired: desired.subscribe(),
+        records_map,
         leadership: election.leadership(),
         throttle: throttle.clone(),
         conditions: cluster.conditions.clone(),
@@ -276,6 +281,44 @@ fn start_writers(
         let _nobody_waits = end.send(());
     });
     WritersHandle(ended)
+}
+
+/// Starts the task that follows the ConfigMap of the records while this server leads.
+fn follow_records_map(
+    settings: &KubernetesSettings,
+    cluster: &ClusterHandle,
+    election: &Election,
+    shutdown: &Shutdown,
+) -> watch::Receiver<Observed<Arc<ConfigMap>>> {
+    let mut map = watch::Sender::new(Observed::Unknown);
+    let receiver = map.subscribe();
+    let Connection {
+        client, namespace, ..
+    } = &cluster.connection;
+    let api = Api::<ConfigMap>::namespaced(client.clone(), namespace);
+    let (name, leadership) = (
+        settings.names.nodes_config_map.clone(),
+        election.leadership(),
+    );
+    let context = cluster.watch_context(Object::Records);
+    shutdown.spawn_service(async move {
+        let conditions = context.conditions.clone();
+        run_restarting(
+            "task records",
+            &mut map,
+            &conditions,
+            |map| {
+                let (api, name) = (api.clone(), name.clone());
+                let (context, leadership) = (context.clone(), leadership.clone());
+                Box::pin(async move {
+                    writers::follow_records_as_leader(api, &name, &context, leadership, map).await;
+                })
+            },
+            |_map| {},
+        )
+        .await;
+    });
+    receiver
 }
 
 /// Starts the tasks that answer pod lookups and token reviews.

@@ -60,7 +60,37 @@ pub enum NodeLocation {
 /// Names with their addresses, at most one address per family. Equal sets produce equal hosts
 /// files.
 #[derive(Debug, Default, Clone, PartialEq, Eq)]
-pub struct RecordSet(BTreeMap<NodeName, Addresses>);
+pub struct RecordSet(BTreeMap<NodeName, Record>);
+
+/// The record of a name. Records with the same addresses are equal.
+#[derive(Debug, Clone, Copy)]
+struct Record {
+    addresses: Addresses,
+    is_edge: bool,
+}
+
+impl PartialEq for Record {
+    fn eq(&self, other: &Self) -> bool {
+        self.addresses == other.addresses
+    }
+}
+
+impl Eq for Record {}
+
+/// A hosts file, and what is not in it.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct HostsFile {
+    pub text: String,
+    pub left_out: Option<LeftOut>,
+}
+
+/// Names whose records do not fit into a hosts file.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct LeftOut {
+    /// The first of these names: cloud nodes come before edge nodes, and names are sorted.
+    pub first: NodeName,
+    pub names: usize,
+}
 
 /// Addresses of one name, at most one per family.
 #[derive(Debug, Default, Clone, Copy, PartialEq, Eq)]
@@ -101,8 +131,14 @@ impl RecordSet {
     /// that several nodes claim has no record, because routes do not resolve it either.
     pub fn new<'a>(nodes: impl IntoIterator<Item = &'a Node> + Clone, tunnel: Addresses) -> Self {
         let answer = |node: &Node| match &node.location {
-            NodeLocation::Edge => tunnel,
-            NodeLocation::Cloud(own) => Addresses::first_of(own.iter().copied()),
+            NodeLocation::Edge => Record {
+                addresses: tunnel,
+                is_edge: true,
+            },
+            NodeLocation::Cloud(own) => Record {
+                addresses: Addresses::first_of(own.iter().copied()),
+                is_edge: false,
+            },
         };
         let mut aliases = BTreeMap::new();
         for node in nodes.clone() {
@@ -121,25 +157,32 @@ impl RecordSet {
             .into_iter()
             .map(|node| (node.name.clone(), answer(node)));
         // Node names come last, so that they override hostnames.
-        Self::of(alone.chain(own))
+        Self::of_records(alone.chain(own))
     }
 
     /// Builds records from names and addresses. A name without addresses gets no record, nor does a
     /// name that DNS cannot carry.
     pub fn of(records: impl IntoIterator<Item = (NodeName, Addresses)>) -> Self {
+        Self::of_records(records.into_iter().map(|(name, addresses)| {
+            let is_edge = false;
+            (name, Record { addresses, is_edge })
+        }))
+    }
+
+    fn of_records(records: impl IntoIterator<Item = (NodeName, Record)>) -> Self {
         let mut records: BTreeMap<_, _> = records.into_iter().collect();
-        records.retain(|name, addresses| !addresses.is_empty() && !name.has_long_label());
+        records.retain(|name, record| !record.addresses.is_empty() && !name.has_long_label());
         Self(records)
     }
 
     /// Returns the addresses of a name. Names compare case-insensitively.
     #[must_use]
     pub fn get(&self, name: &NodeName) -> Option<Addresses> {
-        self.0.get(name).copied()
+        self.0.get(name).map(|record| record.addresses)
     }
 
     pub fn iter(&self) -> impl Iterator<Item = (&NodeName, Addresses)> {
-        self.0.iter().map(|(name, addresses)| (name, *addresses))
+        self.0.iter().map(|(name, record)| (name, record.addresses))
     }
 
     #[must_use]
@@ -157,17 +200,49 @@ impl RecordSet {
     /// does not end with a newline.
     #[must_use]
     pub fn hosts(&self) -> String {
-        let mut lines: Vec<String> = self
-            .iter()
-            .flat_map(|(name, addresses)| {
-                let name = name.clone();
-                addresses
-                    .iter()
-                    .map(move |address| format!("{address}\t{name}"))
-            })
-            .collect();
+        self.hosts_within(usize::MAX).text
+    }
+
+    /// Returns the text of [`RecordSet::hosts`] with the records that fit into `capacity` bytes:
+    /// those of cloud nodes first, because no tunnel answers for them, and then those of edge nodes,
+    /// both in the order of their names. The records after the first that does not fit are left out.
+    #[must_use]
+    pub fn hosts_within(&self, capacity: usize) -> HostsFile {
+        let of_kind = |is_edge: bool| {
+            self.0
+                .iter()
+                .filter(move |(_, record)| record.is_edge == is_edge)
+        };
+        let mut in_order = of_kind(false).chain(of_kind(true));
+        let mut lines: Vec<String> = Vec::with_capacity(self.len());
+        // Each line with its newline; the last line has none.
+        let mut free = capacity.saturating_add(1);
+        let mut left_out = None;
+        for (name, record) in &mut in_order {
+            let of_name = record
+                .addresses
+                .iter()
+                .map(|address| format!("{address}\t{name}"));
+            let before = lines.len();
+            lines.extend(of_name);
+            let bytes = lines[before..].iter().map(|line| line.len() + 1).sum();
+            if let Some(rest) = free.checked_sub(bytes) {
+                free = rest;
+            } else {
+                lines.truncate(before);
+                left_out = Some(name.clone());
+                break;
+            }
+        }
+        let left_out = left_out.map(|first| LeftOut {
+            first,
+            names: 1 + in_order.count(),
+        });
         lines.sort_unstable();
-        lines.join("\n")
+        HostsFile {
+            text: lines.join("\n"),
+            left_out,
+        }
     }
 }
 
@@ -305,6 +380,41 @@ mod tests {
         let expected = "10.0.0.1\tcloud\n10.9.9.9\tedge\nfd00::1\tcloud\nfd00::9\tedge";
         assert_eq!(records.hosts(), expected);
         assert_eq!(records.get(&name("lost")), None);
+    }
+
+    #[test]
+    fn records_that_fit_are_those_of_cloud_nodes_and_then_the_first_by_name() {
+        let nodes = [
+            node("edge-a", Some("alias"), None),
+            node("edge-b", None, None),
+            node("zz", None, Some(&["10.0.0.1", "fd00::1"])),
+            node("aa", None, Some(&["10.0.0.2"])),
+        ];
+        let records = RecordSet::new(&nodes, tunnel(&["10.9.9.9"]));
+        let (aa, zz) = ("10.0.0.2\taa", "10.0.0.1\tzz\n10.0.0.2\taa\nfd00::1\tzz");
+        let with_alias = zz.replace("fd00", "10.9.9.9\talias\nfd00");
+        let with_a = with_alias.replace("fd00", "10.9.9.9\tedge-a\nfd00");
+        let all = with_a.replace("fd00", "10.9.9.9\tedge-b\nfd00");
+        for (text, left_out) in [
+            ("", Some(("aa", 5))),
+            (aa, Some(("zz", 4))),
+            (zz, Some(("alias", 3))),
+            (&with_alias, Some(("edge-a", 2))),
+            (&with_a, Some(("edge-b", 1))),
+            (&all, None),
+        ] {
+            let expected = HostsFile {
+                text: text.to_owned(),
+                left_out: left_out.map(|(first, names)| LeftOut {
+                    first: name(first),
+                    names,
+                }),
+            };
+            assert_eq!(records.hosts_within(text.len()), expected);
+            let shorter = records.hosts_within(text.len().saturating_sub(1));
+            assert!(text.is_empty() || shorter.text.len() < text.len(), "{text}");
+        }
+        assert_eq!(records.hosts(), all);
     }
 
     #[test]

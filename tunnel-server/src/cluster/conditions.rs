@@ -85,7 +85,7 @@ pub(super) enum Condition {
     /// Entries of the ports ConfigMap that are not valid.
     PortLists,
     Service,
-    /// Records that exceed the size limit.
+    /// Records that do not fit into the ConfigMap.
     RecordsSize,
     /// The CA of kubelets' own client certificates.
     KubeletClientCa,

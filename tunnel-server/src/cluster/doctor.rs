@@ -16,6 +16,7 @@ use tunnel_proto::wire::{PORT_HTTP, PORT_HTTPS};
 
 use super::client::Connection;
 use super::credentials::FollowingClient;
+use super::hosts;
 use super::nodes::{AliasOwners, AliasRules, FactMap, NodeObject, NodeSet, NodeStore};
 use super::objects::{HTTP_PORTS_KEY, HTTPS_PORTS_KEY, RECORDS_KEY, SERVICE_NAME_LABEL};
 use super::service::{self, ListenerPorts};
@@ -334,11 +335,12 @@ fn records(
 ) -> Fact<RecordsFacts> {
     nodes.as_ref().map_err(Clone::clone)?;
     service.as_ref().map_err(Clone::clone)?;
-    let written = written?.and_then(|map| value_of(map, RECORDS_KEY));
+    let written = written?;
     let records = derived.records.as_ref().ok_or(NO_RECORDS)?;
+    let expected = records.hosts_within(hosts::capacity(written.as_ref())).text;
     Ok(RecordsFacts {
-        expected: records.hosts(),
-        written,
+        expected,
+        written: written.and_then(|map| value_of(map, RECORDS_KEY)),
     })
 }
 

@@ -40,6 +40,26 @@ impl Leadership {
     pub(super) async fn changed(&mut self) -> bool {
         self.0.changed().await.is_ok()
     }
+
+    /// Waits until this server leads. Returns `false` if it never will. Cancel-safe.
+    pub(super) async fn acquired(&mut self) -> bool {
+        while self.until(Instant::now()).is_none() {
+            if !self.changed().await {
+                return false;
+            }
+        }
+        true
+    }
+
+    /// Waits until this server does not lead. Cancel-safe.
+    pub(super) async fn lost(&mut self) {
+        while let Some(term) = self.until(Instant::now()) {
+            tokio::select! {
+                () = tokio::time::sleep_until(term) => {}
+                changed = self.changed() => if !changed { return },
+            }
+        }
+    }
 }
 
 /// Pure decision on the observed Lease.

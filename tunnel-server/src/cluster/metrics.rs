@@ -27,8 +27,8 @@ tunnel_proto::metrics! {
             "Conditions that /readyz?verbose lists, by condition";
         records: Gauge = "kubernetes_records", "Names with a record";
         records_bytes: Gauge = "kubernetes_records_bytes", "Size of the records in the ConfigMap";
-        records_too_large: Gauge = "kubernetes_records_too_large",
-            "1 while the records exceed the size limit of the ConfigMap, which keeps the previous records";
+        records_left_out: Gauge = "kubernetes_records_left_out",
+            "Names whose records do not fit into the ConfigMap; only the leader counts them";
     }
 }
 
@@ -91,8 +91,9 @@ impl ClusterMetrics {
             .set(i64::try_from(bytes).unwrap_or(i64::MAX));
     }
 
-    pub(super) fn records_too_large(&self, is_too_large: bool) {
-        self.records_too_large.set(is_too_large.into());
+    pub(super) fn records_left_out(&self, names: usize) {
+        self.records_left_out
+            .set(i64::try_from(names).unwrap_or(i64::MAX));
     }
 }
 

@@ -41,7 +41,6 @@ pub(super) struct ClusterState {
     /// Whether a list of Nodes was received.
     pub(super) is_listed: bool,
     pub(super) service: Observed<Arc<Value>>,
-    pub(super) records_map: Observed<Arc<ConfigMap>>,
     pub(super) ports_map: Observed<Arc<ConfigMap>>,
     /// Networks of Services that pass validation, if they are watched.
     pub(super) service_networks: Arc<[Cidr]>,

@@ -1,5 +1,5 @@
 //! Watches that keep the [`ClusterState`] equal to the cluster: Nodes, the Service, and the
-//! ConfigMaps of the records and of the ports.
+//! ConfigMap of the ports.
 
 use std::fmt::Debug;
 use std::sync::Arc;
@@ -77,14 +77,6 @@ pub(super) fn start(
         |state, observed| state.service = observed.map(with_metadata),
     ));
     let maps = Api::<ConfigMap>::namespaced(client.clone(), namespace);
-    shutdown.spawn_service(follow_object(
-        "task records",
-        maps.clone(),
-        names.nodes_config_map.clone(),
-        cluster.watch_context(Object::Records),
-        state.clone(),
-        |state, observed| state.records_map = observed.map(|map| map),
-    ));
     shutdown.spawn_service(follow_object(
         "task ports",
         maps,

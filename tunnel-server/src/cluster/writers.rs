@@ -4,6 +4,7 @@
 //! The writers are level-triggered. Any change triggers a comparison of all objects, and an object
 //! that is up to date is not written.
 
+use std::sync::Arc;
 use std::time::Duration;
 
 use k8s_openapi::api::core::v1::{ConfigMap, Service};
@@ -18,14 +19,16 @@ use tracing::{info, warn};
 use super::api_call::{CALL_LIMIT, Conflicts, count_write, with_limit};
 use super::events::EventRecorder;
 use super::failure::{ApiError, ApiErrorKind, Backoff, Throttle};
-use super::hosts::{self, HostsPlan};
+use super::hosts::{self, HostsAction};
 use super::metrics::ClusterMetrics;
 use super::objects::{CONFIG_MAP_MAX_BYTES, Object};
 use super::service;
+use super::watches::{Observed, WatchContext, follow_one};
 use crate::cluster::conditions::{Condition, Conditions};
 use crate::cluster::leader_election::Leadership;
 use crate::cluster::state::{ClusterState, DesiredState};
 use crate::config::ObjectNames;
+use crate::dns::LeftOut;
 
 /// Changes wait for this much quiet, so that a burst results in one write.
 const QUIET: Duration = Duration::from_millis(300);
@@ -46,6 +49,8 @@ pub(super) struct Writers {
     pub(super) names: ObjectNames,
     pub(super) observed: watch::Receiver<ClusterState>,
     pub(super) desired: watch::Receiver<DesiredState>,
+    /// The ConfigMap of the records, unknown without the Lease.
+    pub(super) records_map: watch::Receiver<Observed<Arc<ConfigMap>>>,
     pub(super) leadership: Leadership,
     pub(super) throttle: Throttle,
     pub(super) conditions: Conditions,
@@ -53,6 +58,30 @@ pub(super) struct Writers {
     /// The last written ConfigMap, with the version that it was based on. The written one is newer
     /// than the observed one until the watch catches up.
     pub(super) written: Option<(Option<String>, ConfigMap)>,
+}
+
+/// Follows the ConfigMap of the records while this server leads. Other servers do not read it: it
+/// has up to 1 MiB. Cancel-safe.
+pub(super) async fn follow_records_as_leader(
+    api: Api<ConfigMap>,
+    name: &str,
+    context: &WatchContext,
+    mut leadership: Leadership,
+    map: &watch::Sender<Observed<Arc<ConfigMap>>>,
+) {
+    let mut term = leadership.clone();
+    while leadership.acquired().await {
+        let change = |observed: Observed<ConfigMap>| {
+            map.send_replace(observed.map(|map| map));
+        };
+        tokio::select! {
+            () = follow_one(api.clone(), name, context.clone(), change) => {}
+            () = term.lost() => {}
+        }
+        map.send_replace(Observed::Unknown);
+        let watching = Condition::Watching(Object::Records);
+        context.conditions.set(watching, Vec::new());
+    }
 }
 
 /// Returns an API for the Service as JSON, so that unknown fields are preserved.
@@ -75,10 +104,11 @@ impl Writers {
                 (debounce, resync_at) = (Debounce::at(now), now);
             }
             if was_leader && !is_leader {
-                // The new leader is responsible for failed writes.
+                // The new leader is responsible for failed writes and for the size of the records.
                 for object in [Object::Records, Object::Service] {
                     self.conditions.set(Condition::Writing(object), Vec::new());
                 }
+                self.report_left_out(None);
             }
             was_leader = is_leader;
             tokio::select! {
@@ -90,6 +120,10 @@ impl Writers {
                     debounce.record_change(Instant::now());
                 }
                 changed = self.desired.changed() => {
+                    if changed.is_err() { return }
+                    debounce.record_change(Instant::now());
+                }
+                changed = self.records_map.changed() => {
                     if changed.is_err() { return }
                     debounce.record_change(Instant::now());
                 }
@@ -125,11 +159,12 @@ impl Writers {
     async fn sync(&mut self, is_resync: bool) -> Result<(), ApiError> {
         let observed = self.observed.borrow_and_update().clone();
         let desired = self.desired.borrow_and_update().clone();
-        let records = self.reconcile_records(&observed, &desired, is_resync).await;
+        let map = self.records_map.borrow_and_update().clone();
+        let records = self.reconcile_records(&map, &desired, is_resync).await;
         self.report(Object::Records, &records);
         let ports = self.reconcile_ports(&observed, &desired, is_resync).await;
         self.report(Object::Service, &ports);
-        let events = self.publish(&observed).await;
+        let events = self.publish(&observed, &map).await;
         if let Err(failure) = &events {
             self.metrics
                 .record_write(Object::Events, failure.kind.label());
@@ -153,33 +188,31 @@ impl Writers {
 
     async fn reconcile_records(
         &mut self,
-        observed: &ClusterState,
+        observed: &Observed<Arc<ConfigMap>>,
         desired: &DesiredState,
         is_resync: bool,
     ) -> Result<(), ApiError> {
         let name = self.names.nodes_config_map.clone();
-        let hosts = desired.records.as_ref().map(|records| records.hosts());
-        let mut known = observed.records_map.is_known() && !is_resync;
+        let mut known = observed.is_known() && !is_resync;
         let mut conflicts = Conflicts::new(CONFLICTS_MAX, CONFLICT_PAUSE_MIN);
         loop {
             let found = if known {
-                observed.records_map.present().map(|map| self.newest(map))
+                observed.present().map(|map| self.newest(map))
             } else {
                 with_limit(CALL_LIMIT, self.maps.get_opt(&name)).await?
             };
             known = false;
             let based_on = found.as_ref().and_then(ConfigMap::resource_version);
             let parameters = PostParams::default();
-            let plan = hosts::plan(&name, found.as_ref(), hosts.as_deref());
-            if let (HostsPlan::Nothing, None) = (&plan, &hosts) {
-                return Ok(());
+            let plan = hosts::plan(&name, found.as_ref(), desired.records.as_deref());
+            if desired.records.is_some() {
+                self.report_left_out(plan.left_out.as_ref());
             }
-            self.report_size(&plan);
             let is_absent = found.is_none();
-            let written = match plan {
-                HostsPlan::Nothing | HostsPlan::TooLarge(_) => return Ok(()),
-                HostsPlan::Create(map) => self.write(self.maps.create(&parameters, &map)).await,
-                HostsPlan::Update(map) => {
+            let written = match plan.action {
+                HostsAction::Nothing => return Ok(()),
+                HostsAction::Create(map) => self.write(self.maps.create(&parameters, &map)).await,
+                HostsAction::Update(map) => {
                     self.write(self.maps.replace(&name, &parameters, &map))
                         .await
                 }
@@ -218,15 +251,12 @@ impl Writers {
         }
     }
 
-    fn report_size(&self, plan: &HostsPlan) {
-        let bytes = match plan {
-            HostsPlan::TooLarge(bytes) => Some(*bytes),
-            HostsPlan::Nothing | HostsPlan::Create(_) | HostsPlan::Update(_) => None,
-        };
-        self.metrics.records_too_large(bytes.is_some());
-        let line = bytes.map(|bytes| {
+    fn report_left_out(&self, left_out: Option<&LeftOut>) {
+        self.metrics
+            .records_left_out(left_out.map_or(0, |left_out| left_out.names));
+        let line = left_out.map(|LeftOut { first, names }| {
             format!(
-                "the ConfigMap {} would have {bytes} bytes, more than {CONFIG_MAP_MAX_BYTES}: the previous records stay; use the embedded DNS, which has no such limit",
+                "names without a record in the ConfigMap {}, which has room for {CONFIG_MAP_MAX_BYTES} bytes: {names}, from {first} on (cloud nodes come first, and names in order); use the embedded DNS, which has no such limit",
                 self.names.nodes_config_map
             )
         });
@@ -284,12 +314,16 @@ impl Writers {
         }
     }
 
-    async fn publish(&mut self, observed: &ClusterState) -> Result<(), ApiError> {
+    async fn publish(
+        &mut self,
+        observed: &ClusterState,
+        records_map: &Observed<Arc<ConfigMap>>,
+    ) -> Result<(), ApiError> {
         let limit = self.limit()?;
         let ports = self.conditions.of(Condition::PortLists);
         let size = self.conditions.of(Condition::RecordsSize);
         let ports_map = observed.ports_map.present().map(AsRef::as_ref);
-        let records_map = observed.records_map.present().map(AsRef::as_ref);
+        let records_map = records_map.present().map(AsRef::as_ref);
         let publishing = async {
             let names = &self.names;
             self.events

@@ -127,12 +127,7 @@ impl TokenSecrets {
 
     /// Removes old tokens while this server leads, until `shutdown` stops.
     pub(in super::super) async fn clean_as_leader(self, mut leadership: Leadership) {
-        loop {
-            while leadership.until(tokio::time::Instant::now()).is_none() {
-                if !leadership.changed().await {
-                    return;
-                }
-            }
+        while leadership.acquired().await {
             let cleaned = self.clean().await;
             self.report(cleaned.as_ref().err());
             if let Err(failure) = cleaned {
