@@ -23,12 +23,12 @@ use tunnel_proto::tls::AgentTrust;
 
 use crate::ca::ServingNames;
 use crate::config::KubernetesSettings;
-use crate::dns::Records;
+use crate::dns::{RecordSet, Records};
 use crate::egress::labeled_nodes::LabeledNodes;
 use crate::metrics::Metrics;
 use crate::policy::{PortPolicy, SharedPortPolicy};
 use crate::routing::Routing;
-use crate::routing::dial_policy::LiveClusterNetworks;
+use crate::routing::dial_policy::{ClusterNetworks, LiveClusterNetworks};
 use crate::routing::pod_lookup::PodLookupRequest;
 use crate::routing::routes::Routes;
 use crate::store::data_dir::DataDir;
@@ -164,7 +164,7 @@ pub fn start(
         patterns: settings.record_names.clone(),
         owners: persisted.aliases.clone(),
     };
-    let mut nodes = NodeStore::new(
+    let nodes = NodeStore::new(
         settings.edge_label.clone(),
         persisted.nodes.clone(),
         aliases,
@@ -383,8 +383,13 @@ fn publisher(
         conditions: cluster.conditions.clone(),
         metrics: cluster.metrics.clone(),
         desired,
-        last_nodes: None,
+        handled_nodes: 0,
+        following: RecordSet::default(),
+        has_unpublished: false,
+        published: None,
+        networks: ClusterNetworks::default(),
         last_ranges: None,
+        claims_due: None,
     }
 }
 

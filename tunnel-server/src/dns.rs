@@ -6,7 +6,7 @@
 //! nodes of a standalone server). The embedded DNS server in the submodules answers queries from
 //! the records.
 
-use std::collections::BTreeMap;
+use std::collections::BTreeSet;
 use std::net::{IpAddr, SocketAddr};
 use std::sync::Arc;
 use std::time::Duration;
@@ -35,6 +35,8 @@ pub(crate) use response_time::response_times;
 pub use server::DnsMetrics;
 pub use udp::DnsSocket;
 
+use crate::tables::SharedMap;
+
 /// A node as seen by the records.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Node {
@@ -57,25 +59,41 @@ pub enum NodeLocation {
     Cloud(Vec<IpAddr>),
 }
 
-/// Names with their addresses, at most one address per family. Equal sets produce equal hosts
-/// files.
-#[derive(Debug, Default, Clone, PartialEq, Eq)]
-pub struct RecordSet(BTreeMap<NodeName, Record>);
+/// The records of nodes: names with their addresses, at most one address per family. Sets with the
+/// same names and addresses are equal, and produce equal hosts files. Clones share structure, and a
+/// change of a node costs the logarithm of their number.
+#[derive(Debug, Default, Clone)]
+pub struct RecordSet {
+    /// Addresses of edge nodes.
+    tunnel: Addresses,
+    nodes: SharedMap<NodeName, NodeRecord>,
+    /// The nodes with each host name.
+    aliases: SharedMap<NodeName, Vec<NodeName>>,
+    edge: NameTotals,
+    cloud: NameTotals,
+}
 
-/// The record of a name. Records with the same addresses are equal.
-#[derive(Debug, Clone, Copy)]
+#[derive(Debug, Clone, PartialEq, Eq)]
+struct NodeRecord {
+    hostname: Option<NodeName>,
+    /// `None` behind the tunnel.
+    own: Option<Addresses>,
+}
+
+/// Sizes of records.
+#[derive(Debug, Default, Clone, Copy)]
+struct NameTotals {
+    names: usize,
+    /// Bytes of the names of edge nodes, or of the lines of cloud nodes with their newlines.
+    bytes: usize,
+}
+
+/// The record of a name.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
 struct Record {
     addresses: Addresses,
     is_edge: bool,
 }
-
-impl PartialEq for Record {
-    fn eq(&self, other: &Self) -> bool {
-        self.addresses == other.addresses
-    }
-}
-
-impl Eq for Record {}
 
 /// A hosts file, and what is not in it.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -129,70 +147,183 @@ impl RecordSet {
     /// Builds the records of these nodes. Edge nodes resolve to `tunnel`. A name that is both the
     /// name of one node and the hostname of others belongs to the node with that name. A hostname
     /// that several nodes claim has no record, because routes do not resolve it either.
-    pub fn new<'a>(nodes: impl IntoIterator<Item = &'a Node> + Clone, tunnel: Addresses) -> Self {
-        let answer = |node: &Node| match &node.location {
-            NodeLocation::Edge => Record {
-                addresses: tunnel,
-                is_edge: true,
-            },
-            NodeLocation::Cloud(own) => Record {
-                addresses: Addresses::first_of(own.iter().copied()),
-                is_edge: false,
-            },
-        };
-        let mut aliases = BTreeMap::new();
-        for node in nodes.clone() {
-            if let Some(alias) = &node.hostname {
-                let claims = aliases.entry(alias.clone()).or_insert_with(Vec::new);
-                claims.push(answer(node));
-            }
+    pub fn new<'a>(nodes: impl IntoIterator<Item = &'a Node>, tunnel: Addresses) -> Self {
+        let mut records = Self::default();
+        records.set_tunnel(tunnel);
+        for node in nodes {
+            records.insert(node);
         }
-        let alone = aliases
-            .into_iter()
-            .filter_map(|(alias, claims)| match claims[..] {
-                [answer] => Some((alias, answer)),
-                _ => None,
-            });
-        let own = nodes
-            .into_iter()
-            .map(|node| (node.name.clone(), answer(node)));
-        // Node names come last, so that they override hostnames.
-        Self::of_records(alone.chain(own))
+        records
     }
 
     /// Builds records from names and addresses. A name without addresses gets no record, nor does a
     /// name that DNS cannot carry.
     pub fn of(records: impl IntoIterator<Item = (NodeName, Addresses)>) -> Self {
-        Self::of_records(records.into_iter().map(|(name, addresses)| {
-            let is_edge = false;
-            (name, Record { addresses, is_edge })
-        }))
+        let mut set = Self::default();
+        for (name, own) in records {
+            let record = NodeRecord {
+                hostname: None,
+                own: Some(own),
+            };
+            set.replace(&name, Some(record));
+        }
+        set
     }
 
-    fn of_records(records: impl IntoIterator<Item = (NodeName, Record)>) -> Self {
-        let mut records: BTreeMap<_, _> = records.into_iter().collect();
-        records.retain(|name, record| !record.addresses.is_empty() && !name.has_long_label());
-        Self(records)
+    /// Sets the addresses of edge nodes. Returns whether they are others.
+    pub fn set_tunnel(&mut self, tunnel: Addresses) -> bool {
+        std::mem::replace(&mut self.tunnel, tunnel) != tunnel
+    }
+
+    /// Adds a node, or replaces it. Returns whether it differs.
+    pub fn insert(&mut self, node: &Node) -> bool {
+        let own = match &node.location {
+            NodeLocation::Edge => None,
+            NodeLocation::Cloud(own) => Some(Addresses::first_of(own.iter().copied())),
+        };
+        let record = NodeRecord {
+            hostname: node.hostname.clone(),
+            own,
+        };
+        self.replace(&node.name, Some(record))
+    }
+
+    /// Removes a node. Returns whether there was one.
+    pub fn remove(&mut self, node: &NodeName) -> bool {
+        self.replace(node, None)
+    }
+
+    fn replace(&mut self, node: &NodeName, record: Option<NodeRecord>) -> bool {
+        let before = self.nodes.get(node).cloned();
+        if before == record {
+            return false;
+        }
+        let alias_of = |record: &Option<NodeRecord>| record.as_ref()?.hostname.clone();
+        let (old_alias, alias) = (alias_of(&before), alias_of(&record));
+        let affected: BTreeSet<NodeName> = [Some(node.clone()), old_alias.clone(), alias.clone()]
+            .into_iter()
+            .flatten()
+            .collect();
+        self.account(&affected, usize::saturating_sub);
+        if old_alias != alias {
+            if let Some(alias) = old_alias {
+                let mut nodes = self.aliases.remove(&alias).unwrap_or_default();
+                nodes.retain(|other| other != node);
+                if !nodes.is_empty() {
+                    self.aliases.insert(alias, nodes);
+                }
+            }
+            if let Some(alias) = alias {
+                let mut nodes = self.aliases.get(&alias).cloned().unwrap_or_default();
+                nodes.push(node.clone());
+                self.aliases.insert(alias, nodes);
+            }
+        }
+        match record {
+            Some(record) => self.nodes.insert(node.clone(), record),
+            None => self.nodes.remove(node),
+        };
+        self.account(&affected, usize::saturating_add);
+        true
+    }
+
+    /// Adds the sizes of these names to the totals, or subtracts them.
+    fn account(&mut self, names: &BTreeSet<NodeName>, change: fn(usize, usize) -> usize) {
+        for name in names.iter().filter(|name| !name.has_long_label()) {
+            let Some(own) = self.of_name(name).map(|node| node.own) else {
+                continue;
+            };
+            let bytes = name.as_str().len();
+            let (totals, bytes) = match own {
+                None => (&mut self.edge, bytes),
+                Some(own) if own.is_empty() => continue,
+                Some(own) => {
+                    let lines = own.iter().map(|address| line_bytes(address) + bytes);
+                    (&mut self.cloud, lines.sum())
+                }
+            };
+            totals.names = change(totals.names, 1);
+            totals.bytes = change(totals.bytes, bytes);
+        }
+    }
+
+    /// Returns the node of a name: the node with that name, or else the only one with that host
+    /// name.
+    fn of_name(&self, name: &NodeName) -> Option<&NodeRecord> {
+        self.nodes
+            .get(name)
+            .or_else(|| match &self.aliases.get(name)?[..] {
+                [alone] => self.nodes.get(alone),
+                _ => None,
+            })
+    }
+
+    fn record(&self, name: &NodeName, node: &NodeRecord) -> Option<Record> {
+        let record = Record {
+            addresses: node.own.unwrap_or(self.tunnel),
+            is_edge: node.own.is_none(),
+        };
+        let has_record = !record.addresses.is_empty() && !name.has_long_label();
+        has_record.then_some(record)
+    }
+
+    /// Returns the records in the order of their names.
+    fn records(&self) -> Vec<(&NodeName, Record)> {
+        let alone = self
+            .aliases
+            .iter()
+            .filter_map(|(alias, nodes)| match &nodes[..] {
+                [node] if !self.nodes.contains_key(alias) => Some((alias, self.nodes.get(node)?)),
+                _ => None,
+            });
+        let mut records: Vec<_> = self
+            .nodes
+            .iter()
+            .chain(alone)
+            .filter_map(|(name, node)| Some((name, self.record(name, node)?)))
+            .collect();
+        records.sort_unstable_by_key(|(name, _record)| *name);
+        records
     }
 
     /// Returns the addresses of a name. Names compare case-insensitively.
     #[must_use]
     pub fn get(&self, name: &NodeName) -> Option<Addresses> {
-        self.0.get(name).map(|record| record.addresses)
+        let record = self.record(name, self.of_name(name)?)?;
+        Some(record.addresses)
     }
 
+    /// Returns the names with a record and their addresses, in order.
     pub fn iter(&self) -> impl Iterator<Item = (&NodeName, Addresses)> {
-        self.0.iter().map(|(name, record)| (name, record.addresses))
+        let records = self.records().into_iter();
+        records.map(|(name, record)| (name, record.addresses))
     }
 
+    /// Returns the number of names with a record.
     #[must_use]
     pub fn len(&self) -> usize {
-        self.0.len()
+        let edge = if self.tunnel.is_empty() {
+            0
+        } else {
+            self.edge.names
+        };
+        edge + self.cloud.names
     }
 
     #[must_use]
     pub fn is_empty(&self) -> bool {
-        self.0.is_empty()
+        self.len() == 0
+    }
+
+    /// Returns the size of [`RecordSet::hosts`] in bytes, without making the text.
+    #[must_use]
+    pub fn hosts_bytes(&self) -> usize {
+        let NameTotals { names, bytes } = self.edge;
+        let edge = self
+            .tunnel
+            .iter()
+            .map(|address| names * line_bytes(address) + bytes);
+        (self.cloud.bytes + edge.sum::<usize>()).saturating_sub(1)
     }
 
     /// Returns the text of yurt-tunnel's ConfigMap, which the hosts plugin of CoreDNS reads. Each
@@ -208,17 +339,14 @@ impl RecordSet {
     /// both in the order of their names. The records after the first that does not fit are left out.
     #[must_use]
     pub fn hosts_within(&self, capacity: usize) -> HostsFile {
-        let of_kind = |is_edge: bool| {
-            self.0
-                .iter()
-                .filter(move |(_, record)| record.is_edge == is_edge)
-        };
-        let mut in_order = of_kind(false).chain(of_kind(true));
+        let mut records = self.records();
+        records.sort_by_key(|(_name, record)| record.is_edge);
+        let mut in_order = records.into_iter();
         let mut lines: Vec<String> = Vec::with_capacity(self.len());
         // Each line with its newline; the last line has none.
         let mut free = capacity.saturating_add(1);
         let mut left_out = None;
-        for (name, record) in &mut in_order {
+        for (name, record) in in_order.by_ref() {
             let of_name = record
                 .addresses
                 .iter()
@@ -236,7 +364,7 @@ impl RecordSet {
         }
         let left_out = left_out.map(|first| LeftOut {
             first,
-            names: 1 + in_order.count(),
+            names: 1 + in_order.len(),
         });
         lines.sort_unstable();
         HostsFile {
@@ -244,6 +372,19 @@ impl RecordSet {
             left_out,
         }
     }
+}
+
+impl PartialEq for RecordSet {
+    fn eq(&self, other: &Self) -> bool {
+        self.len() == other.len() && self.iter().eq(other.iter())
+    }
+}
+
+impl Eq for RecordSet {}
+
+/// Returns the size of a line of a hosts file without the name: address, tabulator and newline.
+fn line_bytes(address: IpAddr) -> usize {
+    address.to_string().len() + 2
 }
 
 /// The records in use, unknown until they are first replaced. Clones share them.
@@ -279,6 +420,11 @@ impl Records {
             }
             is_other
         })
+    }
+
+    /// Replaces the records with others.
+    pub fn publish(&self, records: Arc<RecordSet>) {
+        self.0.send_replace(Some(records));
     }
 
     #[must_use]
@@ -336,6 +482,11 @@ pub struct DnsLimits {
 
 #[cfg(test)]
 mod tests {
+    use std::collections::BTreeMap;
+
+    use rand::rngs::StdRng;
+    use rand::{RngExt as _, SeedableRng as _};
+
     use super::*;
 
     fn name(text: &str) -> NodeName {
@@ -415,6 +566,53 @@ mod tests {
             assert!(text.is_empty() || shorter.text.len() < text.len(), "{text}");
         }
         assert_eq!(records.hosts(), all);
+    }
+
+    /// Random changes lead to the records that the last nodes have.
+    #[test]
+    fn records_that_are_changed_are_those_that_are_built_anew() {
+        let names = ["a", "b", "c", "alias", "shared", "long"];
+        let long = "x".repeat(64);
+        let names = names.map(|name| if name == "long" { &*long } else { name });
+        for seed in 0..20 {
+            let mut random = StdRng::seed_from_u64(seed);
+            let (mut changed, mut nodes) = (RecordSet::default(), BTreeMap::new());
+            for _ in 0..200 {
+                let mut any = || names[random.random_range(0..names.len())];
+                let (own, hostname) = (any(), any());
+                let location = match random.random_range(0..4) {
+                    0 => None,
+                    1 => Some(&["10.0.0.1", "fd00::1"][..]),
+                    2 => Some(&["10.0.0.22"][..]),
+                    _ => Some(&[][..]),
+                };
+                let hostname = Some(hostname).filter(|other| *other != own);
+                let node = node(own, hostname, location);
+                if random.random_bool(0.3) {
+                    assert_eq!(changed.remove(&node.name), nodes.remove(own).is_some());
+                } else {
+                    let is_other = nodes.get(own) != Some(&node);
+                    assert_eq!(changed.insert(&node), is_other);
+                    nodes.insert(own, node);
+                }
+                let addresses = [&[][..], &["10.9.9.9"], &["10.9.9.9", "fd00::9"]];
+                let tunnel = tunnel(addresses[random.random_range(0..3)]);
+                changed.set_tunnel(tunnel);
+                let built = RecordSet::new(nodes.values(), tunnel);
+                assert_eq!(changed, built);
+                let text = built.hosts();
+                assert_eq!(
+                    (changed.hosts(), changed.hosts_bytes()),
+                    (text.clone(), text.len())
+                );
+                assert_eq!(changed.len(), built.iter().count());
+                assert!(
+                    changed
+                        .iter()
+                        .all(|(name, addresses)| built.get(name) == Some(addresses))
+                );
+            }
+        }
     }
 
     #[test]

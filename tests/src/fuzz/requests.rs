@@ -162,9 +162,11 @@ pub(super) fn check_cluster_nodes(input: &[u8]) -> Result<()> {
                 ensure!(names.insert(name), "two nodes are named {name}");
             }
         }
-        for pods in &networks.pods {
-            let checked = pods.network.check_claimed();
-            checked.with_context(|| format!("Pods of {}", pods.node))?;
+        for (node, pods) in networks.pods.iter() {
+            for network in pods {
+                let checked = network.check_claimed();
+                checked.with_context(|| format!("Pods of {node}"))?;
+            }
         }
         let _merged = RouteTable::merge(&routes);
     }

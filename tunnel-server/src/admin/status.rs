@@ -124,7 +124,7 @@ impl From<LastClose> for CloseStatus {
 #[must_use]
 pub fn list(
     nodes: &KnownNodes,
-    cluster: &[RouteNode],
+    cluster: &[Arc<RouteNode>],
     registry: &Registry,
     peers: &Peers,
     revocations: &Revocations,
@@ -404,9 +404,10 @@ mod tests {
 
     fn list_of(bench: &Bench, cluster: &[RouteNode]) -> Vec<NodeStatus> {
         let sessions = &bench.sessions;
+        let cluster: Vec<_> = cluster.iter().cloned().map(Arc::new).collect();
         list(
             &sessions.nodes,
-            cluster,
+            &cluster,
             &sessions.registry,
             &sessions.peers,
             &sessions.revocations,

@@ -193,7 +193,7 @@ fn follow_nodes(nodes: &Arc<KnownNodes>, routes: &Routes, metrics: &Metrics, shu
             labels: NodeLabels::new(),
         });
         let table = routes.set(RouteSource::Known, known.collect());
-        metrics.routes(table.len(), table.conflicts().len());
+        metrics.routes(table.len(), table.conflicts());
     };
     rebuild();
     shutdown.spawn_service(async move {

@@ -32,11 +32,21 @@ impl Conditions {
     }
 
     /// Replaces the lines of a condition. An empty list clears it.
-    pub(super) fn set(&self, condition: Condition, mut lines: Vec<String>) {
-        let name = condition.label();
+    pub(super) fn set(&self, condition: Condition, lines: Vec<String>) {
         let count = lines.len();
+        self.set_first(condition, lines, count);
+    }
+
+    /// Replaces the lines of a condition, of which there are `count`. Takes the first ones only.
+    pub(super) fn set_first(
+        &self,
+        condition: Condition,
+        lines: impl IntoIterator<Item = String>,
+        count: usize,
+    ) {
+        let name = condition.label();
+        let mut lines: Vec<_> = lines.into_iter().take(LINES_MAX).collect();
         if count > LINES_MAX {
-            lines.truncate(LINES_MAX);
             lines.push(format!("and {} more", count - LINES_MAX));
         }
         {

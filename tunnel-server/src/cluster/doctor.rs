@@ -20,9 +20,10 @@ use super::hosts;
 use super::nodes::{AliasOwners, AliasRules, FactMap, NodeObject, NodeSet, NodeStore};
 use super::objects::{HTTP_PORTS_KEY, HTTPS_PORTS_KEY, RECORDS_KEY, SERVICE_NAME_LABEL};
 use super::service::{self, ListenerPorts};
-use super::state::{ClusterState, Derived, LocalFacts};
+use super::state::{ClusterState, DerivedPorts, LocalFacts};
 use super::watches::Observed;
 use crate::config::{Config, KubernetesSettings, ObjectNames};
+use crate::dns::RecordSet;
 
 mod addons;
 mod control_plane;
@@ -203,7 +204,14 @@ impl ClusterObjects {
             listener_ports: listener_ports(config),
         };
         let has_agent = |node: &NodeName| settings.edge_by_agent && has_agent(node);
-        let derived = state.derive(&local_facts, has_agent);
+        let derived = state.ports(&local_facts);
+        let expected_records = state.records_tunnel().map(|tunnel| {
+            let nodes = state.nodes.iter();
+            let nodes: Vec<_> = nodes
+                .map(|node| node.record(has_agent(&node.name)))
+                .collect();
+            RecordSet::new(&nodes, tunnel)
+        });
         let port_lists = (self.ports_map.as_ref())
             .map(|map| map.as_ref().map(|map| port_lists(&derived, map)))
             .map_err(Clone::clone);
@@ -212,7 +220,7 @@ impl ClusterObjects {
             namespace: self.namespace,
             names: settings.names.clone(),
             clock_ahead: self.clock_ahead,
-            records: records(&derived, &set, &self.service, self.records_map),
+            records: records(expected_records, &set, &self.service, self.records_map),
             nodes: set.map(|set| reported(&set)),
             service_names: self.services.map(|services| service_names(&services)),
             service: (self.service).map(|found| found.map(|it| service_facts(&it, expected))),
@@ -244,7 +252,7 @@ fn observed<T: Clone>(object: &Fact<Option<T>>) -> Observed<Arc<T>> {
     }
 }
 
-fn node_set(objects: Vec<NodeObject>, settings: &KubernetesSettings) -> Arc<NodeSet> {
+fn node_set(objects: Vec<NodeObject>, settings: &KubernetesSettings) -> NodeSet {
     let aliases = AliasRules {
         patterns: settings.record_names.clone(),
         owners: AliasOwners::new(),
@@ -253,7 +261,7 @@ fn node_set(objects: Vec<NodeObject>, settings: &KubernetesSettings) -> Arc<Node
     let listed = objects.into_iter().map(Event::InitApply);
     let events = std::iter::once(Event::Init).chain(listed);
     store.apply(events.chain([Event::InitDone]).collect());
-    Arc::new(store.nodes())
+    store.nodes()
 }
 
 fn reported(set: &NodeSet) -> NodesFacts {
@@ -266,12 +274,12 @@ fn reported(set: &NodeSet) -> NodesFacts {
     });
     NodesFacts {
         nodes: nodes.collect(),
-        refused: set.refused().to_vec(),
+        refused: set.refused().collect(),
     }
 }
 
 /// Returns the ports that the Service should have. Without `derived` the extra ports are not known.
-fn expected_ports(config: &Config, derived: Option<&Derived>) -> BTreeMap<u16, u16> {
+fn expected_ports(config: &Config, derived: Option<&DerivedPorts>) -> BTreeMap<u16, u16> {
     let (http, https) = (config.listeners.http, config.listeners.https);
     let kubelet = [(KUBELET_HTTP, http), (KUBELET_HTTPS, https)];
     let mut expected: BTreeMap<u16, u16> = kubelet
@@ -328,16 +336,18 @@ fn service_names(services: &[Value]) -> Vec<String> {
 
 /// Returns the records, if all that they follow from could be read.
 fn records(
-    derived: &Derived,
-    nodes: &Fact<Arc<NodeSet>>,
+    expected: Option<RecordSet>,
+    nodes: &Fact<NodeSet>,
     service: &Fact<Option<Value>>,
     written: Fact<Option<ConfigMap>>,
 ) -> Fact<RecordsFacts> {
     nodes.as_ref().map_err(Clone::clone)?;
     service.as_ref().map_err(Clone::clone)?;
     let written = written?;
-    let records = derived.records.as_ref().ok_or(NO_RECORDS)?;
-    let expected = records.hosts_within(hosts::capacity(written.as_ref())).text;
+    let expected = expected
+        .ok_or(NO_RECORDS)?
+        .hosts_within(hosts::capacity(written.as_ref()))
+        .text;
     Ok(RecordsFacts {
         expected,
         written: written.and_then(|map| value_of(map, RECORDS_KEY)),
@@ -348,7 +358,7 @@ fn value_of(map: ConfigMap, key: &str) -> Option<String> {
     map.data?.remove(key)
 }
 
-fn port_lists(derived: &Derived, map: &ConfigMap) -> PortListsFacts {
+fn port_lists(derived: &DerivedPorts, map: &ConfigMap) -> PortListsFacts {
     let (http, https) = (&derived.policy.http, &derived.policy.https);
     let in_both = http.ports().filter(|port| https.contains(*port));
     PortListsFacts {

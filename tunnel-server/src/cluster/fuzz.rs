@@ -16,7 +16,7 @@ pub fn observe(json: &[u8]) -> Option<(Vec<RouteNode>, ClusterNetworks)> {
     events.extend(objects.into_iter().map(Event::InitApply));
     events.push(Event::InitDone);
     store.apply(events);
-    Some(derive(&mut store))
+    Some(derive(&store))
 }
 
 /// Returns what follows from a persisted state in JSON, or `None` if the bytes are no such state.
@@ -26,13 +26,19 @@ pub fn restore(json: &[u8]) -> Option<(Vec<RouteNode>, ClusterNetworks)> {
         owners: persisted.aliases,
         ..AliasRules::default()
     };
-    let mut store = NodeStore::new(EDGE_LABEL.into(), persisted.nodes, rules);
-    Some(derive(&mut store))
+    Some(derive(&NodeStore::new(
+        EDGE_LABEL.into(),
+        persisted.nodes,
+        rules,
+    )))
 }
 
-fn derive(store: &mut NodeStore) -> (Vec<RouteNode>, ClusterNetworks) {
+fn derive(store: &NodeStore) -> (Vec<RouteNode>, ClusterNetworks) {
     let nodes = store.nodes();
-    (nodes.routes(), nodes.ranges())
+    (
+        nodes.iter().map(|node| node.route()).collect(),
+        nodes.ranges(),
+    )
 }
 
 const EDGE_LABEL: &str = "openyurt.io/is-edge-worker";

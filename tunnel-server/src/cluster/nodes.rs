@@ -1,27 +1,36 @@
-//! The Nodes of the cluster: validated, and mapped to routes and records.
+//! The Nodes of the cluster: validated, and mapped to routes and records. A change of a Node costs
+//! the logarithm of their number.
+
+use std::collections::BTreeSet;
+use std::net::IpAddr;
+use std::sync::Arc;
 
 use kube::runtime::watcher::Event;
+use tunnel_proto::process::networks::Cidr;
 use tunnel_proto::wire::name::{NodeName, Port};
 
 use crate::config::{LabelKey, NodeLabel};
 use crate::dns::{Node as DnsNode, NodeLocation};
-use crate::egress::labeled_nodes::{LabeledNodes, NodesByLabel};
-use crate::routing::dial_policy::{ClusterNetworks, PodNetwork};
+use crate::egress::labeled_nodes::LabeledNodes;
+#[cfg(any(test, feature = "test-util"))]
+use crate::routing::dial_policy::ClusterNetworks;
 use crate::routing::routes::RouteNode;
+use crate::tables::{SharedMap, VersionedMap};
 
 mod aliases;
 mod claims;
 mod facts;
 
+use aliases::AliasClaim;
 pub(super) use aliases::{AliasOwners, AliasRules};
-use facts::{ClusterNode, NodeFacts};
-pub(super) use facts::{FactMap, NodeObject};
+use facts::NodeFacts;
+pub(super) use facts::{ClusterNode, FactMap, NodeObject};
 
 /// The Nodes as observed by list and watch.
 #[derive(Debug)]
 pub(super) struct NodeStore {
     edge_label: String,
-    facts: FactMap,
+    nodes: NodeSet,
     listing: FactMap,
     aliases: AliasRules,
     labeled_nodes: LabeledNodes,
@@ -29,15 +38,20 @@ pub(super) struct NodeStore {
 }
 
 impl NodeStore {
+    /// Creates the store with persisted facts.
     pub(super) fn new(edge_label: String, facts: FactMap, aliases: AliasRules) -> Self {
-        Self {
+        let mut store = Self {
             edge_label,
-            facts,
+            nodes: NodeSet::default(),
             listing: FactMap::new(),
             aliases,
             labeled_nodes: LabeledNodes::default(),
             labels: Vec::new(),
+        };
+        if !facts.is_empty() {
+            store.list(facts);
         }
+        store
     }
 
     /// Lets the facts say which Nodes have the labels of the cloud targets.
@@ -50,23 +64,27 @@ impl NodeStore {
 
     /// Lets the facts contain these labels of the Nodes.
     pub(super) fn with_labels(mut self, labels: Vec<LabelKey>) -> Self {
-        for facts in self.facts.values_mut() {
+        let mut persisted = self.nodes.facts();
+        for facts in persisted.values_mut() {
             facts.retain_labels(&labels);
         }
+        let retained = persisted
+            .into_iter()
+            .map(|(name, facts)| (name, Some(facts)));
+        self.nodes.apply(retained, &self.aliases);
         self.labels = labels;
         self
     }
 
-    /// Returns the validated nodes. An alias stays with the node that had it at the previous call.
-    pub(super) fn nodes(&mut self) -> NodeSet {
-        let nodes = NodeSet::new(&self.facts, &self.aliases);
-        self.aliases.owners = nodes.alias_owners();
-        nodes
+    /// Returns the validated nodes.
+    pub(super) fn nodes(&self) -> NodeSet {
+        self.nodes.clone()
     }
 
     /// Applies events. Returns whether the facts changed, and whether a list was completed.
     pub(super) fn apply(&mut self, events: Vec<Event<NodeObject>>) -> Applied {
         let mut applied = Applied::default();
+        let mut changes = Vec::new();
         for event in events {
             match event {
                 Event::Init => self.listing.clear(),
@@ -77,25 +95,37 @@ impl NodeStore {
                 }
                 Event::InitDone => {
                     applied.is_listed = true;
+                    let earlier = std::mem::take(&mut changes);
+                    applied.is_changed |= self.nodes.apply(earlier, &self.aliases);
                     let listed = std::mem::take(&mut self.listing);
-                    applied.is_changed |= listed != self.facts;
-                    self.facts = listed;
+                    applied.is_changed |= self.list(listed);
                 }
                 Event::Apply(node) => {
-                    if let Some((name, facts)) = self.prune(node)
-                        && self.facts.get(&name) != Some(&facts)
-                    {
-                        applied.is_changed = true;
-                        self.facts.insert(name, facts);
-                    }
+                    let pruned = self.prune(node);
+                    changes.extend(pruned.map(|(name, facts)| (name, Some(facts))));
                 }
                 Event::Delete(node) => {
                     let name = node.metadata.name.unwrap_or_default();
-                    applied.is_changed |= self.facts.remove(name.as_str()).is_some();
+                    changes.push((name.into(), None));
                 }
             }
         }
+        applied.is_changed |= self.nodes.apply(changes, &self.aliases);
         applied
+    }
+
+    /// Replaces all nodes. The persisted owners of aliases are for the first list alone.
+    fn list(&mut self, listed: FactMap) -> bool {
+        let removed: Vec<_> = self
+            .nodes
+            .objects()
+            .filter(|name| !listed.contains_key(name))
+            .collect();
+        let removed = removed.into_iter().map(|name| (name, None));
+        let listed = listed.into_iter().map(|(name, facts)| (name, Some(facts)));
+        let is_changed = self.nodes.apply(removed.chain(listed), &self.aliases);
+        self.aliases.owners.clear();
+        is_changed
     }
 
     fn prune(&self, mut node: NodeObject) -> Option<(Box<str>, NodeFacts)> {
@@ -115,68 +145,252 @@ pub(super) struct Applied {
     pub(super) is_listed: bool,
 }
 
-/// All Nodes with valid names, and the reasons why others are refused.
-#[derive(Debug, Default, PartialEq, Eq)]
+/// All Nodes with valid names, and the reasons why others are refused. Clones share structure, and
+/// [`NodeSet::changed_since`] says what has changed since an older clone.
+#[derive(Debug, Default, Clone)]
 pub(super) struct NodeSet {
-    nodes: Vec<ClusterNode>,
-    refused: Vec<String>,
+    nodes: VersionedMap<NodeName, Arc<ClusterNode>>,
+    /// Claims of host names that the nodes may have, by host name.
+    claims: SharedMap<NodeName, AliasClaim>,
+    /// Objects whose name or host name is refused.
+    refused: SharedMap<Box<str>, Refusal>,
+}
+
+/// Reason why an object, or its host name, is not used.
+#[derive(Debug, Clone, PartialEq, Eq)]
+enum Refusal {
+    Name(String),
+    Alias {
+        text: Box<str>,
+        reason: String,
+    },
+    /// Another node has the host name.
+    LostAlias,
 }
 
 impl NodeSet {
-    /// Keeps Nodes whose names are lower-case DNS subdomains (RFC 1123) and not reserved cluster
-    /// names. A hostname is an alias of at most one node.
-    pub(super) fn new(facts: &FactMap, aliases: &AliasRules) -> Self {
-        let mut set = Self::default();
-        for (name, facts) in facts {
-            let own = node_name(name).and_then(|own| {
-                // Otherwise two objects could map to one node.
-                let is_itself = own.as_str() == &**name;
-                is_itself
-                    .then_some(own)
-                    .ok_or_else(|| "not in lower case, or with a dot at the end".to_owned())
-            });
-            match own {
-                Ok(name) => set.nodes.push(ClusterNode {
-                    hostname: alias(&mut set.refused, facts, &name, aliases),
-                    name,
-                    facts: facts.clone(),
-                }),
-                Err(reason) => set.refused.push(format!("node {name:?}: {reason}")),
-            }
+    /// Replaces and removes the facts of Nodes. Keeps Nodes whose names are lower-case DNS
+    /// subdomains (RFC 1123) and not reserved cluster names. A hostname is an alias of at most one
+    /// node: the previous owner, or else the node whose object is the oldest. Returns whether
+    /// anything changed.
+    fn apply(
+        &mut self,
+        changes: impl IntoIterator<Item = (Box<str>, Option<NodeFacts>)>,
+        rules: &AliasRules,
+    ) -> bool {
+        let mut is_changed = false;
+        let mut contested = BTreeSet::new();
+        for (name, facts) in changes {
+            is_changed |= match (own_name(&name), facts) {
+                (Ok(own), Some(facts)) => self.replace(&own, facts, rules, &mut contested),
+                (Ok(own), None) => self.remove(&own, &mut contested),
+                (Err(reason), Some(_)) => self.refuse(name, Some(Refusal::Name(reason))),
+                (Err(_), None) => self.refuse(name, None),
+            };
         }
-        let refused = aliases::assign_aliases(&mut set.nodes, &aliases.owners);
-        set.refused.extend(refused);
-        set
+        for alias in contested {
+            self.assign(&alias, rules);
+        }
+        is_changed
     }
 
-    pub(super) fn refused(&self) -> &[String] {
-        &self.refused
+    fn replace(
+        &mut self,
+        own: &NodeName,
+        facts: NodeFacts,
+        rules: &AliasRules,
+        contested: &mut BTreeSet<NodeName>,
+    ) -> bool {
+        let before = self.nodes.get(own).cloned();
+        if before.as_ref().is_some_and(|before| before.facts == facts) {
+            return false;
+        }
+        let (claim, mut refusal) = match alias(&facts, own, rules) {
+            Ok(claim) => (claim, None),
+            Err(refusal) => (None, Some(refusal)),
+        };
+        match &before {
+            Some(before) => self.withdraw_claim(before, contested),
+            None => {
+                contested.insert(own.clone());
+            }
+        }
+        let before = before.as_ref();
+        let kept = before.and_then(|before| {
+            before
+                .hostname
+                .clone()
+                .filter(|kept| Some(kept) == claim.as_ref())
+        });
+        if let Some(claim) = &claim {
+            let mut claims = self.claims.get(claim).cloned().unwrap_or_default();
+            claims.add(facts.created, own);
+            self.claims.insert(claim.clone(), claims);
+            contested.insert(claim.clone());
+            if kept.is_none() {
+                refusal = Some(Refusal::LostAlias);
+            }
+        }
+        self.refuse(own.as_str().into(), refusal);
+        let node = ClusterNode {
+            name: own.clone(),
+            claim,
+            hostname: kept,
+            facts,
+        };
+        self.nodes.insert(own.clone(), Arc::new(node));
+        true
+    }
+
+    fn remove(&mut self, own: &NodeName, contested: &mut BTreeSet<NodeName>) -> bool {
+        let Some(before) = self.nodes.remove(own) else {
+            return false;
+        };
+        self.withdraw_claim(&before, contested);
+        contested.insert(own.clone());
+        self.refuse(own.as_str().into(), None);
+        true
+    }
+
+    fn withdraw_claim(&mut self, node: &ClusterNode, contested: &mut BTreeSet<NodeName>) {
+        let Some(alias) = &node.claim else { return };
+        if let Some(mut claims) = self.claims.get(alias).cloned() {
+            claims.remove(node.facts.created, &node.name);
+            self.claims.insert(alias.clone(), claims);
+        }
+        contested.insert(alias.clone());
+    }
+
+    /// Records why an object is refused, or that it is not. Returns whether that is new.
+    fn refuse(&mut self, object: Box<str>, refusal: Option<Refusal>) -> bool {
+        match refusal {
+            Some(refusal) => {
+                let before = self.refused.insert(object, refusal.clone());
+                before != Some(refusal)
+            }
+            None => self.refused.remove(&*object).is_some(),
+        }
+    }
+
+    /// Gives an alias to one of the nodes that claim it.
+    fn assign(&mut self, alias: &NodeName, rules: &AliasRules) {
+        let Some(mut claims) = self.claims.get(alias).cloned() else {
+            return;
+        };
+        let before = claims.owner.take();
+        if claims.is_empty() {
+            self.claims.remove(alias);
+            return;
+        }
+        let restored = || rules.owners.get(alias.as_str())?.parse().ok();
+        let previous = before.clone().or_else(restored);
+        let previous = previous.filter(|previous| self.claims_alias(previous, alias));
+        if self.nodes.get(alias).is_none() {
+            claims.owner = claims.owner_after(previous);
+        }
+        let owner = claims.owner.clone();
+        self.claims.insert(alias.clone(), claims);
+        if let Some(before) = before.filter(|before| Some(before) != owner.as_ref())
+            && self.claims_alias(&before, alias)
+        {
+            self.set_hostname(&before, None);
+            self.refuse(before.as_str().into(), Some(Refusal::LostAlias));
+        }
+        if let Some(owner) = owner {
+            self.set_hostname(&owner, Some(alias));
+            self.refuse(owner.as_str().into(), None);
+        }
+    }
+
+    fn claims_alias(&self, node: &NodeName, alias: &NodeName) -> bool {
+        let node = self.nodes.get(node);
+        node.is_some_and(|node| node.claim.as_ref() == Some(alias))
+    }
+
+    fn set_hostname(&mut self, node: &NodeName, hostname: Option<&NodeName>) {
+        let before = self.nodes.get(node);
+        let Some(before) = before.filter(|before| before.hostname.as_ref() != hostname) else {
+            return;
+        };
+        let changed = ClusterNode {
+            hostname: hostname.cloned(),
+            ..ClusterNode::clone(before)
+        };
+        self.nodes.insert(node.clone(), Arc::new(changed));
+    }
+
+    /// Returns the version of the last change of a node.
+    pub(super) fn version(&self) -> u64 {
+        self.nodes.version()
+    }
+
+    /// Returns the nodes that have changed since `version`, with `None` for those that are gone. If
+    /// that is not known any more, returns `None`: all nodes may have changed.
+    pub(super) fn changed_since(
+        &self,
+        version: u64,
+    ) -> Option<impl Iterator<Item = (&NodeName, Option<&ClusterNode>)>> {
+        let names = self.nodes.changed_since(version)?;
+        Some(names.map(|name| (name, self.nodes.get(name).map(AsRef::as_ref))))
+    }
+
+    pub(super) fn iter(&self) -> impl Iterator<Item = &ClusterNode> {
+        self.nodes.iter().map(|(_name, node)| &**node)
+    }
+
+    /// Returns the names of all objects, also of refused ones.
+    fn objects(&self) -> impl Iterator<Item = Box<str>> {
+        let named = self.iter().map(|node| node.name.as_str().into());
+        let refused = self
+            .refused
+            .iter()
+            .filter(|(_name, refusal)| matches!(refusal, Refusal::Name(_)));
+        named.chain(refused.map(|(name, _refusal)| name.clone()))
+    }
+
+    /// Returns the number of refused names and host names.
+    pub(super) fn refused_count(&self) -> usize {
+        self.refused.len()
+    }
+
+    /// Returns the reasons why names and host names are refused, by object.
+    pub(super) fn refused(&self) -> impl Iterator<Item = String> {
+        let refused = self.refused.iter();
+        refused.map(|(object, refusal)| match refusal {
+            Refusal::Name(reason) => format!("node {object:?}: {reason}"),
+            Refusal::Alias { text, reason } => {
+                format!("host name {text:?} of node {object}: {reason}")
+            }
+            Refusal::LostAlias => self.lost_alias(object),
+        })
+    }
+
+    fn lost_alias(&self, object: &str) -> String {
+        let node = object.parse().ok().and_then(|own| self.nodes.get(&own));
+        let Some(alias) = node.and_then(|node| node.claim.as_ref()) else {
+            return String::new();
+        };
+        let owner = self
+            .claims
+            .get(alias)
+            .and_then(|claim| claim.owner.as_ref());
+        let why = match owner {
+            _ if self.nodes.get(alias).is_some() => "it is another node's own name".to_owned(),
+            Some(owner) => format!("node {owner} had it first"),
+            None => "other nodes claim the same name, and their ages are unknown".to_owned(),
+        };
+        format!("host name {:?} of node {object}: {why}", alias.as_str())
     }
 
     pub(super) fn facts(&self) -> FactMap {
-        let nodes = self.nodes.iter();
+        let nodes = self.iter();
         nodes
             .map(|node| (node.name.as_str().into(), node.facts.clone()))
             .collect()
     }
 
-    /// Returns every node with all its addresses, for routing.
-    pub(super) fn routes(&self) -> Vec<RouteNode> {
-        let nodes = self.nodes.iter();
-        nodes
-            .map(|node| RouteNode {
-                name: node.name.clone(),
-                hostname: node.hostname.clone(),
-                addresses: [&*node.facts.internal, &*node.facts.external].concat(),
-                kubelet_port: node.facts.kubelet_port.and_then(Port::new),
-                is_edge: node.facts.is_edge,
-                labels: node.facts.labels.clone(),
-            })
-            .collect()
-    }
-
     pub(super) fn alias_owners(&self) -> AliasOwners {
-        let nodes = self.nodes.iter();
+        let nodes = self.iter();
         nodes
             .filter_map(|node| {
                 let alias = node.hostname.as_ref()?;
@@ -185,54 +399,76 @@ impl NodeSet {
             .collect()
     }
 
-    /// Returns the cloud nodes with their addresses, and all Pod networks that pass validation.
+    /// Returns what the nodes contribute to the networks of direct dials.
+    #[cfg(any(test, feature = "test-util"))]
     pub(super) fn ranges(&self) -> ClusterNetworks {
-        let pods = self.nodes.iter().flat_map(|node| {
-            let networks = node.facts.networks();
-            networks
-                .filter(|network| network.check_claimed().is_ok())
-                .map(|network| PodNetwork {
-                    network,
-                    node: node.name.clone(),
-                })
-        });
-        let cloud = self.nodes.iter().filter(|node| !node.facts.is_edge);
-        ClusterNetworks {
-            pods: pods.collect(),
-            cloud_nodes: cloud
-                .map(|node| (node.name.clone(), node.facts.addresses().collect()))
-                .collect(),
-            ..ClusterNetworks::default()
+        let mut networks = ClusterNetworks::default();
+        for node in self.iter() {
+            networks.set_node(&node.name, node.pod_networks(), node.cloud_addresses());
+        }
+        networks
+    }
+}
+
+impl ClusterNode {
+    /// Returns the node with all its addresses, for routing.
+    pub(super) fn route(&self) -> RouteNode {
+        RouteNode {
+            name: self.name.clone(),
+            hostname: self.hostname.clone(),
+            addresses: [&*self.facts.internal, &*self.facts.external].concat(),
+            kubelet_port: self.facts.kubelet_port.and_then(Port::new),
+            is_edge: self.facts.is_edge,
+            labels: self.facts.labels.clone(),
         }
     }
 
-    /// Returns the nodes that have each of the labels.
-    pub(super) fn by_label(&self, labels: &[NodeLabel]) -> NodesByLabel {
-        let labels = labels.iter().map(|label| {
-            let nodes = self.nodes.iter();
-            let nodes = nodes.filter(|node| node.facts.has_cloud_label(label));
-            (label.clone(), nodes.map(|node| node.name.clone()).collect())
-        });
-        labels.collect()
+    pub(super) fn has_cloud_label(&self, label: &NodeLabel) -> bool {
+        self.facts.has_cloud_label(label)
     }
 
-    /// Returns every node as seen by the records. `has_agent` marks a node without the label as an
-    /// edge node.
-    pub(super) fn records(&self, has_agent: impl Fn(&NodeName) -> bool) -> Vec<DnsNode> {
-        let nodes = self.nodes.iter();
-        nodes
-            .map(|node| DnsNode {
-                name: node.name.clone(),
-                hostname: node.hostname.clone(),
-                location: if node.facts.is_edge || has_agent(&node.name) {
-                    NodeLocation::Edge
-                } else if node.facts.internal.is_empty() {
-                    NodeLocation::Cloud(node.facts.external.clone())
-                } else {
-                    NodeLocation::Cloud(node.facts.internal.clone())
-                },
-            })
+    /// Returns the networks of Pods that pass validation.
+    pub(super) fn pod_networks(&self) -> Vec<Cidr> {
+        let networks = self.facts.networks();
+        networks
+            .filter(|network| network.check_claimed().is_ok())
             .collect()
+    }
+
+    /// Returns the addresses of a node in the cloud.
+    pub(super) fn cloud_addresses(&self) -> Option<Vec<IpAddr>> {
+        (!self.facts.is_edge).then(|| self.facts.addresses().collect())
+    }
+
+    pub(super) fn is_edge(&self) -> bool {
+        self.facts.is_edge
+    }
+
+    /// Returns the node as seen by the records. `has_agent` makes a node without the label an edge
+    /// node.
+    pub(super) fn record(&self, has_agent: bool) -> DnsNode {
+        DnsNode {
+            name: self.name.clone(),
+            hostname: self.hostname.clone(),
+            location: if self.facts.is_edge || has_agent {
+                NodeLocation::Edge
+            } else if self.facts.internal.is_empty() {
+                NodeLocation::Cloud(self.facts.external.clone())
+            } else {
+                NodeLocation::Cloud(self.facts.internal.clone())
+            },
+        }
+    }
+}
+
+/// Returns the name of a node. Only an object with exactly this name is the node, since otherwise two
+/// objects could be one node.
+fn own_name(object: &str) -> Result<NodeName, String> {
+    let own = node_name(object)?;
+    if own.as_str() == object {
+        Ok(own)
+    } else {
+        Err("not in lower case, or with a dot at the end".to_owned())
     }
 }
 
@@ -247,21 +483,22 @@ fn node_name(text: &str) -> Result<NodeName, String> {
 /// Returns the Hostname address of a node if it differs from the node name and is allowed as an
 /// alias.
 fn alias(
-    refused: &mut Vec<String>,
     facts: &NodeFacts,
     own: &NodeName,
     aliases: &AliasRules,
-) -> Option<NodeName> {
-    let text = facts.hostname.as_deref()?;
+) -> Result<Option<NodeName>, Refusal> {
+    let Some(text) = facts.hostname.as_deref() else {
+        return Ok(None);
+    };
     let checked = node_name(text)
         .and_then(|alias| alias.for_dns().map_err(|error| error.to_string()))
         .and_then(|alias| aliases.check(alias, own));
     match checked {
-        Ok(alias) => Some(alias).filter(|alias| alias != own),
-        Err(reason) => {
-            refused.push(format!("host name {text:?} of node {own}: {reason}"));
-            None
-        }
+        Ok(alias) => Ok(Some(alias).filter(|alias| alias != own)),
+        Err(reason) => Err(Refusal::Alias {
+            text: text.into(),
+            reason,
+        }),
     }
 }
 

@@ -10,7 +10,7 @@ use serde::{Deserialize, Serialize};
 use serde_json::Value;
 use tunnel_proto::process::networks::Cidr;
 use tunnel_proto::process::settings::PortSet;
-use tunnel_proto::wire::name::{NodeName, Port};
+use tunnel_proto::wire::name::Port;
 
 use super::nodes::{AliasOwners, FactMap, NodeSet};
 use super::objects::{HTTP_PORTS_KEY, HTTPS_PORTS_KEY, LOCALHOST_PORTS_KEY, PORT_PAIRS_KEY};
@@ -37,7 +37,7 @@ pub(super) struct PersistedState {
 #[derive(Debug, Clone, Default)]
 pub(super) struct ClusterState {
     /// Nodes as observed, or as persisted before the first list.
-    pub(super) nodes: Arc<NodeSet>,
+    pub(super) nodes: NodeSet,
     /// Whether a list of Nodes was received.
     pub(super) is_listed: bool,
     pub(super) service: Observed<Arc<Value>>,
@@ -55,17 +55,16 @@ pub(super) struct LocalFacts {
     pub(super) listener_ports: ListenerPorts,
 }
 
-/// State of this server that follows from the cluster state.
+/// The ports that follow from the cluster state.
 #[derive(Debug)]
-pub(super) struct Derived {
-    pub(super) records: Option<RecordSet>,
+pub(super) struct DerivedPorts {
     pub(super) policy: PortPolicy,
     /// Ignored entries of the ports ConfigMap.
     pub(super) mistakes: Vec<String>,
 }
 
 /// State that the leader should write to the cluster.
-#[derive(Debug, Clone, Default, PartialEq, Eq)]
+#[derive(Debug, Clone, Default)]
 pub(super) struct DesiredState {
     /// The records, if all their inputs were observed.
     pub(super) records: Option<Arc<RecordSet>>,
@@ -73,11 +72,23 @@ pub(super) struct DesiredState {
     pub(super) ports: Option<BTreeMap<Port, u16>>,
 }
 
+impl DesiredState {
+    /// Returns whether this is the same state. Equal records that were built twice are others.
+    pub(super) fn is_same(&self, other: &Self) -> bool {
+        let records = match (&self.records, &other.records) {
+            (Some(own), Some(other)) => Arc::ptr_eq(own, other),
+            (None, None) => true,
+            (Some(_), None) | (None, Some(_)) => false,
+        };
+        records && self.ports == other.ports
+    }
+}
+
 impl ClusterState {
     /// Creates the state before the first observation. `nodes` are the persisted nodes.
     pub(super) fn persisted(persisted: PersistedState, nodes: NodeSet) -> Self {
         Self {
-            nodes: Arc::new(nodes),
+            nodes,
             persisted: Arc::new(persisted),
             ..Self::default()
         }
@@ -100,13 +111,7 @@ impl ClusterState {
         }
     }
 
-    /// Derives the state of this server. Without an address of the Service no records are derived,
-    /// so the existing records stay.
-    pub(super) fn derive(
-        &self,
-        local_facts: &LocalFacts,
-        has_agent: impl Fn(&NodeName) -> bool,
-    ) -> Derived {
+    pub(super) fn ports(&self, local_facts: &LocalFacts) -> DerivedPorts {
         let (http_port, own_ports) = (local_facts.listener_ports.http, &local_facts.policy.own);
         let parsed = self
             .port_lists()
@@ -115,15 +120,15 @@ impl ClusterState {
             || (local_facts.policy.clone(), Vec::new()),
             |parsed| (parsed.policy, parsed.mistakes),
         );
+        DerivedPorts { policy, mistakes }
+    }
+
+    /// Returns the addresses of the tunnel for the records. Without an address of the Service, and
+    /// before a list of Nodes, there are none, and the existing records stay.
+    pub(super) fn records_tunnel(&self) -> Option<Addresses> {
         let tunnel = self.tunnel();
-        let can_build_records = !tunnel.is_empty() && (self.is_listed || self.persisted.is_listed);
-        let records = can_build_records
-            .then(|| RecordSet::new(&self.nodes.records(has_agent), Addresses::first_of(tunnel)));
-        Derived {
-            records,
-            policy,
-            mistakes,
-        }
+        let has_records = !tunnel.is_empty() && (self.is_listed || self.persisted.is_listed);
+        has_records.then(|| Addresses::first_of(tunnel))
     }
 
     /// Returns whether the records and the ports follow from observed state rather than from

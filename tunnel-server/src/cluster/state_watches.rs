@@ -2,7 +2,6 @@
 //! ConfigMap of the ports.
 
 use std::fmt::Debug;
-use std::sync::Arc;
 use std::time::Duration;
 
 use k8s_openapi::api::core::v1::ConfigMap;
@@ -118,7 +117,7 @@ impl NodesFollower {
             }
             state.send_if_modified(|state| {
                 if applied.is_changed {
-                    state.nodes = Arc::new(nodes.nodes());
+                    state.nodes = nodes.nodes();
                 }
                 let is_first_list = applied.is_listed && !state.is_listed;
                 state.is_listed |= applied.is_listed;

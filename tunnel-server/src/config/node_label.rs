@@ -6,7 +6,7 @@ use std::str::FromStr;
 use super::label_key::{LabelKey, is_label_value};
 
 /// A label of a Node with its value, `KEY=VALUE`.
-#[derive(Debug, Clone, PartialEq, Eq, Hash)]
+#[derive(Debug, Clone, PartialEq, Eq, PartialOrd, Ord)]
 pub struct NodeLabel(Box<str>);
 
 impl NodeLabel {

@@ -136,11 +136,9 @@ fn is_loopback_host(host: &str) -> bool {
 
 #[cfg(test)]
 mod tests {
-    use std::collections::HashSet;
 
     use super::*;
     use crate::config::NodeLabel;
-    use crate::egress::labeled_nodes::NodesByLabel;
 
     fn target(name: &str, nodes: Option<&[&str]>) -> CloudTargetSettings {
         CloudTargetSettings {
@@ -206,11 +204,14 @@ mod tests {
         assert_eq!(code("worker-1"), Err(RefusalCode::Policy));
         // The agent may ask again when its Node has the label.
         assert!(targets.has_target(&"worker-1".parse().unwrap()));
-        let nodes = HashSet::from(["worker-1".parse().unwrap()]);
-        labeled_nodes.replace(NodesByLabel::from([(label, nodes)]));
+        let node = "worker-1".parse().unwrap();
+        labeled_nodes.update(false, [(&node, vec![&label])]);
         assert_eq!(code("worker-1"), Ok(()));
         assert_eq!(code("worker-2"), Err(RefusalCode::Policy));
-        labeled_nodes.replace(NodesByLabel::default());
+        labeled_nodes.update(false, [(&node, Vec::new())]);
+        assert_eq!(code("worker-1"), Err(RefusalCode::Policy));
+        labeled_nodes.update(false, [(&node, vec![&label])]);
+        labeled_nodes.update(true, []);
         assert_eq!(code("worker-1"), Err(RefusalCode::Policy));
     }
 

@@ -1,16 +1,17 @@
 //! Nodes with the labels that targets of the cloud name. The controllers of the cluster follow the
 //! Node objects and replace the shared map.
 
-use std::collections::{HashMap, HashSet};
+use std::collections::{BTreeMap, BTreeSet};
 use std::sync::Arc;
 
 use arc_swap::ArcSwap;
 use tunnel_proto::wire::name::NodeName;
 
 use crate::config::{CloudNodes, CloudTargetSettings, NodeLabel};
+use crate::tables::SharedSet;
 
 /// The nodes with each label.
-pub type NodesByLabel = HashMap<NodeLabel, HashSet<NodeName>>;
+type NodesByLabel = BTreeMap<NodeLabel, SharedSet<NodeName>>;
 
 /// The labels of the settings, and the nodes that have them. Clones share the map of nodes.
 #[derive(Debug, Clone, Default)]
@@ -27,7 +28,7 @@ impl LabeledNodes {
             CloudNodes::Labeled(label) => Some(label.clone()),
             CloudNodes::All | CloudNodes::Named(_) => None,
         });
-        let labels: HashSet<NodeLabel> = labels.collect();
+        let labels: BTreeSet<NodeLabel> = labels.collect();
         Self {
             labels: labels.into_iter().collect(),
             nodes: Arc::default(),
@@ -40,13 +41,37 @@ impl LabeledNodes {
         &self.labels
     }
 
-    /// Replaces the nodes of all labels.
-    pub fn replace(&self, nodes: NodesByLabel) {
-        self.nodes.store(Arc::new(nodes));
+    /// Applies which of the labels these nodes have. With `are_all`, other nodes have none.
+    pub fn update<'a>(
+        &self,
+        are_all: bool,
+        nodes: impl IntoIterator<Item = (&'a NodeName, Vec<&'a NodeLabel>)>,
+    ) {
+        if self.labels.is_empty() {
+            return;
+        }
+        let mut by_label = if are_all {
+            NodesByLabel::new()
+        } else {
+            NodesByLabel::clone(&self.nodes.load())
+        };
+        for (node, own) in nodes {
+            for label in self.labels.iter() {
+                let nodes = by_label.entry(label.clone()).or_default();
+                if own.contains(&label) {
+                    nodes.insert(node.clone(), ());
+                } else {
+                    nodes.remove(node);
+                }
+            }
+        }
+        self.nodes.store(Arc::new(by_label));
     }
 
     pub(super) fn has_label(&self, node: &NodeName, label: &NodeLabel) -> bool {
         let nodes = self.nodes.load();
-        nodes.get(label).is_some_and(|nodes| nodes.contains(node))
+        nodes
+            .get(label)
+            .is_some_and(|nodes| nodes.contains_key(node))
     }
 }

@@ -6,7 +6,6 @@
 //! conflicting claims. An address that a node behind an agent claims is reached only through that
 //! agent, even if a name resolves to the address.
 
-use std::collections::BTreeMap;
 use std::net::{IpAddr, SocketAddr};
 use std::ops::RangeInclusive;
 use std::str::FromStr;
@@ -20,6 +19,7 @@ use tunnel_proto::wire::name::{NodeName, Port};
 use crate::ingress::error::ProxyError;
 use crate::ingress::outcome::Outcome;
 use crate::routing::routes::{RouteError, RouteTable};
+use crate::tables::SharedMap;
 
 /// One entry of `--connect-direct`: a network, and its ports if the entry does not allow all ports.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -34,10 +34,10 @@ pub struct DirectTarget {
 pub struct ClusterNetworks {
     /// The networks of the cluster's Services.
     pub services: Vec<Cidr>,
-    /// Networks of Pods, on all nodes.
-    pub pods: Vec<PodNetwork>,
+    /// Networks of Pods, by node.
+    pub pods: SharedMap<NodeName, Vec<Cidr>>,
     /// Nodes in the cloud and their addresses. The server reaches all other nodes through agents.
-    pub cloud_nodes: BTreeMap<NodeName, Vec<IpAddr>>,
+    pub cloud_nodes: SharedMap<NodeName, Vec<IpAddr>>,
     /// Addresses of the server's own Service.
     pub own: Vec<IpAddr>,
 }
@@ -47,13 +47,6 @@ impl ClusterNetworks {
     pub(crate) fn is_empty(&self) -> bool {
         *self == Self::default()
     }
-}
-
-/// A network of Pods, from a Node object.
-#[derive(Debug, Clone, PartialEq, Eq)]
-pub struct PodNetwork {
-    pub network: Cidr,
-    pub node: NodeName,
 }
 
 /// The owner of an address, for connections that the server dials.
@@ -144,6 +137,24 @@ impl DialRefusal {
 }
 
 impl ClusterNetworks {
+    /// Replaces what a Node object says. `cloud_addresses` are those of a node in the cloud.
+    pub(crate) fn set_node(
+        &mut self,
+        node: &NodeName,
+        pods: Vec<Cidr>,
+        cloud_addresses: Option<Vec<IpAddr>>,
+    ) {
+        if pods.is_empty() {
+            self.pods.remove(node);
+        } else {
+            self.pods.insert(node.clone(), pods);
+        }
+        match cloud_addresses {
+            Some(addresses) => self.cloud_nodes.insert(node.clone(), addresses),
+            None => self.cloud_nodes.remove(node),
+        };
+    }
+
     #[must_use]
     pub fn cloud_node(&self, node: &NodeName) -> Option<&[IpAddr]> {
         self.cloud_nodes.get(node).map(Vec::as_slice)
@@ -172,9 +183,11 @@ impl ClusterNetworks {
             Ok(node) => AddressOwner::Agent(node),
             Err(RouteError::UnknownAddress(_)) if is_service => AddressOwner::Network,
             Err(RouteError::UnknownAddress(_)) => {
-                let mut around = self.pods.iter().filter(|pods| pods.network.contains(ip));
-                let is_in_cloud = around.clone().any(|pods| is_direct(&pods.node));
-                if is_in_cloud && around.all(|pods| is_direct(&pods.node)) {
+                let contains =
+                    |networks: &[Cidr]| networks.iter().any(|network| network.contains(ip));
+                let around = self.pods.iter().filter(|(_node, pods)| contains(pods));
+                let mut around = around.map(|(node, _pods)| node).peekable();
+                if around.peek().is_some() && around.all(is_direct) {
                     AddressOwner::Network
                 } else {
                     AddressOwner::Unknown

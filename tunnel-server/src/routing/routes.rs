@@ -1,5 +1,6 @@
-//! Route table: maps names and addresses to nodes. The table is immutable and is replaced as a
-//! whole, so that a lookup takes no lock.
+//! Route table: maps names and addresses to nodes. The table is immutable and is replaced, so that a
+//! lookup takes no lock. Successive tables share structure: a change of a node costs the logarithm of
+//! their number.
 //!
 //! The table contains desired state only. The registry knows which agents are connected. A node is
 //! in the table because of a token, a certificate or a Node object. An address is in the table because
@@ -7,7 +8,7 @@
 //! the table is that of a node while another server holds a node of this name: what another server
 //! says adds names, and changes no entry.
 
-use std::collections::{BTreeMap, BTreeSet, HashMap};
+use std::collections::{BTreeMap, BTreeSet};
 use std::fmt;
 use std::net::IpAddr;
 use std::sync::Arc;
@@ -17,6 +18,7 @@ use parking_lot::Mutex;
 use tunnel_proto::wire::name::{NodeName, Port};
 
 use crate::routing::destination::RequestedPort;
+use crate::tables::{SharedMap, SharedSet};
 
 /// Returns whether another server holds a node.
 pub type IsHeldElsewhere = Arc<dyn Fn(&NodeName) -> bool + Send + Sync>;
@@ -42,15 +44,24 @@ impl fmt::Debug for HeldElsewhere {
 /// An immutable table of known names and addresses.
 #[derive(Debug, Default, Clone, PartialEq, Eq)]
 pub struct RouteTable {
-    names: BTreeSet<NodeName>,
-    /// Host names that differ from the nodes' names. A host name that equals the name of any node
-    /// is left out.
-    hostnames: HashMap<NodeName, Vec<NodeName>>,
-    addresses: HashMap<IpAddr, Vec<NodeName>>,
-    kubelet_ports: HashMap<NodeName, Port>,
-    /// Whether a node is named like an IPv4 address.
-    has_address_names: bool,
+    nodes: SharedMap<NodeName, NodeSources>,
+    /// The nodes with each host name. The name of a node comes before equal host names.
+    hostnames: Owners<NodeName>,
+    addresses: Owners<IpAddr>,
+    /// Number of nodes that are named like an IPv4 address.
+    address_names: usize,
     held_elsewhere: HeldElsewhere,
+}
+
+/// A node, according to each of the sources.
+type NodeSources = [Option<Arc<RouteNode>>; SOURCES];
+
+/// The nodes with each host name or address.
+#[derive(Debug, Clone, PartialEq, Eq)]
+struct Owners<K: Ord> {
+    nodes: SharedMap<K, SharedSet<NodeName>>,
+    /// Number of keys that several nodes have.
+    conflicts: usize,
 }
 
 /// Reason why a name or an address has no route.
@@ -60,14 +71,23 @@ pub enum RouteError {
     #[error("no node has the name {0}; 'tunnel-server nodes' lists the known nodes")]
     UnknownName(NodeName),
     /// Several nodes report this host name.
-    #[error("{} is the host name of {}; address the node by its own name", .0, join(.1))]
-    AmbiguousName(NodeName, Vec<NodeName>),
+    #[error("{} is the host name of {}; address the node by its own name", .0, .1)]
+    AmbiguousName(NodeName, SeveralNodes),
     /// No known node has this address.
     #[error("no known node has the address {0}; address the node by name")]
     UnknownAddress(IpAddr),
     /// Several nodes have this address, connected or not. A guess could reach the wrong machine.
-    #[error("{} is the address of {}; address the node by name", .0, join(.1))]
-    AmbiguousAddress(IpAddr, Vec<NodeName>),
+    #[error("{} is the address of {}; address the node by name", .0, .1)]
+    AmbiguousAddress(IpAddr, SeveralNodes),
+}
+
+/// Several nodes, of which a message names the first ones.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct SeveralNodes {
+    /// The first nodes, in the order of their names.
+    pub first: Vec<NodeName>,
+    /// Number of further nodes.
+    pub more: usize,
 }
 
 /// Labels of a Node, by key.
@@ -102,52 +122,57 @@ impl RouteTable {
         Self::merge(&nodes.collect::<Vec<_>>())
     }
 
-    /// Creates a table from the nodes of several sources. A node that occurs several times has the
-    /// addresses and host names of all its entries.
+    /// Creates a table from the nodes of one source. Of several nodes with one name, the last counts.
     pub fn merge<'a>(nodes: impl IntoIterator<Item = &'a RouteNode>) -> Self {
-        let mut names = BTreeSet::new();
-        let mut hostnames: HashMap<NodeName, BTreeSet<NodeName>> = HashMap::new();
-        let mut owners: HashMap<IpAddr, BTreeSet<NodeName>> = HashMap::new();
-        let mut kubelet_ports = HashMap::new();
+        let mut table = Self::default();
         for node in nodes {
-            names.insert(node.name.clone());
-            if let Some(hostname) = node.hostname.as_ref().filter(|name| !is_address(name)) {
-                let claims = hostnames.entry(hostname.clone()).or_default();
-                claims.insert(node.name.clone());
-            }
-            if let Some(port) = node.kubelet_port {
-                kubelet_ports.insert(node.name.clone(), port);
-            }
-            for address in &node.addresses {
-                let owners = owners.entry(address.to_canonical()).or_default();
-                owners.insert(node.name.clone());
-            }
+            table.replace(RouteSource::Cluster, &node.name, Some(node.clone()));
         }
-        hostnames.retain(|hostname, _| !names.contains(hostname));
-        let has_address_names = names.iter().any(is_address);
-        Self {
-            names,
-            hostnames: listed(hostnames),
-            addresses: listed(owners),
-            kubelet_ports,
-            has_address_names,
-            held_elsewhere: HeldElsewhere::default(),
+        table
+    }
+
+    /// Replaces what a source says about a node. The node has the addresses and host names of all
+    /// its sources.
+    fn replace(&mut self, source: RouteSource, name: &NodeName, node: Option<RouteNode>) {
+        let before = self.nodes.get(name).cloned().unwrap_or_default();
+        let own = &before[source as usize];
+        if own.as_deref() == node.as_ref() {
+            return;
         }
+        let mut after = before.clone();
+        after[source as usize] = node.map(Arc::new);
+        let (old_hostnames, hostnames) = (hostnames(&before), hostnames(&after));
+        self.hostnames.replace(name, &old_hostnames, &hostnames);
+        let (old_addresses, addresses) = (addresses(&before), addresses(&after));
+        self.addresses.replace(name, &old_addresses, &addresses);
+        let was_known = before.iter().any(Option::is_some);
+        let is_known = after.iter().any(Option::is_some);
+        if is_address(name) {
+            self.address_names += usize::from(is_known);
+            self.address_names -= usize::from(was_known);
+        }
+        if is_known {
+            self.nodes.insert(name.clone(), after);
+        } else {
+            self.nodes.remove(name);
+        }
+    }
+
+    /// Returns the nodes of a source, in the order of their names.
+    fn of(&self, source: RouteSource) -> impl Iterator<Item = &Arc<RouteNode>> {
+        let nodes = self.nodes.iter();
+        nodes.filter_map(move |(_name, sources)| sources[source as usize].as_ref())
     }
 
     /// Returns the number of known nodes.
     #[must_use]
     pub fn len(&self) -> usize {
-        self.names.len()
+        self.nodes.len()
     }
 
     #[must_use]
     pub fn is_empty(&self) -> bool {
-        self.names.is_empty()
-    }
-
-    pub fn names(&self) -> impl Iterator<Item = &NodeName> {
-        self.names.iter()
+        self.nodes.is_empty()
     }
 
     /// Returns whether [`RouteTable::by_name`] finds a node for this name.
@@ -181,26 +206,27 @@ impl RouteTable {
     /// # Errors
     /// As [`RouteTable::by_name`].
     pub fn known_by_name(&self, name: &NodeName) -> Result<NodeName, RouteError> {
-        if let Some(own) = self.names.get(name) {
+        if let Some(own) = self.nodes.get_key(name) {
             return Ok(own.clone());
         }
-        match self.hostnames.get(name).map(Vec::as_slice) {
-            None | Some([]) => Err(RouteError::UnknownName(name.clone())),
-            Some([node]) => Ok(node.clone()),
-            Some(several) => Err(RouteError::AmbiguousName(name.clone(), several.to_vec())),
+        match self.hostnames.of(name) {
+            Ok(Some(node)) => Ok(node),
+            Ok(None) => Err(RouteError::UnknownName(name.clone())),
+            Err(several) => Err(RouteError::AmbiguousName(name.clone(), several)),
         }
     }
 
     /// Returns whether a node has this name. Host names do not count.
     #[must_use]
     pub fn is_node(&self, name: &NodeName) -> bool {
-        self.names.contains(name) || self.is_held_elsewhere(name)
+        self.nodes.contains_key(name) || self.is_held_elsewhere(name)
     }
 
     /// Returns the port of a node's kubelet: the port in its Node object, or else 10250.
     #[must_use]
     pub fn kubelet_port(&self, node: &NodeName) -> Option<Port> {
-        let port = self.kubelet_ports.get(node).copied();
+        let mut sources = self.nodes.get(node).into_iter().flatten().flatten().rev();
+        let port = sources.find_map(|node| node.kubelet_port);
         port.or_else(|| Port::new(KUBELET_PORT))
     }
 
@@ -238,33 +264,106 @@ impl RouteTable {
         if let Some(named) = self.named_like(address.to_canonical()) {
             return Ok(named);
         }
-        match self
-            .addresses
-            .get(&address.to_canonical())
-            .map(Vec::as_slice)
-        {
-            None | Some([]) => Err(RouteError::UnknownAddress(address)),
-            Some([node]) => Ok(node.clone()),
-            Some(several) => Err(RouteError::AmbiguousAddress(address, several.to_vec())),
+        match self.addresses.of(&address.to_canonical()) {
+            Ok(Some(node)) => Ok(node),
+            Ok(None) => Err(RouteError::UnknownAddress(address)),
+            Err(several) => Err(RouteError::AmbiguousAddress(address, several)),
         }
     }
 
     /// Returns the node whose own name is an address. Host names do not count: kubelets write them.
     fn named_like(&self, address: IpAddr) -> Option<NodeName> {
-        if !self.has_address_names {
+        if self.address_names == 0 {
             return None;
         }
-        self.names.get(&name_like(address)?).cloned()
+        self.nodes.get_key(&name_like(address)?).cloned()
     }
 
-    /// Returns the addresses that several nodes share.
+    /// Returns the number of addresses that several nodes share.
     #[must_use]
-    pub fn conflicts(&self) -> BTreeMap<IpAddr, &[NodeName]> {
-        let shared = self.addresses.iter().filter(|(_, nodes)| nodes.len() > 1);
-        shared
-            .map(|(address, nodes)| (*address, nodes.as_slice()))
-            .collect()
+    pub fn conflicts(&self) -> usize {
+        self.addresses.conflicts
     }
+}
+
+impl<K: Ord> Default for Owners<K> {
+    fn default() -> Self {
+        Self {
+            nodes: SharedMap::default(),
+            conflicts: 0,
+        }
+    }
+}
+
+impl<K: Ord + Clone> Owners<K> {
+    /// Returns the only node with this key, or an error with several.
+    fn of(&self, key: &K) -> Result<Option<NodeName>, SeveralNodes> {
+        let Some(nodes) = self.nodes.get(key) else {
+            return Ok(None);
+        };
+        match nodes.first() {
+            Some((alone, ())) if nodes.len() == 1 => Ok(Some(alone.clone())),
+            Some(_) | None => Err(SeveralNodes::of(nodes)),
+        }
+    }
+
+    /// Replaces the keys of a node.
+    fn replace(&mut self, node: &NodeName, before: &BTreeSet<K>, after: &BTreeSet<K>) {
+        for key in before.difference(after) {
+            let Some(mut nodes) = self.nodes.get(key).cloned() else {
+                continue;
+            };
+            nodes.remove(node);
+            self.conflicts -= usize::from(nodes.len() == 1);
+            if nodes.is_empty() {
+                self.nodes.remove(key);
+            } else {
+                self.nodes.insert(key.clone(), nodes);
+            }
+        }
+        for key in after.difference(before) {
+            let mut nodes = self.nodes.get(key).cloned().unwrap_or_default();
+            nodes.insert(node.clone(), ());
+            self.conflicts += usize::from(nodes.len() == 2);
+            self.nodes.insert(key.clone(), nodes);
+        }
+    }
+}
+
+impl SeveralNodes {
+    fn of(nodes: &SharedSet<NodeName>) -> Self {
+        let first: Vec<_> = nodes.keys().take(NAMES_SHOWN_MAX).cloned().collect();
+        Self {
+            more: nodes.len() - first.len(),
+            first,
+        }
+    }
+}
+
+impl fmt::Display for SeveralNodes {
+    fn fmt(&self, formatter: &mut fmt::Formatter<'_>) -> fmt::Result {
+        for (index, name) in self.first.iter().enumerate() {
+            let comma = if index == 0 { "" } else { ", " };
+            write!(formatter, "{comma}{name}")?;
+        }
+        match self.more {
+            0 => Ok(()),
+            more => write!(formatter, " and {more} more"),
+        }
+    }
+}
+
+fn hostnames(sources: &NodeSources) -> BTreeSet<NodeName> {
+    let hostnames = sources
+        .iter()
+        .flatten()
+        .filter_map(|node| node.hostname.clone());
+    hostnames.filter(|name| !is_address(name)).collect()
+}
+
+fn addresses(sources: &NodeSources) -> BTreeSet<IpAddr> {
+    let addresses = sources.iter().flatten().flat_map(|node| &node.addresses);
+    addresses.map(IpAddr::to_canonical).collect()
 }
 
 /// Returns the name of a node that is named like an address. No name has the form of an IPv6 address.
@@ -279,23 +378,6 @@ fn is_address(name: &NodeName) -> bool {
     name.as_str().parse::<IpAddr>().is_ok()
 }
 
-fn join(nodes: &[NodeName]) -> String {
-    nodes
-        .iter()
-        .map(NodeName::as_str)
-        .collect::<Vec<_>>()
-        .join(", ")
-}
-
-fn listed<K: std::hash::Hash + Eq>(
-    owners: HashMap<K, BTreeSet<NodeName>>,
-) -> HashMap<K, Vec<NodeName>> {
-    let owners = owners.into_iter();
-    owners
-        .map(|(key, nodes)| (key, nodes.into_iter().collect()))
-        .collect()
-}
-
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
 pub enum RouteSource {
     /// Tokens and certificates, with the addresses that operators assigned.
@@ -304,6 +386,9 @@ pub enum RouteSource {
     Cluster,
 }
 
+/// Number of sources.
+const SOURCES: usize = 2;
+
 /// The current route table, merged from its sources. Clones share the table.
 #[derive(Debug, Clone, Default)]
 pub struct Routes(Arc<RoutesInner>);
@@ -311,7 +396,8 @@ pub struct Routes(Arc<RoutesInner>);
 #[derive(Debug, Default)]
 struct RoutesInner {
     table: ArcSwap<RouteTable>,
-    sources: Mutex<BTreeMap<RouteSource, Arc<[RouteNode]>>>,
+    /// Held while the table changes, so that an older table never replaces a newer one.
+    changing: Mutex<()>,
 }
 
 impl Routes {
@@ -324,7 +410,7 @@ impl Routes {
         };
         Self(Arc::new(RoutesInner {
             table: ArcSwap::from_pointee(table),
-            sources: Mutex::default(),
+            changing: Mutex::default(),
         }))
     }
 
@@ -333,32 +419,60 @@ impl Routes {
         self.0.table.load_full()
     }
 
+    /// Returns all nodes of a source, in the order of their names.
     #[must_use]
-    pub fn of(&self, source: RouteSource) -> Arc<[RouteNode]> {
-        let sources = self.0.sources.lock();
-        sources.get(&source).cloned().unwrap_or_default()
+    pub fn of(&self, source: RouteSource) -> Vec<Arc<RouteNode>> {
+        self.load().of(source).cloned().collect()
     }
 
-    /// Replaces all nodes of a source and installs the merged table.
+    /// Replaces all nodes of a source.
     pub fn set(&self, source: RouteSource, nodes: Vec<RouteNode>) -> Arc<RouteTable> {
-        let mut sources = self.0.sources.lock();
-        sources.insert(source, nodes.into());
-        let merged = RouteTable::merge(sources.values().flat_map(|nodes| nodes.iter()));
-        let table = Arc::new(RouteTable {
-            held_elsewhere: self.0.table.load().held_elsewhere.clone(),
-            ..merged
-        });
-        // Stored under the lock, so that a merge of older sources never replaces a newer table.
+        self.change(|table| {
+            let names: BTreeSet<_> = nodes.iter().map(|node| node.name.clone()).collect();
+            let of_source = table.of(source).map(|node| node.name.clone());
+            let gone: Vec<_> = of_source.filter(|name| !names.contains(name)).collect();
+            for name in gone {
+                table.replace(source, &name, None);
+            }
+            for node in nodes {
+                table.replace(source, &node.name.clone(), Some(node));
+            }
+        })
+    }
+
+    /// Replaces these nodes of a source, and removes those without a node.
+    pub fn update(
+        &self,
+        source: RouteSource,
+        changes: impl IntoIterator<Item = (NodeName, Option<RouteNode>)>,
+    ) -> Arc<RouteTable> {
+        self.change(|table| {
+            for (name, node) in changes {
+                table.replace(source, &name, node);
+            }
+        })
+    }
+
+    fn change(&self, change: impl FnOnce(&mut RouteTable)) -> Arc<RouteTable> {
+        let _changing = self.0.changing.lock();
+        let mut table = RouteTable::clone(&self.0.table.load());
+        change(&mut table);
+        let table = Arc::new(table);
         self.0.table.store(table.clone());
         table
     }
 }
 
+/// Maximum number of nodes that a message names.
+const NAMES_SHOWN_MAX: usize = 10;
 /// Port of the kubelet if the Node object contains none.
 const KUBELET_PORT: u16 = 10250;
 
 #[cfg(test)]
 mod tests {
+    use rand::rngs::StdRng;
+    use rand::{RngExt as _, SeedableRng as _};
+
     use super::*;
     use crate::testing::assert_contains;
 
@@ -376,7 +490,7 @@ mod tests {
         let mapped = "::ffff:192.168.33.221".parse().unwrap();
         let error = table.by_address(mapped).unwrap_err();
         assert_contains(&error, "worker-1, worker-2");
-        assert_eq!(table.conflicts().len(), 1);
+        assert_eq!(table.conflicts(), 1);
         let unknown = table.by_address("10.0.0.9".parse().unwrap());
         assert!(matches!(unknown, Err(RouteError::UnknownAddress(_))));
     }
@@ -469,11 +583,77 @@ mod tests {
         let table = routes.set(RouteSource::Cluster, cluster);
         assert_eq!(table, routes.load());
         assert_eq!(table.by_address(two), Ok(name("a")));
-        let both = vec![name("a"), name("b")];
+        let both = SeveralNodes {
+            first: vec![name("a"), name("b")],
+            more: 0,
+        };
         let shared = RouteError::AmbiguousAddress(one, both);
         assert_eq!(table.by_address(one), Err(shared));
         let table = routes.set(RouteSource::Cluster, Vec::new());
         assert_eq!(table.by_address(one), Ok(name("a")));
         assert!(!table.knows(&name("b")));
+    }
+
+    #[test]
+    fn message_about_a_shared_address_names_ten_nodes() {
+        let nodes: Vec<_> = (0..1000)
+            .map(|number| route(&format!("edge-{number:03}"), None, &["10.0.0.1"]))
+            .collect();
+        let table = RouteTable::merge(&nodes);
+        let error = table.by_address("10.0.0.1".parse().unwrap()).unwrap_err();
+        assert_contains(&error, "of edge-000, edge-001,");
+        assert_contains(&error, ", edge-009 and 990 more;");
+    }
+
+    /// Random changes of both sources lead to the table of the last nodes.
+    #[test]
+    fn changed_table_is_the_one_that_is_built_anew() {
+        let names = ["a", "b", "c", "10.0.0.3"];
+        let addresses = ["10.0.0.1", "10.0.0.2", "10.0.0.3", "fd00::1"];
+        for seed in 0..20 {
+            let mut random = StdRng::seed_from_u64(seed);
+            let routes = Routes::default();
+            let mut last = [(); SOURCES].map(|()| BTreeMap::new());
+            for _ in 0..200 {
+                let source = if random.random_bool(0.5) {
+                    RouteSource::Known
+                } else {
+                    RouteSource::Cluster
+                };
+                let own = names[random.random_range(0..names.len())];
+                let nodes = &mut last[source as usize];
+                let change = if random.random_bool(0.3) {
+                    nodes.remove(own);
+                    None
+                } else {
+                    let of_node = addresses.iter().filter(|_| random.random_bool(0.4));
+                    let of_node: Vec<_> = of_node.copied().collect();
+                    let hostname = names[random.random_range(0..names.len())];
+                    let node = RouteNode {
+                        kubelet_port: Port::new(random.random_range(0..3)),
+                        ..route(own, Some(hostname), &of_node)
+                    };
+                    nodes.insert(own, node.clone());
+                    Some(node)
+                };
+                let changed = routes.update(source, [(name(own), change)]);
+                let built = Routes::default();
+                let [known, cluster] = &last;
+                built.set(RouteSource::Cluster, cluster.values().cloned().collect());
+                built.set(RouteSource::Known, known.values().cloned().collect());
+                assert_eq!(changed, built.load(), "seed {seed}");
+            }
+            assert_eq!(
+                routes
+                    .set(RouteSource::Known, Vec::new())
+                    .of(RouteSource::Known)
+                    .count(),
+                0
+            );
+            assert_eq!(
+                *routes.set(RouteSource::Cluster, Vec::new()),
+                RouteTable::default()
+            );
+        }
     }
 }

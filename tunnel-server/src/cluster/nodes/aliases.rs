@@ -5,12 +5,12 @@
 //! routes. An alias must therefore derive from the Node's own name, which the API server ties to
 //! the kubelet's certificate, or match a pattern of the operator.
 
-use std::collections::{BTreeMap, BTreeSet};
+use std::collections::BTreeMap;
 
 use tunnel_proto::wire::name::NodeName;
 
-use super::facts::ClusterNode;
 use crate::dns::NamePattern;
+use crate::tables::SharedSet;
 
 /// Owner nodes by alias.
 pub(in crate::cluster) type AliasOwners = BTreeMap<Box<str>, Box<str>>;
@@ -42,56 +42,35 @@ impl AliasRules {
     }
 }
 
-/// Assigns each alias to one node: the previous owner, or else the node whose object is oldest.
-/// Returns the reasons why other nodes lost it.
-pub(super) fn assign_aliases(nodes: &mut [ClusterNode], before: &AliasOwners) -> Vec<String> {
-    let names: BTreeSet<NodeName> = nodes.iter().map(|node| node.name.clone()).collect();
-    let mut claims: BTreeMap<NodeName, Vec<usize>> = BTreeMap::new();
-    for (index, node) in nodes.iter().enumerate() {
-        if let Some(alias) = &node.hostname {
-            claims.entry(alias.clone()).or_default().push(index);
-        }
-    }
-    let mut refused = Vec::new();
-    for (alias, claimants) in claims {
-        let owner = owner(
-            nodes,
-            &claimants,
-            before.get(alias.as_str()).map(|name| &**name),
-        );
-        let why = match owner {
-            _ if names.contains(&alias) => "it is another node's own name".to_owned(),
-            Some(owner) => format!("node {} had it first", nodes[owner].name),
-            None => "other nodes claim the same name, and their ages are unknown".to_owned(),
-        };
-        let owner = owner.filter(|_| !names.contains(&alias));
-        for index in claimants {
-            if owner != Some(index) {
-                let node = &mut nodes[index];
-                node.hostname = None;
-                refused.push(format!(
-                    "host name {:?} of node {}: {why}",
-                    alias.as_str(),
-                    node.name
-                ));
-            }
-        }
-    }
-    refused
+/// The nodes that claim an alias, and the one that has it.
+#[derive(Debug, Clone, Default)]
+pub(super) struct AliasClaim {
+    /// The nodes with the creation times of their objects, the oldest first. If two objects have the
+    /// same age, the first one by name is first.
+    claimants: SharedSet<(Option<i64>, NodeName)>,
+    pub(super) owner: Option<NodeName>,
 }
 
-fn owner(nodes: &[ClusterNode], claimants: &[usize], before: Option<&str>) -> Option<usize> {
-    if let [alone] = claimants {
-        return Some(*alone);
+impl AliasClaim {
+    pub(super) fn add(&mut self, created: Option<i64>, node: &NodeName) {
+        self.claimants.insert((created, node.clone()), ());
     }
-    let has_it = |index: &usize| before == Some(nodes[*index].name.as_str());
-    if let Some(same) = claimants.iter().copied().find(|index| has_it(index)) {
-        return Some(same);
+
+    pub(super) fn remove(&mut self, created: Option<i64>, node: &NodeName) {
+        self.claimants.remove(&(created, node.clone()));
     }
-    let ages: Option<Vec<_>> = claimants
-        .iter()
-        .map(|index| Some((nodes[*index].facts.created?, *index)))
-        .collect();
-    // If two objects have the same age, the first one by name wins.
-    ages?.into_iter().min().map(|(_, index)| index)
+
+    pub(super) fn is_empty(&self) -> bool {
+        self.claimants.is_empty()
+    }
+
+    /// Returns the node that should have the alias: the only one that claims it, or else the previous
+    /// owner if it still claims it, or else the oldest one if all ages are known.
+    pub(super) fn owner_after(&self, previous: Option<NodeName>) -> Option<NodeName> {
+        let ((created, first), ()) = self.claimants.first()?;
+        if self.claimants.len() == 1 {
+            return Some(first.clone());
+        }
+        previous.or_else(|| created.is_some().then(|| first.clone()))
+    }
 }

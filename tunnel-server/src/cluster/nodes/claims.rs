@@ -27,7 +27,7 @@ impl NodeSet {
     pub(in crate::cluster) fn conflicts(&self, services: &[Cidr]) -> Vec<String> {
         let mut lines = Vec::new();
         let mut claims = Vec::new();
-        for node in &self.nodes {
+        for node in self.iter() {
             for network in node.facts.networks() {
                 match network.check_claimed() {
                     Ok(()) => claims.push(AddressClaim {
@@ -59,7 +59,7 @@ impl NodeSet {
     /// may share an address, because each has its own site.
     fn shared_addresses(&self) -> Vec<String> {
         let mut owners: BTreeMap<IpAddr, (bool, Vec<&NodeName>)> = BTreeMap::new();
-        for node in &self.nodes {
+        for node in self.iter() {
             for address in node.facts.addresses() {
                 let (has_cloud, nodes) = owners.entry(address).or_default();
                 *has_cloud |= !node.facts.is_edge;

@@ -204,9 +204,13 @@ impl NodeFacts {
 /// Node facts by object name.
 pub(in crate::cluster) type FactMap = BTreeMap<Box<str>, NodeFacts>;
 
+/// A Node with a valid name.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub(super) struct ClusterNode {
-    pub(super) name: NodeName,
+pub(in crate::cluster) struct ClusterNode {
+    pub(in crate::cluster) name: NodeName,
+    /// The host name that the node claims and may have.
+    pub(super) claim: Option<NodeName>,
+    /// The host name that the node has.
     pub(super) hostname: Option<NodeName>,
     pub(super) facts: NodeFacts,
 }

@@ -40,14 +40,25 @@ fn store(nodes: &[NodeObject]) -> NodeStore {
     store
 }
 
-fn set(store: &NodeStore) -> NodeSet {
-    NodeSet::new(&store.facts, &store.aliases)
+fn routes(store: &NodeStore) -> Vec<RouteNode> {
+    store.nodes().iter().map(ClusterNode::route).collect()
+}
+
+fn records(store: &NodeStore, has_agent: impl Fn(&NodeName) -> bool) -> Vec<DnsNode> {
+    let nodes = store.nodes();
+    let nodes = nodes.iter();
+    nodes
+        .map(|node| node.record(has_agent(&node.name)))
+        .collect()
+}
+
+fn refused(store: &NodeStore) -> Vec<String> {
+    store.nodes().refused().collect()
 }
 
 fn hosts(store: &NodeStore) -> String {
     let tunnel = Addresses::first_of([TUNNEL.parse().unwrap()]);
-    let nodes = set(store).records(|_| false);
-    RecordSet::new(&nodes, tunnel).hosts()
+    RecordSet::new(&records(store, |_| false), tunnel).hosts()
 }
 
 /// Parses a text like the hosts plugin of CoreDNS (`plugin/hosts/hostsfile.go`). `#` begins a
@@ -93,10 +104,11 @@ fn only_labels_of_the_settings_are_stored_and_followed() {
         let applied = store.apply(vec![Event::Apply(labeled(labels.clone()))]);
         assert_eq!(applied.is_changed, is_changed, "{labels}");
         let labels = labeled_nodes.labels();
-        let by_label = set(&store).by_label(labels);
-        assert_eq!(by_label[&labels[0]].len(), nodes);
+        let set = store.nodes();
+        let labeled = set.iter().filter(|node| node.has_cloud_label(&labels[0]));
+        assert_eq!(labeled.count(), nodes);
     }
-    let stored = serde_json::to_string(&store.facts).unwrap();
+    let stored = serde_json::to_string(&store.nodes().facts()).unwrap();
     assert!(!stored.contains("example.com"), "{stored}");
 }
 
@@ -174,11 +186,11 @@ fn only_labels_of_the_setting_with_valid_values_are_stored() {
     ] {
         let applied = store.apply(vec![Event::Apply(labeled(labels.clone()))]);
         assert_eq!(applied.is_changed, is_changed, "{labels}");
-        assert_eq!(set(&store).routes()[0].labels.len(), expected, "{labels}");
+        assert_eq!(routes(&store)[0].labels.len(), expected, "{labels}");
     }
-    let other = NodeStore::new(LABEL.into(), store.facts, AliasRules::default());
+    let other = NodeStore::new(LABEL.into(), store.nodes().facts(), AliasRules::default());
     let other = other.with_labels(vec!["other".parse().unwrap()]);
-    assert!(set(&other).routes()[0].labels.is_empty(), "of a file");
+    assert!(routes(&other)[0].labels.is_empty(), "of a file");
 }
 
 #[test]
@@ -207,8 +219,7 @@ fn routes_have_all_addresses_the_host_name_and_the_kubelets_port() {
         ("InternalDNS", "x.example"),
         ("InternalIP", "none"),
     ];
-    let set = set(&store(&[node("worker-1", true, &addresses)]));
-    let routes = set.routes();
+    let routes = routes(&store(&[node("worker-1", true, &addresses)]));
     assert_eq!(
         routes[0].hostname.as_ref().map(NodeName::as_str),
         Some("worker-1.example")
@@ -225,7 +236,7 @@ fn routes_have_all_addresses_the_host_name_and_the_kubelets_port() {
 #[test]
 fn connected_agent_can_make_an_edge_node() {
     let store = store(&[node("a", false, &[("InternalIP", "10.0.0.1")])]);
-    let nodes = set(&store).records(|name| name.as_str() == "a");
+    let nodes = records(&store, |name| name.as_str() == "a");
     assert_eq!(nodes[0].location, NodeLocation::Edge);
 }
 
@@ -234,13 +245,13 @@ fn connected_agent_can_make_an_edge_node() {
 fn name_that_dns_cannot_carry_has_a_route_and_no_record() {
     let label = "a".repeat(64);
     let own = store(&[node(&label, true, &[("InternalIP", "10.0.0.1")])]);
-    assert_eq!(set(&own).routes()[0].name.as_str(), label);
-    assert!(set(&own).refused().is_empty());
+    assert_eq!(routes(&own)[0].name.as_str(), label);
+    assert!(refused(&own).is_empty());
     assert_eq!(hosts(&own), "");
     let alias = format!("{label}.{label}");
     let host = store(&[node(&label, true, &[("Hostname", &alias)])]);
-    assert_eq!(set(&host).routes()[0].hostname, None);
-    assert_eq!(set(&host).refused().len(), 1);
+    assert_eq!(routes(&host)[0].hostname, None);
+    assert_eq!(refused(&host).len(), 1);
 }
 
 /// T13: names with another meaning, and invalid names.
@@ -262,23 +273,22 @@ fn hostile_names_go_nowhere() {
                  *.example * . .. a..b -a a- 1.0.0.127.in-addr.arpa a_b a/b a:1";
     for name in odd.into_iter().chain(plain.split(' ')) {
         let own = node(name, true, &[("InternalIP", "10.0.0.1")]);
-        let refused = set(&store(&[own]));
-        assert!(
-            refused.routes().is_empty() && refused.records(|_| true).is_empty(),
-            "{name:?}"
-        );
-        assert_eq!(refused.refused().len(), 1, "{name:?}");
+        let hostile = store(&[own]);
+        assert_eq!(hostile.nodes().iter().count(), 0, "{name:?}");
+        assert_eq!(refused(&hostile).len(), 1, "{name:?}");
         let host = store(&[node("good", true, &[("Hostname", name)])]);
-        assert_eq!(set(&host).routes()[0].hostname, None, "{name:?}");
+        assert_eq!(routes(&host)[0].hostname, None, "{name:?}");
         assert_eq!(hosts(&host), format!("{TUNNEL}\tgood"));
     }
     for name in ["Worker-1", "worker-1."] {
-        assert_eq!(set(&store(&[node(name, true, &[])])).refused().len(), 1);
+        assert_eq!(refused(&store(&[node(name, true, &[])])).len(), 1);
     }
     let good = "ip-10-0-0-1.eu.compute.internal 1 a.b.c svc-1 kubernetes-node mylocalhost";
     for name in good.split(' ') {
-        let nodes = set(&store(&[node(name, true, &[])]));
-        assert!(nodes.refused().is_empty(), "{name}");
+        assert!(
+            refused(&store(&[node(name, true, &[])])).is_empty(),
+            "{name}"
+        );
     }
 }
 
@@ -318,7 +328,7 @@ fn hosts_text_parses_back_and_no_name_touches_anothers_line() {
             let own = own.as_ref().map(NodeName::as_str);
             assert_eq!(Some(of), own, "{name:?} changed {line:?}");
         }
-        let nodes = set(&store).records(|_| false);
+        let nodes = records(&store, |_| false);
         let expected = nodes.iter().map(|node| {
             let is_edge = node.location == NodeLocation::Edge;
             let address = if is_edge { TUNNEL } else { "10.0.0.9" };
@@ -344,18 +354,18 @@ fn cloud_nodes_and_their_pods_are_separate_from_those_at_the_edge() {
     let cloud = facts(false, "10.0.0.9", &["10.244.1.0/24", "fd00:1::/64", "odd"]);
     let edge = facts(true, "192.168.33.221", &["10.244.2.0/24"]);
     let nodes = [("cloud-1".into(), cloud), ("edge-1".into(), edge)];
-    let ranges = NodeSet::new(&nodes.into(), &AliasRules::default()).ranges();
+    let ranges = NodeStore::new(LABEL.into(), nodes.into(), AliasRules::default());
+    let ranges = ranges.nodes().ranges();
     let pods = ranges.pods.iter();
-    let pods: Vec<_> = pods
-        .map(|pods| format!("{} {}", pods.node, pods.network))
-        .collect();
+    let pods = pods.flat_map(|(node, pods)| pods.iter().map(move |pods| format!("{node} {pods}")));
+    let pods: Vec<_> = pods.collect();
     let expected = [
         "cloud-1 10.244.1.0/24",
         "cloud-1 fd00:1::/64",
         "edge-1 10.244.2.0/24",
     ];
     assert_eq!(pods, expected);
-    let cloud_nodes: Vec<_> = ranges.cloud_nodes.into_iter().collect();
     let own = vec!["10.0.0.9".parse().unwrap()];
-    assert_eq!(cloud_nodes, [("cloud-1".parse().unwrap(), own)]);
+    let cloud_nodes = [("cloud-1".parse().unwrap(), own)].into_iter().collect();
+    assert_eq!(ranges.cloud_nodes, cloud_nodes);
 }

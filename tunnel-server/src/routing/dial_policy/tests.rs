@@ -33,16 +33,14 @@ fn check_with(dial_policy: &DialPolicy, address: &str, claims: &AddressClaims<'_
 fn set_networks(ranges: &LiveClusterNetworks, own: &[IpAddr]) -> RouteTable {
     let cloud: NodeName = "cloud-1".parse().unwrap();
     let addresses = ["10.0.0.9".parse().unwrap()];
-    let pods = PodNetwork {
-        network: "10.244.1.0/24".parse().unwrap(),
-        node: cloud.clone(),
-    };
-    ranges.set(ClusterNetworks {
+    let pods = vec!["10.244.1.0/24".parse().unwrap()];
+    let mut networks = ClusterNetworks {
         services: vec!["10.96.0.0/12".parse().unwrap()],
-        pods: vec![pods],
-        cloud_nodes: [(cloud.clone(), addresses.to_vec())].into(),
         own: own.to_vec(),
-    });
+        ..ClusterNetworks::default()
+    };
+    networks.set_node(&cloud, pods, Some(addresses.to_vec()));
+    ranges.set(networks);
     RouteTable::new([(&cloud, &addresses[..])])
 }
 

@@ -61,9 +61,7 @@ fn names_of_hostile_nodes_make_no_foreign_record_or_route() {
         let master = node("master-1", false, &[("InternalIP", "192.168.33.220")]);
         let mut store = NodeStore::new(LABEL.into(), FactMap::new(), rules.clone());
         store.apply(vec![Event::Apply(master), Event::Apply(hostile)]);
-        let set = store.nodes();
-        let tunnel = Addresses::first_of([TUNNEL.parse().unwrap()]);
-        let found = parsed(&RecordSet::new(&set.records(|_| false), tunnel).hosts());
+        let found = parsed(&hosts(&store));
         let mut expected = BTreeSet::from([
             ("192.168.33.220".parse().unwrap(), "master-1".to_owned()),
             ("6.6.6.6".parse().unwrap(), own.to_owned()),
@@ -74,9 +72,9 @@ fn names_of_hostile_nodes_make_no_foreign_record_or_route() {
         }
         assert_eq!(found, expected, "{hostname:?} of {own}");
         let is_refused = !is_alias && hostname != own;
-        let refused = set.refused();
+        let refused = refused(&store);
         assert_eq!(refused.len(), usize::from(is_refused), "{hostname:?}");
-        let routes = RouteTable::merge(&set.routes());
+        let routes = RouteTable::merge(&routes(&store));
         if let Ok(name) = hostname.parse() {
             let leads = routes.by_name(&name).map(|node| node.to_string());
             let expected = match hostname {
@@ -99,7 +97,7 @@ fn twin(name: &str, created: Option<&str>) -> NodeObject {
 }
 
 /// Returns the node that has the alias `a`, or an empty text.
-fn owner(store: &mut NodeStore) -> String {
+fn owner(store: &NodeStore) -> String {
     let owners = store.nodes().alias_owners();
     let owner = owners.get("a").map(ToString::to_string);
     owner.unwrap_or_default()
@@ -111,45 +109,45 @@ fn contested_alias_stays_with_the_node_that_had_it_first() {
     let new = twin("a.new", Some("2026-02-01T00:00:00Z"));
     let mut both = store(&[]);
     both.apply(vec![Event::Apply(new.clone()), Event::Apply(old.clone())]);
-    assert_eq!(owner(&mut both), "a.old", "the older object");
-    let refused = "host name \"a\" of node a.new: node a.old had it first";
-    assert_eq!(set(&both).refused().join("\n"), refused);
+    assert_eq!(owner(&both), "a.old", "the older object");
+    let line = "host name \"a\" of node a.new: node a.old had it first";
+    assert_eq!(refused(&both), [line]);
 
     let mut late = store(std::slice::from_ref(&new));
-    assert_eq!(owner(&mut late), "a.new", "alone");
+    assert_eq!(owner(&late), "a.new", "alone");
     late.apply(vec![Event::Apply(old.clone())]);
-    assert_eq!(owner(&mut late), "a.new", "had it before");
+    assert_eq!(owner(&late), "a.new", "had it before");
 
     // After a restart, the snapshot on disk determines the previous owner.
-    let facts = serde_json::to_string(&late.facts).unwrap();
-    let owners = serde_json::to_string(&late.aliases.owners).unwrap();
+    let facts = serde_json::to_string(&late.nodes().facts()).unwrap();
+    let owners = serde_json::to_string(&late.nodes().alias_owners()).unwrap();
     let rules = AliasRules {
         owners: serde_json::from_str(&owners).unwrap(),
         ..AliasRules::default()
     };
     let facts = serde_json::from_str(&facts).unwrap();
     let mut restarted = NodeStore::new(LABEL.into(), facts, rules);
-    assert_eq!(owner(&mut restarted), "a.new");
+    assert_eq!(owner(&restarted), "a.new");
     restarted.apply(vec![
         Event::Init,
         Event::InitApply(old.clone()),
         Event::InitApply(new.clone()),
         Event::InitDone,
     ]);
-    assert_eq!(owner(&mut restarted), "a.new");
+    assert_eq!(owner(&restarted), "a.new");
 
     restarted.apply(vec![Event::Delete(new.clone())]);
-    assert_eq!(owner(&mut restarted), "a.old", "the other is gone");
+    assert_eq!(owner(&restarted), "a.old", "the other is gone");
     restarted.apply(vec![Event::Apply(new)]);
-    assert_eq!(owner(&mut restarted), "a.old", "came back too late");
+    assert_eq!(owner(&restarted), "a.old", "came back too late");
 }
 
 #[test]
 fn contested_alias_of_nodes_of_unknown_age_is_nobodys() {
-    let mut store = store(&[
+    let store = store(&[
         twin("a.one", None),
         twin("a.two", Some("2026-01-01T00:00:00Z")),
     ]);
-    assert_eq!(owner(&mut store), "");
-    assert_eq!(set(&store).refused().len(), 2);
+    assert_eq!(owner(&store), "");
+    assert_eq!(refused(&store).len(), 2);
 }

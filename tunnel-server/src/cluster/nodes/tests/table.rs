@@ -4,7 +4,7 @@ use serde_json::json;
 
 use super::*;
 use crate::ingress::connect::table::ClusterFixture;
-use crate::routing::dial_policy::LiveClusterNetworks;
+use crate::routing::dial_policy::{ClusterNetworks, LiveClusterNetworks};
 use crate::routing::routes::RouteTable;
 
 /// Networks of the cluster's Services, and addresses of the server.
@@ -81,7 +81,8 @@ const BEFORE: [(&str, &str); 12] = [
 /// Returns the server of the cluster with these additional Nodes, and the lines for the operator.
 fn setting(more: &[Object<'_>]) -> (ClusterFixture, Vec<String>) {
     let objects: Vec<_> = BASE.iter().chain(more).map(Object::parsed).collect();
-    let set = set(&store(&objects));
+    let store = store(&objects);
+    let set = store.nodes();
     let services = [SERVICES.parse().unwrap()];
     let ranges = LiveClusterNetworks::default();
     ranges.set(ClusterNetworks {
@@ -91,7 +92,7 @@ fn setting(more: &[Object<'_>]) -> (ClusterFixture, Vec<String>) {
     });
     let agents = ["edge-1", "edge-2", "agent-1"];
     let setting = ClusterFixture {
-        routes: RouteTable::merge(&set.routes()),
+        routes: RouteTable::merge(&routes(&store)),
         ranges,
         agents: agents.map(|name| name.parse().unwrap()).into(),
         own: vec![OWN_POD.parse().unwrap()],
