@@ -23,7 +23,7 @@ pub(super) struct ApiServer(Handle<Request<Body>, Response<Answer>>);
 
 /// One request that waits for its answer.
 pub(super) struct Call {
-    /// Method and path, such as `GET /api/v1/nodes?limit=200`.
+    /// Method and path, such as `GET /api/v1/nodes?limit=500`.
     pub(super) what: String,
     /// The body as JSON, or null if there is none.
     pub(super) body: Value,

@@ -18,8 +18,10 @@ use super::metrics::ClusterMetrics;
 use super::objects::Object;
 use crate::cluster::conditions::{Condition, Conditions};
 
-/// Number of objects per list page. A Node can be 20 KB of JSON, and a whole page is in memory.
-const PAGE_OBJECTS: u32 = 200;
+/// Number of objects per list page. A Node can be 20 KB of JSON, and a whole page is in memory. The
+/// API server ignores the limit for a list from its cache (`resourceVersion=0`), which would be one
+/// response with all Nodes: 1 GB for 100,000 Nodes of 10 KB.
+const PAGE_OBJECTS: u32 = 500;
 /// Time in seconds after which the API server ends a watch. A connection that is silent for longer
 /// is dead.
 pub(super) const WATCH_SECONDS: u32 = 60;
@@ -29,6 +31,9 @@ const REPORT_AFTER: Duration = Duration::from_secs(5);
 /// Longer than one attempt to start a watch plus the delay before it.
 const RECOVERED_AFTER: Duration = Duration::from_secs(12);
 const FOREVER: Duration = Duration::from_secs(86_400 * 365);
+/// After a restart of the API server the watches of all servers expire at the same moment. Their lists
+/// of Nodes begin within this time.
+const RELIST_SPREAD: Duration = Duration::from_secs(2);
 /// Maximum number of events that are handled together.
 const BATCH_EVENTS: usize = 1024;
 
@@ -183,12 +188,18 @@ impl WatchErrors {
         let since = *self.since.get_or_insert(now);
         let wait = self.backoff.next_delay(failure, now, rand::random());
         let is_expired = failure.kind == ApiErrorKind::Expired;
-        self.is_expiring = is_expired && !wait.is_zero();
+        let is_first_expiry = is_expired && wait.is_zero();
+        self.is_expiring = is_expired && !is_first_expiry;
         if self.is_expiring || (now.duration_since(since) >= REPORT_AFTER && !is_expired) {
             let line = format!("cannot watch {}: {failure}", object.label());
             conditions.set(Condition::Watching(*object), vec![line]);
         }
-        wait.max(throttle.remaining(now))
+        let spread = if is_first_expiry && *object == Object::Nodes {
+            RELIST_SPREAD.mul_f64(rand::random())
+        } else {
+            Duration::ZERO
+        };
+        wait.max(spread).max(throttle.remaining(now))
     }
 }
 

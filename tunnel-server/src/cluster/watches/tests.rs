@@ -68,7 +68,7 @@ async fn pages_make_one_state_and_only_the_named_object_counts() {
     let (mut server, versions, _readiness, _tasks) = followed();
     let first = server.call().await;
     assert_contains(&first.what, "fieldSelector=metadata.name%3Da");
-    assert_contains(&first.what, "limit=200");
+    assert_contains(&first.what, "limit=500");
     first.answer(&list(&[map("b", "1")], "more"));
     let second = server.call().await;
     assert!(second.what.contains("continue=more"), "{}", second.what);
@@ -240,4 +240,32 @@ fn expire(watch: Call, in_stream: bool) {
         "message": "too old resource version", "reason": "Expired", "code": 410,
     }});
     drop(watch.stream(&[gone]));
+}
+
+/// The watches of all servers expire together when the API server restarts.
+#[tokio::test(start_paused = true)]
+async fn first_lists_of_nodes_after_an_expiry_are_spread_and_those_of_single_objects_are_not() {
+    let delays = |object: Object| -> Vec<Duration> {
+        let delay = |_| {
+            let metrics = ClusterMetrics::default();
+            let mut errors = WatchErrors::new(WatchContext {
+                object,
+                conditions: Conditions::new(Readiness::default(), metrics.clone()),
+                metrics,
+                throttle: Throttle::default(),
+            });
+            let wait = errors.next_delay(&ApiError::new(ApiErrorKind::Expired, ""));
+            assert!(!errors.is_expiring, "one expiry is normal");
+            wait
+        };
+        (0..50).map(delay).collect()
+    };
+    assert!(delays(Object::Revocations).iter().all(Duration::is_zero));
+    let of_nodes = delays(Object::Nodes);
+    let (first, last) = (
+        of_nodes.iter().min().unwrap(),
+        of_nodes.iter().max().unwrap(),
+    );
+    assert!(*last <= RELIST_SPREAD, "{last:?}");
+    assert!(*last - *first > RELIST_SPREAD / 4, "{first:?} to {last:?}");
 }
