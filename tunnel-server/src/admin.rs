@@ -369,6 +369,7 @@ fn rotate_ca(state: &AdminState, action: RotationAction) -> Result<RotationStatu
         | RotationError::InProgress
         | RotationError::AlreadyReturning
         | RotationError::Pending { .. }
+        | RotationError::Clock(_)
         | RotationError::ServersUnknown(_)
         | RotationError::UnknownStages(_)
         | RotationError::OtherStages(_)

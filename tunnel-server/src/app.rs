@@ -24,6 +24,7 @@ use crate::routing::registry::Registry;
 mod admin;
 mod authority;
 mod bind;
+mod clocks;
 mod cluster;
 mod connect;
 mod context;
@@ -34,6 +35,7 @@ mod membership;
 mod peers;
 mod quic_sessions;
 mod records;
+mod reported;
 mod revocations;
 mod serving;
 mod sessions;
@@ -92,6 +94,7 @@ impl App {
         let advertised = publish_addresses(&sockets.bound, &context)?;
         let targets = targets::build(&context)?;
         let membership = membership::membership(&mut authority, &context);
+        clocks::report(&authority, &context);
         let cluster = start_cluster(
             authority.cluster_handle.take(),
             &sockets.bound,

@@ -35,6 +35,7 @@ use crate::store::data_dir::DataDir;
 
 mod api_call;
 mod client;
+mod clock;
 mod conditions;
 mod credentials;
 pub(crate) mod doctor;
@@ -75,6 +76,7 @@ use crate::cluster::state::{ClusterState, DesiredState, LocalFacts};
 use crate::cluster::watches::Observed;
 pub use client::ClusterHandle;
 use client::Connection;
+pub(crate) use clock::ApiServerClock;
 use events::EventRecorder;
 pub use membership::{OwnMembership, UnknownMembership, follow_peers};
 #[cfg(feature = "test-util")]
@@ -227,6 +229,7 @@ fn start_writers(
         client,
         throttle,
         namespace,
+        ..
     } = &cluster.connection;
     let identity = lease::identity();
     let lease = LeaseHandle::new(settings.names.leader_lease.clone(), cluster);

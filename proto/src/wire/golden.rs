@@ -26,6 +26,8 @@ use super::{
 const TRACE: &str = "00-4bf92f3577b34da6a3ce929d0e0e4736-00f067aa0ba902b7-01";
 const TRACE_FIELD: &str = "1a3730302d34626639326633353737623334646136613363653932396430653065343733362d303066303637616130626139303262372d3031";
 const DIGEST: &str = "483a46 0805 1220 1111111111111111111111111111111111111111111111111111111111111111 1a20 2222222222222222222222222222222222222222222222222222222222222222";
+/// A digest with a clock.
+const DIGEST_WITH_CLOCK: &str = "4b3a49 0805 1220 1111111111111111111111111111111111111111111111111111111111111111 1a20 2222222222222222222222222222222222222222222222222222222222222222 20ac02";
 /// Fields that no message has: a varint, 64 bits, bytes and 32 bits (numbers 100 to 103).
 const UNKNOWN_FIELDS: &str = "a0062a a9060102030405060708 b206026869 bd0601020304";
 
@@ -203,6 +205,16 @@ fn messages_between_servers_are_as_captured() {
                     version: 5,
                     orders: [0x11; 32],
                     ca: [0x22; 32],
+                    clock: None,
+                }),
+            ),
+            (
+                DIGEST_WITH_CLOCK,
+                PeerMessage::StateDigest(StateDigest {
+                    version: 5,
+                    orders: [0x11; 32],
+                    ca: [0x22; 32],
+                    clock: Some(SystemTime::UNIX_EPOCH + Duration::from_millis(300)),
                 }),
             ),
             ("024200", PeerMessage::StateFetch),

@@ -104,6 +104,8 @@ pub struct StateDigest {
     pub orders: [u8; 32],
     /// SHA-256 over the key that signs and the trusted certificates.
     pub ca: [u8; 32],
+    /// The sender's wall clock when it sent the message, in milliseconds.
+    pub clock: Option<SystemTime>,
 }
 
 /// A part of the orders about nodes that a server knows.
@@ -151,6 +153,7 @@ impl PeerMessage {
                 version: digest.version,
                 orders: digest.orders.to_vec(),
                 ca: digest.ca.to_vec(),
+                clock_millis: digest.clock.map_or(0, since_epoch),
             })),
             Self::StateFetch => Some(Kind::StateFetch(pb::StateFetch {})),
             Self::StatePart(part) => Some(Kind::StatePart(pb::StatePart {
@@ -207,6 +210,10 @@ impl PeerMessage {
                 version: digest.version,
                 orders: decode_digest(digest.orders)?,
                 ca: decode_digest(digest.ca)?,
+                clock: match digest.clock_millis {
+                    0 => None,
+                    millis => Some(decode_time(millis)?),
+                },
             }),
             Kind::StateFetch(pb::StateFetch {}) => Self::StateFetch,
             Kind::StatePart(part) => Self::StatePart(StatePart {

@@ -170,6 +170,7 @@ pub(super) fn peers() -> Result<Vec<Vec<u8>>> {
             version: 7,
             orders: [1; 32],
             ca: [2; 32],
+            clock: Some(SystemTime::UNIX_EPOCH + Duration::from_secs(1)),
         }),
         PeerMessage::StateFetch,
         PeerMessage::StatePart(StatePart {

@@ -386,12 +386,10 @@ impl RotatingCredentials {
         if generation != state.generation {
             return;
         }
-        if state.current.has_worked {
-            state
-                .other
-                .take_if(|other| other.credentials.not_after <= now);
-        }
-        if state.other.is_none() {
+        let Some(other) = &state.other else {
+            return;
+        };
+        if state.current.has_worked && other.credentials.not_after <= now {
             return;
         }
         state.refused += 1;
@@ -417,17 +415,16 @@ impl RotatingCredentials {
     }
 
     /// Records that a session is ready: the credentials that it was dialed with work. The others stay
-    /// until they expire, unless they never worked. Not cancel-safe: the disk may be behind.
+    /// until a renewal, unless they never worked: no clock removes them. Not cancel-safe: the disk may be behind.
     pub(crate) async fn confirm(&self, generation: u64) {
         {
-            let now = SystemTime::now();
             let mut state = self.state.lock();
             if generation != state.generation {
                 return;
             }
             state.current.has_worked = true;
             state.refused = 0;
-            state.other.take_if(|other| !other.is_proven(now));
+            state.other.take_if(|other| !other.has_worked);
             state.store();
         }
         self.save().await;

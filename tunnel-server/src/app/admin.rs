@@ -10,12 +10,13 @@ use tunnel_proto::process::diag::settings_lines;
 use tunnel_proto::process::meta::{self, EndpointAnswer, EndpointHandler, EndpointRequest, Meta};
 
 use super::authority::Authority;
+use super::clocks::OtherClocks;
 use super::context::ServerContext;
 use crate::admin::discovery::{self, DiscoveryQuery};
 use crate::admin::node_metrics::{NodeMetrics, observe_rtts};
 use crate::admin::status::{self, NodeList};
 use crate::admin::{self, AdminState, NoRotation};
-use crate::ca::rotation::{CaRotator, OtherServers};
+use crate::ca::rotation::{CaRotator, Surroundings};
 use crate::ingress::connect::AdminTunnels;
 use crate::policy::PortPolicy;
 use crate::routing::routes::RouteSource;
@@ -73,11 +74,14 @@ fn rotator(authority: &Authority, context: &ServerContext) -> Result<Arc<CaRotat
         None => CaRotator::new(ca, context.data.clone(), nodes),
     };
     let (peers, unknown) = (context.peers.clone(), authority.unknown_servers.clone());
-    let observe = move || OtherServers {
+    let (clocks, registry) = (OtherClocks::new(authority, context), context.registry.clone());
+    let observe = move || Surroundings {
         unknown: unknown(),
         cas: peers.announced_cas(),
+        clocks: clocks.differences(),
+        connected: registry.all().iter().map(|agent| agent.node.clone()).collect(),
     };
-    Ok(Arc::new(rotator.with_other_servers(Arc::new(observe))))
+    Ok(Arc::new(rotator.observing(Arc::new(observe))))
 }
 
 fn node_labels(context: &ServerContext) -> Vec<String> {

@@ -26,7 +26,7 @@ use crate::ca::revocation::Revocations;
 use crate::ca::rotation::CaSecret;
 use crate::ca::tokens::{self, TokenStore};
 use crate::ca::{LocalCa, distrusted};
-use crate::cluster::{ClusterHandle, QuicKeyLease, UnknownMembership};
+use crate::cluster::{ApiServerClock, ClusterHandle, QuicKeyLease, UnknownMembership};
 use crate::config::{Config, CredentialFiles, KubeletClientCa, KubernetesSettings};
 
 /// The credentials of the server and the state by which it admits agents.
@@ -37,6 +37,8 @@ pub(super) struct Authority {
     pub(super) tokens: Arc<TokenStore>,
     pub(super) revocations: Arc<Revocations>,
     pub(super) keys: QuicKeys,
+    /// Clock of the API server, or `None` for a standalone server.
+    pub(super) api_server_clock: Option<ApiServerClock>,
     /// Connection to the cluster, or `None` for a standalone server.
     pub(super) cluster_handle: Option<ClusterHandle>,
     /// The Lease on the QUIC keys, if other servers could claim them.
@@ -69,6 +71,7 @@ impl Authority {
             tokens: Arc::new(TokenStore::open(data)),
             revocations: Arc::new(Revocations::open(data, is_issuer(config))?),
             keys: data.quic_keys()?,
+            api_server_clock: None,
             cluster_handle: None,
             quic_key_lease: None,
             unknown_servers: Arc::new(|| None),
@@ -119,6 +122,7 @@ impl Authority {
                 is_issuer(config),
             )?),
             keys: shared.keys,
+            api_server_clock: Some(cluster_handle.clock()),
             cluster_handle: Some(cluster_handle),
             quic_key_lease: shared.quic_key_lease,
             unknown_servers: Arc::new(|| None),

@@ -7,12 +7,12 @@ use std::time::Duration;
 
 use tokio::sync::watch;
 use tokio::time::Instant;
-use tracing::{info, warn};
 use tunnel_proto::timers::sleep_coalesced;
 use tunnel_proto::wire::name::ReplicaId;
 
 use super::authority::Authority;
 use super::context::ServerContext;
+use super::reported::ReportedCondition;
 use crate::cluster::{OwnMembership, follow_peers};
 use crate::routing::peers::{PeerAddress, PeerState, Peers};
 
@@ -49,27 +49,14 @@ pub(super) fn membership(
 /// Reports a condition while this server has no connection to some of the others, or agents do not
 /// receive all servers and addresses. Without `has_peers` nothing changes after the start.
 pub(super) fn report_unconnected(peers: Arc<Peers>, has_peers: bool, context: &ServerContext) {
-    let readiness = context.readiness.clone();
+    let mut reported = ReportedCondition::new(LABEL, &context.readiness);
     context.shutdown.spawn_service(async move {
         let mut unconnected = Unconnected::default();
-        let mut last: Vec<String> = Vec::new();
         loop {
             let condition = unconnected.condition(&links(&peers), Instant::now());
             let left_out = peers.left_out().condition();
-            let lines: Vec<_> = (condition.into_iter())
-                .chain(left_out)
-                .chain(peers.used_twice())
-                .collect();
-            if lines != last {
-                for line in lines.iter().filter(|line| !last.contains(*line)) {
-                    warn!(condition = LABEL, "{line}");
-                }
-                if lines.is_empty() {
-                    info!(condition = LABEL, "condition cleared");
-                }
-                readiness.set_conditions(LABEL, lines.clone());
-                last = lines;
-            }
+            let lines = condition.into_iter().chain(left_out);
+            reported.set(lines.chain(peers.used_twice()).collect());
             if !has_peers {
                 return;
             }

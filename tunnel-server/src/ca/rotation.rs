@@ -15,7 +15,7 @@
 //! starts repeats what an interrupted one left out. In a cluster one update of the Secret has both,
 //! and every server follows the Secret.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 use std::fmt;
 use std::sync::Arc;
 use std::time::{Duration, SystemTime};
@@ -24,7 +24,7 @@ use parking_lot::Mutex;
 use serde::{Deserialize, Serialize};
 use tracing::info;
 use tunnel_proto::wire::enroll::hex;
-use tunnel_proto::wire::name::ReplicaId;
+use tunnel_proto::wire::name::{NodeName, ReplicaId};
 
 use super::{CaError, CaMaterial, LocalCa};
 use crate::routing::known_nodes::KnownNodes;
@@ -80,6 +80,9 @@ pub enum RotationError {
          nodes that are gone, or add --force"
     )]
     Pending { pending: usize },
+    /// This server cannot say which certificates have expired.
+    #[error("{0}; until then this server cannot say which agents have renewed; or add --force")]
+    Clock(String),
     /// Other servers may exist that do not follow the stage.
     #[error("it is not known which servers there are: {0}; wait until it is, or add --force")]
     ServersUnknown(String),
@@ -107,23 +110,29 @@ pub enum RotationError {
     },
 }
 
-/// The other servers that share the CA, as far as this one knows.
+/// What a server observes before it enters a stage: the other servers that share the CA, as far as it
+/// knows, the clocks, and its agents.
 #[derive(Debug, Clone, Default)]
-pub(crate) struct OtherServers {
+pub(crate) struct Surroundings {
     /// The reason why it is not known which servers there are, if so.
     pub(crate) unknown: Option<String>,
     /// The servers, each with the digest of its CA if that is known.
     pub(crate) cas: BTreeMap<ReplicaId, Option<CaDigest>>,
+    /// Differences between the clock of this server and others. By a wrong clock the certificates of
+    /// agents have expired, so that the rotation would not wait for them.
+    pub(crate) clocks: Vec<String>,
+    /// Nodes with a session at this server. Their certificates count whatever the clock says.
+    pub(crate) connected: BTreeSet<NodeName>,
 }
 
-pub(crate) type ObserveServers = Arc<dyn Fn() -> OtherServers + Send + Sync>;
+pub(crate) type Observe = Arc<dyn Fn() -> Surroundings + Send + Sync>;
 
 /// Rotates the CA. Calls block the thread.
 pub struct CaRotator {
     ca: Arc<LocalCa>,
     store: RotationStore,
     nodes: Arc<KnownNodes>,
-    observe_servers: ObserveServers,
+    observe: Observe,
     /// Held during a change, so that changes do not overlap.
     changing: Mutex<()>,
 }
@@ -154,12 +163,9 @@ impl CaRotator {
         Self::with_store(ca, RotationStore::Secret(secret), nodes)
     }
 
-    /// Sets the function that observes the other servers. Without it there are none.
-    pub(crate) fn with_other_servers(self, observe_servers: ObserveServers) -> Self {
-        Self {
-            observe_servers,
-            ..self
-        }
+    /// Sets the function that observes the surroundings. Without it there are none.
+    pub(crate) fn observing(self, observe: Observe) -> Self {
+        Self { observe, ..self }
     }
 
     fn with_store(ca: Arc<LocalCa>, store: RotationStore, nodes: Arc<KnownNodes>) -> Self {
@@ -167,7 +173,7 @@ impl CaRotator {
             ca,
             store,
             nodes,
-            observe_servers: Arc::new(OtherServers::default),
+            observe: Arc::new(Surroundings::default),
             changing: Mutex::default(),
         }
     }
@@ -242,9 +248,17 @@ impl CaRotator {
         Ok(status)
     }
 
-    /// Checks that every other server has the CA of the current stage.
+    /// Checks that every other server has the CA of the current stage, and that the clock is right.
     fn check_followed(&self, current: &CaMaterial) -> Result<(), RotationError> {
-        let OtherServers { unknown, cas } = (self.observe_servers)();
+        let Surroundings {
+            unknown,
+            cas,
+            clocks,
+            connected: _,
+        } = (self.observe)();
+        if let Some(difference) = clocks.into_iter().next() {
+            return Err(RotationError::Clock(difference));
+        }
         if let Some(reason) = unknown {
             return Err(RotationError::ServersUnknown(reason));
         }
@@ -372,11 +386,12 @@ impl CaRotator {
     }
 
     fn other_servers(&self) -> usize {
-        (self.observe_servers)().cas.len()
+        (self.observe)().cas.len()
     }
 
     fn count(&self, rotation: &Rotation, now: SystemTime) -> AgentCounts {
-        count(&self.nodes.snapshot(), rotation.since, now)
+        let connected = (self.observe)().connected;
+        count(&self.nodes.snapshot(), &connected, rotation.since, now)
     }
 }
 

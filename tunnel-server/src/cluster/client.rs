@@ -8,6 +8,7 @@ use tunnel_proto::process::meta::Readiness;
 use tunnel_proto::process::settings::ConfigError;
 use tunnel_proto::process::shutdown::Shutdown;
 
+use super::clock::ApiServerClock;
 use super::conditions::Conditions;
 use super::credentials::FollowingClient;
 use super::failure::Throttle;
@@ -21,6 +22,7 @@ use crate::config::KubernetesSettings;
 pub(super) struct Connection {
     pub(super) client: Client,
     pub(super) throttle: Throttle,
+    pub(super) clock: ApiServerClock,
     pub(super) namespace: String,
 }
 
@@ -31,6 +33,7 @@ impl Connection {
         Self {
             client: client.client.clone(),
             throttle: client.throttle.clone(),
+            clock: client.clock.clone(),
             namespace: namespace.unwrap_or(&client.default_namespace).clone(),
         }
     }
@@ -75,6 +78,11 @@ impl ClusterHandle {
             conditions: Conditions::new(readiness.clone(), metrics.clone()),
             metrics,
         }
+    }
+
+    /// Returns the clock of the API server.
+    pub(crate) fn clock(&self) -> ApiServerClock {
+        self.connection.clock.clone()
     }
 
     pub(super) fn watch_context(&self, object: Object) -> WatchContext {

@@ -20,6 +20,7 @@ use tunnel_proto::process::file_watch::{FileWatcher, Loaded, ReloadOutcome};
 use tunnel_proto::process::settings::ConfigError;
 use tunnel_proto::process::shutdown::Shutdown;
 
+use super::clock::ApiServerClock;
 use super::conditions::{Condition, Conditions};
 use super::failure::Throttle;
 use super::head_limit::{CONNECT_LIMIT, HeadLimit, READ_LIMIT};
@@ -32,6 +33,7 @@ pub(super) struct FollowingClient {
     /// Namespace of the ServiceAccount, or `kube-system`.
     pub(super) default_namespace: String,
     pub(super) throttle: Throttle,
+    pub(super) clock: ApiServerClock,
     current: Arc<ArcSwap<Client>>,
     digest: [u8; 32],
 }
@@ -41,8 +43,8 @@ impl FollowingClient {
     pub(super) async fn open(settings: &KubernetesSettings) -> Result<Self, ConfigError> {
         let Loaded { digest, value } = load(settings.kubeconfig.as_deref()).await?;
         let default_namespace = value.default_namespace.clone();
-        let throttle = Throttle::default();
-        let current = Arc::new(ArcSwap::from_pointee(build(value, &throttle)?));
+        let (throttle, clock) = (Throttle::default(), ApiServerClock::default());
+        let current = Arc::new(ArcSwap::from_pointee(build(value, &throttle, &clock)?));
         let newest = current.clone();
         let send = move |request: Request<Body>| {
             let client = newest.load_full();
@@ -52,6 +54,7 @@ impl FollowingClient {
             client: Client::new(service_fn(send), default_namespace.clone()),
             default_namespace,
             throttle,
+            clock,
             current,
             digest,
         })
@@ -74,10 +77,13 @@ impl FollowingClient {
         let (kubeconfig, runtime) = (settings.kubeconfig.clone(), Handle::current());
         let load = move || runtime.block_on(load(kubeconfig.as_deref()));
         let Self {
-            throttle, current, ..
+            throttle,
+            clock,
+            current,
+            ..
         } = self;
         let apply = move |config| {
-            current.store(Arc::new(build(config, &throttle)?));
+            current.store(Arc::new(build(config, &throttle, &clock)?));
             Ok::<_, ConfigError>(())
         };
         let on_reload = move |outcome| {
@@ -144,14 +150,19 @@ async fn load(kubeconfig: Option<&Path>) -> Result<Loaded<Config>, ConfigError> 
     })
 }
 
-fn build(config: Config, throttle: &Throttle) -> Result<Client, ConfigError> {
-    let observer = throttle.clone();
+fn build(
+    config: Config,
+    throttle: &Throttle,
+    clock: &ApiServerClock,
+) -> Result<Client, ConfigError> {
+    let (throttle, clock) = (throttle.clone(), clock.clone());
     let builder = ClientBuilder::try_from(config)
         .map_err(|error| ConfigError(vec![format!("--kubeconfig: {error}")]))?;
     Ok(builder
         .with_layer(&layer_fn(HeadLimit))
         .with_layer(&MapResponseLayer::new(move |response: Response<_>| {
-            observer.observe(response.status(), response.headers());
+            throttle.observe(response.status(), response.headers());
+            clock.observe(response.headers());
             response
         }))
         .build())

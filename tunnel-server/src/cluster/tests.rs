@@ -46,6 +46,7 @@ fn fixture(data: &DataDir, nodes: &[Value]) -> Fixture {
     let connection = Connection {
         client,
         throttle: Throttle::default(),
+        clock: ApiServerClock::default(),
         namespace: NAMESPACE.into(),
     };
     let mut counters = MetricsRegistry::default();

@@ -9,6 +9,7 @@ use super::facts::{Facts, Link, ServerAnswer};
 use super::report::{self, Fault};
 use crate::admin::render::shell;
 use crate::admin::status::{NodeStatus, VersionSkew};
+use crate::clock::is_apart;
 use crate::cluster::doctor::Fact;
 
 mod addons;
@@ -315,7 +316,7 @@ fn clock(facts: &Facts) -> Fact<Vec<Fault>> {
     let ahead = cluster.clock_ahead.as_ref();
     let ahead = *ahead.map_err(|reason| format!("clock: {reason}"))?;
     let apart = Duration::from_secs(ahead.unsigned_abs());
-    if apart <= CLOCK_APART_MAX {
+    if !is_apart(ahead) {
         return Ok(Vec::new());
     }
     let (apart, direction) = (
@@ -352,8 +353,6 @@ const MTU_MIN_BYTES: u32 = 1280;
 /// Open files for some ten thousand callers.
 const DESCRIPTORS_MIN: u64 = 65_536;
 /// Certificates are valid from some minutes before their issue; leases and records are compared in
-/// seconds.
-const CLOCK_APART_MAX: Duration = Duration::from_secs(30);
 
 #[cfg(test)]
 mod tests;

@@ -1,8 +1,10 @@
 //! The status of a rotation: its stage, and the agents that it waits for.
 
+use std::collections::BTreeSet;
 use std::time::{Duration, SystemTime};
 
 use serde::{Deserialize, Serialize};
+use tunnel_proto::wire::name::NodeName;
 
 use super::RotationStage;
 use crate::routing::known_nodes::{EnrollmentKind, KnownNode, NodeMap};
@@ -56,13 +58,19 @@ pub struct AgentCounts {
     pub kubelets: usize,
 }
 
-/// Counts the nodes. A certificate of the stage was issued at `since` or later.
-pub(super) fn count(nodes: &NodeMap, since: SystemTime, now: SystemTime) -> AgentCounts {
+/// Counts the nodes. A certificate of the stage was issued at `since` or later. That of a `connected`
+/// node is valid, also if this server's clock says otherwise.
+pub(super) fn count(
+    nodes: &NodeMap,
+    connected: &BTreeSet<NodeName>,
+    since: SystemTime,
+    now: SystemTime,
+) -> AgentCounts {
     let mut counts = AgentCounts::default();
     for (name, node) in nodes {
         match node.certificate_not_after {
             Some(_) if is_kubelet(node) => counts.kubelets += 1,
-            Some(end) if end <= now => counts.expired += 1,
+            Some(end) if end <= now && !connected.contains(name) => counts.expired += 1,
             Some(_) if node.certificate_issued >= Some(since) => counts.renewed += 1,
             Some(_) => {
                 counts.pending += 1;

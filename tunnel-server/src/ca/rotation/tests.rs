@@ -307,12 +307,12 @@ impl CaSecret for MemorySecret {
 #[test]
 fn next_stage_waits_for_every_server_and_is_refused_while_one_is_unknown() {
     let Fixture { scratch, rotator } = Fixture::new();
-    let others = Arc::new(Mutex::new(OtherServers {
+    let others = Arc::new(Mutex::new(Surroundings {
         unknown: Some("the API server refuses".to_owned()),
-        cas: BTreeMap::new(),
+        ..Surroundings::default()
     }));
     let observed = others.clone();
-    let rotator = rotator.with_other_servers(Arc::new(move || observed.lock().clone()));
+    let rotator = rotator.observing(Arc::new(move || observed.lock().clone()));
     rotator.act(Begin).unwrap();
     let next = || rotator.act(Next).unwrap_err().to_string();
     assert_contains(
@@ -349,6 +349,32 @@ fn next_stage_waits_for_every_server_and_is_refused_while_one_is_unknown() {
 }
 
 #[test]
+fn wrong_clock_leaves_no_agent_behind() {
+    let Fixture { scratch, rotator } = Fixture::new();
+    let (life, now) = (rotator.ca.life(), SystemTime::now());
+    let observed = Arc::new(Mutex::new(Surroundings::default()));
+    let observe = observed.clone();
+    let rotator = rotator.observing(Arc::new(move || observe.lock().clone()));
+    rotator.act(Begin).unwrap();
+    // By this clock the agent's certificate expired days ago, but the agent has a session.
+    let issued = now - life - DAY;
+    rotator.nodes.record_connection(&node(), issued, issued + life);
+    observed.lock().connected = [node()].into();
+    let pending = rotator.act(Next).unwrap_err();
+    assert!(matches!(pending, RotationError::Pending { pending: 1 }));
+    observed.lock().connected = BTreeSet::new();
+    observed.lock().clocks = vec!["the clock of this server is 1day ahead of x".to_owned()];
+    let refused = rotator.act(Next).unwrap_err();
+    assert_contains(&refused, "1day ahead of x; until then");
+    observed.lock().clocks.clear();
+    rotator.act(Next).unwrap();
+    // An operator decides otherwise.
+    observed.lock().clocks = vec!["again".to_owned()];
+    rotator.act(ForceNext).unwrap();
+    drop(scratch);
+}
+
+#[test]
 fn servers_with_one_secret_are_in_the_same_stage_and_a_conflict_changes_nothing() {
     let now = SystemTime::now();
     let old = Arc::new(CaMaterial::generate(now).unwrap());
@@ -366,12 +392,12 @@ fn servers_with_one_secret_are_in_the_same_stage_and_a_conflict_changes_nothing(
         let observe = move || {
             let digest = Some(followed.material.lock().digest());
             let cas = (0..others).map(|number| (format!("s{number}").parse().unwrap(), digest));
-            OtherServers {
-                unknown: None,
+            Surroundings {
                 cas: cas.collect(),
+                ..Surroundings::default()
             }
         };
-        CaRotator::of_secret(ca, secret.clone(), nodes).with_other_servers(Arc::new(observe))
+        CaRotator::of_secret(ca, secret.clone(), nodes).observing(Arc::new(observe))
     };
     let (one, other) = (server(0), server(0));
     let stages = || {

@@ -1,16 +1,18 @@
 //! A reader of objects by their paths, with a time limit for each.
 
-use std::time::{Duration, SystemTime, UNIX_EPOCH};
+use std::time::{Duration, SystemTime};
 
 use http::{Method, Request, header};
-use k8s_openapi::jiff::fmt::rfc2822;
 use kube::Client;
 use kube::client::Body;
 use serde::Deserialize;
 use serde::de::DeserializeOwned;
 use serde_json::Value;
+use tokio::time::Instant;
 
+use crate::clock::ClockReading;
 use crate::cluster::api_call::with_limit;
+use crate::cluster::clock::date;
 use crate::cluster::failure::{ApiError, ApiErrorKind};
 
 /// A fact, or the reason why it is not known.
@@ -107,9 +109,8 @@ impl Reader {
         let request = request.map_err(|error| error.to_string())?;
         let answer = with_limit(CALL_LIMIT, self.client.send(request)).await;
         let answer = answer.map_err(|failure| failure.to_string())?;
-        let date = answer.headers().get(header::DATE);
-        let date = date.and_then(|date| date.to_str().ok()).ok_or(NO_DATE)?;
-        clock_ahead(date, SystemTime::now())
+        let date = date(answer.headers()).ok_or(NO_DATE)??;
+        Ok(ClockReading::new(date).seconds_ahead(SystemTime::now(), Instant::now()))
     }
 
     async fn call<T: DeserializeOwned>(
@@ -128,14 +129,6 @@ impl Reader {
     }
 }
 
-/// Returns by how many seconds `now` is ahead of the date of an HTTP response.
-fn clock_ahead(date: &str, now: SystemTime) -> Fact<i64> {
-    let theirs = rfc2822::parse(date).map_err(|error| format!("Date {date:?}: {error}"))?;
-    let ours = now.duration_since(UNIX_EPOCH).unwrap_or_default();
-    let ours = i64::try_from(ours.as_secs()).unwrap_or(i64::MAX);
-    Ok(ours.saturating_sub(theirs.timestamp().as_second()))
-}
-
 const NO_DATE: &str = "the API server's answer has no date";
 /// Number of objects in a page.
 const PAGE_SIZE: &str = "500";
@@ -145,18 +138,3 @@ const ITEMS_MAX: usize = 100_000;
 const CALL_LIMIT: Duration = Duration::from_secs(6);
 /// Time limit of all pages of a list. Two lists in a row fit into the 30 s of the command.
 const LIST_LIMIT: Duration = Duration::from_secs(12);
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn clock_is_compared_with_the_date_of_the_answer() {
-        let now = UNIX_EPOCH + Duration::from_secs(61);
-        let ahead = clock_ahead("Thu, 01 Jan 1970 00:00:01 GMT", now);
-        assert_eq!(ahead, Ok(60));
-        let behind = clock_ahead("Thu, 01 Jan 1970 00:02:01 GMT", now);
-        assert_eq!(behind, Ok(-60));
-        assert!(clock_ahead("yesterday", now).is_err());
-    }
-}

@@ -4,6 +4,7 @@ use serde_json::{Value, json};
 use tunnel_proto::process::meta::Readiness;
 
 use super::super::client::Connection;
+use super::super::clock::ApiServerClock;
 use super::super::testing::{ApiServer, NAMESPACE, api_server};
 use super::*;
 use crate::testing::assert_contains;
@@ -75,6 +76,7 @@ fn election() -> (Election, ApiServer) {
     let connection = Connection {
         client,
         throttle: Throttle::default(),
+        clock: ApiServerClock::default(),
         namespace: NAMESPACE.into(),
     };
     let cluster = ClusterHandle::with_connection(

@@ -3,6 +3,7 @@ use serde_json::{Value, json};
 use tokio::time::sleep;
 use tunnel_proto::process::meta::Readiness;
 
+use super::super::clock::ApiServerClock;
 use super::super::failure::Throttle;
 use super::super::testing::{ApiServer, NAMESPACE, api_server};
 use super::*;
@@ -176,6 +177,7 @@ fn fixture(data: &DataDir) -> Fixture {
     let connection = Connection {
         client,
         throttle: Throttle::default(),
+        clock: ApiServerClock::default(),
         namespace: NAMESPACE.into(),
     };
     let (readiness, shutdown) = (Readiness::default(), Shutdown::new());

@@ -3,14 +3,12 @@
 //! leader removes old ones.
 
 use std::io;
-use std::time::{Duration, SystemTime};
+use std::time::Duration;
 
 use k8s_openapi::ByteString;
 use k8s_openapi::api::core::v1::Secret;
-use k8s_openapi::jiff::fmt::rfc2822;
 use kube::Api;
 use kube::api::{DeleteParams, ListParams, ObjectMeta, PostParams, Preconditions};
-use kube::client::Body;
 use tokio::runtime::Handle;
 use tracing::{debug, info};
 use tunnel_proto::process::shutdown::Shutdown;
@@ -85,25 +83,15 @@ impl TokenSecrets {
         Ok(tokens.collect())
     }
 
-    /// Returns the time of the API server, which each of its responses has.
-    async fn api_time(&self) -> Option<SystemTime> {
-        let request = http::Request::get("/version").body(Body::empty()).ok()?;
-        let sent = with_limit(CALL_LIMIT, self.cluster.connection.client.send(request));
-        let response = sent.await.ok()?;
-        let date = response.headers().get(http::header::DATE)?.to_str().ok()?;
-        rfc2822::parse(date)
-            .ok()
-            .map(|date| date.timestamp().into())
-    }
-
     /// Removes tokens that expired more than a day ago by the API server's clock. Without that clock
     /// none is removed.
     async fn clean(&self) -> Result<(), ApiError> {
-        let Some(now) = self.api_time().await else {
+        let all = self.all().await?;
+        let Some(now) = self.cluster.clock().time() else {
             return Ok(());
         };
         let mut failed = None;
-        for (secret, token) in self.all().await? {
+        for (secret, token) in all {
             let Some(name) = secret.metadata.name.filter(|_| token.is_old(now)) else {
                 continue;
             };

@@ -6,6 +6,8 @@ use tunnel_proto::identity::sha256;
 use tunnel_proto::wire::order::{NodeOrder, Order};
 use tunnel_proto::wire::peer::StateDigest;
 
+use crate::clock::ClockReading;
+
 /// SHA-256 over the CA of a server, see [`StateDigest::ca`].
 pub type CaDigest = [u8; 32];
 
@@ -35,6 +37,7 @@ impl Default for AgreedState {
 pub(super) struct AnnouncedState {
     pub(super) connections: usize,
     pub(super) digest: Option<StateDigest>,
+    pub(super) clock: Option<ClockReading>,
 }
 
 /// Returns the digest of orders, which are ordered by node.

@@ -1,5 +1,6 @@
 //! Exchange of what all servers agree on, next to the API server. Each end of a connection announces
-//! a digest of its orders about nodes and of its CA, at the start and after each change. When the
+//! a digest of its orders about nodes and of its CA, at the start and after each change, with its
+//! clock, which it announces regularly. When the
 //! digests of the orders differ, each end fetches those of the other: an order that one server knows
 //! reaches all that are connected to it. Nothing is forgotten by this way.
 
@@ -7,8 +8,10 @@ use std::collections::{BTreeMap, BTreeSet};
 use std::convert::Infallible;
 use std::future::pending;
 use std::sync::Arc;
+use std::time::{Duration, SystemTime};
 
 use tokio::sync::{Notify, mpsc, watch};
+use tunnel_proto::timers::sleep_coalesced;
 use tunnel_proto::wire::name::ReplicaId;
 use tunnel_proto::wire::order::NodeOrder;
 use tunnel_proto::wire::peer::{PEER_MESSAGE_MAX, PeerMessage, StateDigest, StatePart};
@@ -16,6 +19,7 @@ use tunnel_proto::wire::peer::{PEER_MESSAGE_MAX, PeerMessage, StateDigest, State
 use super::Peers;
 use super::agreed::{AgreedState, CaDigest, digest_of};
 use super::link::LinkError;
+use crate::clock::ClockReading;
 
 impl Peers {
     /// Replaces the orders that other servers learn, including those that connect later. The orders
@@ -58,6 +62,15 @@ impl Peers {
         let others = self.announced(|digest| digest.orders == own).into_iter();
         others
             .map(|(replica, is_same)| (replica, is_same == Some(true)))
+            .collect()
+    }
+
+    /// Returns the clocks of the connected servers, as they last announced them.
+    pub(crate) fn clocks(&self) -> Vec<(ReplicaId, ClockReading)> {
+        let state = self.state.lock();
+        let clocks = state.announced.iter();
+        clocks
+            .filter_map(|(replica, announced)| Some((replica.clone(), announced.clock?)))
             .collect()
     }
 
@@ -114,6 +127,7 @@ impl Exchange {
         let announced = &mut self.peers.state.lock().announced;
         if let Some(announced) = announced.get_mut(&self.replica) {
             announced.digest = Some(*digest);
+            announced.clock = digest.clock.map(ClockReading::new);
         }
         let own = self.peers.agreed.borrow().digest.orders;
         if self.fetch.is_due(digest.orders, own) {
@@ -202,16 +216,24 @@ async fn send_state(
     let mut sent = None;
     loop {
         let state = agreed.borrow_and_update().clone();
-        if sent.replace(state.digest) != Some(state.digest)
-            && (outbox.send(PeerMessage::StateDigest(state.digest)).await).is_err()
-        {
-            return pending().await;
+        if sent.replace(state.digest) != Some(state.digest) {
+            let digest = StateDigest {
+                clock: Some(SystemTime::now()),
+                ..state.digest
+            };
+            if (outbox.send(PeerMessage::StateDigest(digest)).await).is_err() {
+                return pending().await;
+            }
         }
         let messages = tokio::select! {
             changed = agreed.changed() => {
                 if changed.is_err() {
                     return pending().await;
                 }
+                continue;
+            }
+            () = sleep_coalesced(CLOCK_INTERVAL) => {
+                sent = None;
                 continue;
             }
             () = due.fetch.notified() => vec![PeerMessage::StateFetch],
@@ -241,6 +263,8 @@ fn answer_messages(orders: &[NodeOrder]) -> Vec<PeerMessage> {
     parts.into_iter().map(PeerMessage::StatePart).collect()
 }
 
+/// Interval at which a server announces its clock.
+const CLOCK_INTERVAL: Duration = Duration::from_secs(15);
 /// Orders in one message, with the longest names and 56 bytes for the numbers and lengths.
 const ORDERS_PER_MESSAGE: usize = PEER_MESSAGE_MAX / (253 + 56);
 /// Maximum number of orders of one answer. A server stores fewer of the others.
