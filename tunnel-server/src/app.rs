@@ -13,7 +13,6 @@ use tunnel_proto::wire::ALPN_SESSION;
 use crate::ca::LocalCa;
 use crate::ca::revocation::Revocations;
 use crate::ca::tokens::TokenStore;
-use crate::cluster::QuicKeyLease;
 use crate::config::{Capacity, Config, DescriptorUses};
 use crate::dns::Records;
 use crate::policy::PortPolicy;
@@ -60,7 +59,6 @@ pub struct App {
     tokens: Arc<TokenStore>,
     revocations: Arc<Revocations>,
     cluster: ClusterServices,
-    quic_key_lease: Option<QuicKeyLease>,
     // Dropped last, because it has the lock of the data directory.
     context: ServerContext,
 }
@@ -142,7 +140,6 @@ impl App {
             tokens: authority.tokens,
             revocations: authority.revocations,
             cluster,
-            quic_key_lease: authority.quic_key_lease,
             context,
         })
     }
@@ -207,20 +204,8 @@ impl App {
             () = self.context.shutdown.stop().cancelled() => {}
         }
         let _not_ready = self.context.readiness.drain();
-        let quic_key_lease = self.quic_key_lease.take();
-        // Release the lease at the start, so that the next server can take the keys at once.
-        // Packets that still reach this server are handled. A packet of one of this server's
-        // sessions that reaches the other server is misrouted, and the other server's reset reports
-        // that at once.
-        let stop = self.context.shutdown.stop().clone();
-        let leave_and_drain = async {
-            let agents_leave_until = self.leave().await;
-            self.drain(agents_leave_until).await;
-        };
-        tokio::join!(
-            leave_and_drain,
-            authority::release_quic_keys(quic_key_lease, &stop)
-        );
+        let agents_leave_until = self.leave().await;
+        self.drain(agents_leave_until).await;
         self.context.shutdown.finish().await;
         self.context.drivers.close();
         self.context.drivers.wait().await;

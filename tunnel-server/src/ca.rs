@@ -6,11 +6,13 @@ use std::sync::Arc;
 use std::time::{Duration, SystemTime};
 
 use arc_swap::ArcSwap;
+use aws_lc_rs::hmac;
 use rcgen::{ExtendedKeyUsagePurpose, SanType};
 use rustls::sign::CertifiedKey;
 use rustls_pki_types::CertificateDer;
 use tokio::sync::watch;
 use tunnel_proto::identity::Role;
+use tunnel_proto::transport::quic::QuicKeys;
 use tunnel_proto::wire::name::{NodeName, ReplicaId};
 
 use crate::store::data_dir::DataDir;
@@ -42,6 +44,9 @@ pub use material::{CaMaterial, SourceNames};
 /// Default lifetime of every certificate except the CA's own. `limits.certificateLife` overrides
 /// it.
 pub const CERTIFICATE_LIFE: Duration = Duration::from_secs(30 * 24 * 60 * 60);
+
+/// Length of a tag of HMAC-SHA-256.
+const SHA256_BYTES: usize = 32;
 
 /// The CA of an installation whose operator does not provide one. A standalone server stores it in
 /// its data directory. The servers of a cluster share one CA, which a Secret holds.
@@ -105,6 +110,31 @@ impl LocalCa {
         self.material.store(material);
         self.generation.send_modify(|generation| *generation += 1);
         true
+    }
+
+    /// Returns QUIC's reset and connection-id keys for the only server that uses the CA. They are
+    /// derived from the private key, so that a server that lost its data directory has the same ones.
+    pub(crate) fn quic_keys(&self) -> QuicKeys {
+        let mut bytes = [0; QuicKeys::LEN];
+        for (number, chunk) in (0_u8..).zip(bytes.chunks_mut(SHA256_BYTES)) {
+            let tag = self.tag("quic keys", &[&[number]]);
+            chunk.copy_from_slice(&tag.as_ref()[..chunk.len()]);
+        }
+        QuicKeys::from_bytes(&bytes)
+    }
+
+    /// Returns the authentication code of a purpose and of data, by the CA's private key.
+    fn tag(&self, purpose: &str, data: &[&[u8]]) -> hmac::Tag {
+        let material = self.material.load();
+        let key = hmac::Key::new(hmac::HMAC_SHA256, material.key_pem().as_bytes());
+        let mut context = hmac::Context::with_key(&key);
+        context.update(b"culvert ");
+        context.update(purpose.as_bytes());
+        for part in data {
+            context.update(&[0]);
+            context.update(part);
+        }
+        context.sign()
     }
 
     /// Returns a receiver that is notified when the CA is replaced.

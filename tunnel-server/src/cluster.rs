@@ -85,7 +85,6 @@ use nodes::{AliasRules, NodeStore};
 use publisher::Publisher;
 use restart::run_restarting;
 pub use service::ListenerPorts;
-pub use shared_state::QuicKeyLease;
 use shared_state::TokenSecrets;
 use signing::KubeletClientCertificateTask;
 pub use signing::SignerConfig;

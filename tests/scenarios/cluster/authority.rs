@@ -1,5 +1,4 @@
-//! State that all servers of a cluster share: one CA, one set of join tokens and revocations, and
-//! QUIC keys that survive the loss of a disk.
+//! State that all servers of a cluster share: one CA, and one set of join tokens and revocations.
 
 mod first;
 mod orders;
@@ -7,6 +6,8 @@ mod restart;
 mod rotation;
 mod shared;
 pub(super) mod tokens;
+
+pub(super) use restart::kill;
 
 use anyhow::{Context, Result};
 use tunnel_server::config::{ObjectNames, RawConfig};
@@ -41,10 +42,6 @@ const SECRETS: &str = "/api/v1/namespaces/kube-system/secrets";
 
 fn ca_secret() -> String {
     ObjectNames::default().ca_secret
-}
-
-fn state_secret() -> String {
-    ObjectNames::default().state_secret
 }
 
 /// Replaces a key of the Secret of the CA, as an operator does.

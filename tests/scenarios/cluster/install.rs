@@ -50,10 +50,9 @@ async fn kubectl_applies_install_yaml_and_applying_it_again_keeps_what_the_serve
     cluster_env.wait_for_bundle().await;
     let before = objects.filled().await?;
     let is_filled = |filled: &Value| *filled != json!([null, null]);
-    // The filled objects are two ConfigMaps, two Secrets, the Lease of the writer and the Lease of
-    // the QUIC keys.
+    // The filled objects are two ConfigMaps, the Secret of the CA, and the Lease of the writer.
     ensure!(
-        before.values().filter(|filled| is_filled(filled)).count() == 6,
+        before.values().filter(|filled| is_filled(filled)).count() == 4,
         "{before:#?}"
     );
     for file in files {

@@ -4,9 +4,7 @@ use std::collections::BTreeSet;
 
 use anyhow::{Context, Result, ensure};
 use serde_json::json;
-use tunnel_server::cluster::objects::{
-    QUIC_KEY_LEASES_MAX, RIGHTS, Right, Scope, tokens_namespace,
-};
+use tunnel_server::cluster::objects::{RIGHTS, Right, Scope, tokens_namespace};
 use tunnel_tests::apiserver::Reviewing;
 use tunnel_tests::ca::{Leaf, TestCa};
 use tunnel_tests::client::{ClientTls, Endpoint, RawRequest, request};
@@ -50,10 +48,6 @@ fn row(right: &Right) -> Vec<String> {
         Scope::Named(flag) => format!("the one of `{flag}`"),
         Scope::AgentNamespaces => "any in the namespaces of `--agent-service-account`".to_owned(),
         Scope::Exactly(namespace, name) => format!("`{name}` in `{namespace}`"),
-        Scope::Numbered(flag) => {
-            let last = QUIC_KEY_LEASES_MAX - 1;
-            format!("the ones of `{flag}`, `-0` to `-{last}`")
-        }
     };
     vec![
         group.to_owned(),

@@ -6,8 +6,8 @@ use anyhow::{Context, Result};
 use k8s_openapi::ByteString;
 use serde_json::{Value, json};
 use tunnel_server::cluster::objects::{
-    CA_CERTIFICATE_KEY, QUIC_KEY_LEASES_MAX, RECORDS_KEY, RIGHTS, Right, Scope,
-    quic_key_lease_name, tokens_namespace,
+    CA_CERTIFICATE_KEY, RECORDS_KEY, RIGHTS, Right, Scope,
+    tokens_namespace,
 };
 use tunnel_server::config::{EDGE_LABEL, ObjectNames};
 
@@ -278,14 +278,9 @@ impl Objects<'_> {
 }
 
 /// Returns the Secrets as the manifests contain them.
-pub fn empty_secrets() -> [Value; 3] {
+pub fn empty_secrets() -> [Value; 2] {
     let names = ObjectNames::default();
-    [
-        names.ca_secret,
-        names.state_secret,
-        names.revocations_secret,
-    ]
-    .map(|name| {
+    [names.ca_secret, names.revocations_secret].map(|name| {
         json!({
             "apiVersion": "v1", "kind": "Secret", "type": "Opaque",
             "metadata": { "name": name, "namespace": SERVICE_ACCOUNT.0 },
@@ -304,17 +299,12 @@ pub fn shipped() -> Vec<(String, Value)> {
         let map = object("v1", "ConfigMap", name);
         (Objects::collection("configmaps"), map)
     });
-    let quic_key_leases =
-        (0..QUIC_KEY_LEASES_MAX).map(|entry| quic_key_lease_name(&names.replica_lease, entry));
     let api = "coordination.k8s.io/v1";
-    let leases = [names.leader_lease]
-        .into_iter()
-        .chain(quic_key_leases)
-        .map(|name| {
-            let collection = format!("/apis/{api}/namespaces/{}/leases", SERVICE_ACCOUNT.0);
-            (collection, object(api, "Lease", name))
-        });
-    secrets.into_iter().chain(maps).chain(leases).collect()
+    let lease = (
+        format!("/apis/{api}/namespaces/{}/leases", SERVICE_ACCOUNT.0),
+        object(api, "Lease", names.leader_lease),
+    );
+    secrets.into_iter().chain(maps).chain([lease]).collect()
 }
 
 /// Returns the Service of the listeners with the ports of the guide.
@@ -375,11 +365,6 @@ fn rule(right: &Right) -> Value {
         Scope::Named(flag) => rule["resourceNames"] = json!([named_by(flag)]),
         // All roles here belong to this namespace, as those of agents do by default.
         Scope::Exactly(_, name) => rule["resourceNames"] = json!([name]),
-        Scope::Numbered(flag) => {
-            let name = named_by(flag);
-            let names = (0..QUIC_KEY_LEASES_MAX).map(|entry| quic_key_lease_name(&name, entry));
-            rule["resourceNames"] = names.collect();
-        }
         Scope::Cluster | Scope::Namespace | Scope::TokensNamespace | Scope::AgentNamespaces => {}
     }
     rule
@@ -394,10 +379,8 @@ fn named_by(flag: &str) -> String {
         "--internal-service" => names.internal_service,
         "--leader-lease" => names.leader_lease,
         "--ca-secret" => names.ca_secret,
-        "--state-secret" => names.state_secret,
         "--revocations-secret" => names.revocations_secret,
         "--ca-config-map" => names.ca_config_map,
-        "--replica-lease" => names.replica_lease,
         other => format!("no-such-flag{other}"),
     }
 }

@@ -1,5 +1,5 @@
-//! Selection of the CA, join tokens, revocations and QUIC keys: from the data directory, or in a
-//! cluster from the state that all servers share. The start waits for that state. The credentials
+//! Selection of the CA, join tokens and revocations: from the data directory, or in a cluster from the
+//! state that all servers share. The start waits for that state. The credentials
 //! for agents' handshakes and the trust anchors come from the local CA, or from files of the
 //! operator, which are watched while the server runs.
 
@@ -12,7 +12,6 @@ use prometheus_client::registry::Registry as MetricsRegistry;
 use rustls::server::ResolvesServerCert;
 use rustls::{RootCertStore, ServerConfig};
 use tokio::net::TcpListener;
-use tokio_util::sync::CancellationToken;
 use tracing::{error, info};
 use tunnel_proto::process::meta::Meta;
 use tunnel_proto::process::shutdown::Shutdown;
@@ -26,7 +25,7 @@ use crate::ca::revocation::Revocations;
 use crate::ca::rotation::CaSecret;
 use crate::ca::tokens::{self, TokenStore};
 use crate::ca::{LocalCa, distrusted};
-use crate::cluster::{ApiServerClock, ClusterHandle, QuicKeyLease, UnknownMembership};
+use crate::cluster::{ApiServerClock, ClusterHandle, UnknownMembership};
 use crate::config::{Config, CredentialFiles, KubeletClientCa, KubernetesSettings};
 
 /// The credentials of the server and the state by which it admits agents.
@@ -41,8 +40,6 @@ pub(super) struct Authority {
     pub(super) api_server_clock: Option<ApiServerClock>,
     /// Connection to the cluster, or `None` for a standalone server.
     pub(super) cluster_handle: Option<ClusterHandle>,
-    /// The Lease on the QUIC keys, if other servers could claim them.
-    pub(super) quic_key_lease: Option<QuicKeyLease>,
     /// Returns the reason why it is not known which servers there are, if so.
     pub(super) unknown_servers: UnknownMembership,
 }
@@ -65,15 +62,15 @@ impl Authority {
         }
         let ca = LocalCa::load_or_create(data)?;
         tokens::clean(data, &process.shutdown);
+        let ca = Arc::new(ca.with_life(config.limits.certificate_life));
         Ok(Self {
-            ca: Arc::new(ca.with_life(config.limits.certificate_life)),
-            ca_secret: None,
             tokens: Arc::new(TokenStore::open(data)),
+            ca,
+            ca_secret: None,
             revocations: Arc::new(Revocations::open(data, is_issuer(config))?),
             keys: data.quic_keys()?,
             api_server_clock: None,
             cluster_handle: None,
-            quic_key_lease: None,
             unknown_servers: Arc::new(|| None),
         })
     }
@@ -112,6 +109,12 @@ impl Authority {
         drop(waiting);
         let shared = shared.context("stopped before the CA was loaded from the cluster")??;
         let (tokens, revocations) = (shared.tokens, shared.revocations);
+        // Only one server has the keys: the one with the data directory, or the only one.
+        let keys = if settings.single_replica {
+            shared.ca.quic_keys()
+        } else {
+            data.quic_keys()?
+        };
         Ok(Self {
             ca: shared.ca,
             ca_secret: Some(shared.ca_secret),
@@ -121,23 +124,11 @@ impl Authority {
                 revocations,
                 is_issuer(config),
             )?),
-            keys: shared.keys,
+            keys,
             api_server_clock: Some(cluster_handle.clock()),
             cluster_handle: Some(cluster_handle),
-            quic_key_lease: shared.quic_key_lease,
             unknown_servers: Arc::new(|| None),
         })
-    }
-}
-
-/// Releases the Lease on the QUIC keys, if there is one. Sessions that use the keys may continue.
-/// Cancel-safe.
-pub(super) async fn release_quic_keys(lease: Option<QuicKeyLease>, stop: &CancellationToken) {
-    if let Some(lease) = lease {
-        tokio::select! {
-            () = lease.release() => {}
-            () = stop.cancelled() => {}
-        }
     }
 }
 

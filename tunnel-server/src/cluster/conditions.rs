@@ -106,13 +106,10 @@ pub(super) enum Condition {
     CaSecret,
     /// The ConfigMap of the CA certificates.
     CaBundle,
-    /// The Secret with QUIC keys.
-    State,
     /// The Secret with the orders about nodes.
     Revocations,
     /// The namespace of the join tokens, and the Role there.
     Tokens,
-    QuicKeyLease,
     /// The annotation with names of the HTTPS serving certificate.
     ServingNames,
     /// The permission to get Pods.
@@ -143,7 +140,6 @@ impl Condition {
             Self::Watching(Object::KubeletClientCa) => "watching kubelet client CA",
             Self::Watching(Object::Ca) => "watching ca",
             Self::Watching(Object::CaBundle) => "watching ca certificates",
-            Self::Watching(Object::State) => "watching state",
             Self::Watching(Object::Revocations) => "watching revocations",
             Self::Watching(Object::Peers) => "watching peers",
             Self::Watching(_) => "watching",
@@ -153,10 +149,8 @@ impl Condition {
             Self::Writing(_) => "writing",
             Self::CaSecret => "ca",
             Self::CaBundle => "ca certificates",
-            Self::State => "state",
             Self::Revocations => "revocations",
             Self::Tokens => "tokens",
-            Self::QuicKeyLease => "quic keys",
             Self::ServingNames => "serving names",
             Self::PodLookup => "pod lookup",
             Self::ServiceRanges => "service ranges",

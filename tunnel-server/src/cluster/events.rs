@@ -61,10 +61,8 @@ impl EventRecorder {
             | Condition::Writing(_)
             | Condition::CaSecret
             | Condition::CaBundle
-            | Condition::State
             | Condition::Revocations
             | Condition::Tokens
-            | Condition::QuicKeyLease
             | Condition::ServingNames
             | Condition::ServiceRanges
             | Condition::PeerEndpoints

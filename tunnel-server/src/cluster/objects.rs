@@ -33,9 +33,6 @@ pub const NAMES_ANNOTATION: &str = "x-tunnel-server-names";
 /// Annotation of the CA Secret with the CAs that its CA replaces: the SHA-256 of their public keys,
 /// hex, separated by commas. Without it, a CA that does not continue the one in use is not used.
 pub const REPLACES_CA_ANNOTATION: &str = "x-tunnel-server-replaces-ca";
-/// Maximum number of servers of one cluster that can have QUIC keys of their own: one for each
-/// server that an installation can have.
-pub const QUIC_KEY_LEASES_MAX: u8 = 64;
 /// Label of an EndpointSlice with the name of its Service.
 pub const SERVICE_NAME_LABEL: &str = "kubernetes.io/service-name";
 /// Name of the port for other servers in the headless Service of the servers.
@@ -78,8 +75,6 @@ pub(super) enum Object {
     Ca,
     /// The ConfigMap of the CA certificates.
     CaBundle,
-    /// The Secret with QUIC keys.
-    State,
     /// The Secrets of the join tokens.
     Tokens,
     /// The Secret with the orders about nodes.
@@ -100,7 +95,6 @@ impl Object {
             Self::KubeletClientCa => "kubelet_client_ca",
             Self::Ca => "ca",
             Self::CaBundle => "ca_certificates",
-            Self::State => "state",
             Self::Tokens => "tokens",
             Self::Revocations => "revocations",
             Self::Peers => "peers",
@@ -114,7 +108,7 @@ impl Object {
             Self::Service => "Service",
             Self::Lease => "Lease",
             Self::Events => "Event",
-            Self::Ca | Self::State | Self::Tokens | Self::Revocations => "Secret",
+            Self::Ca | Self::Tokens | Self::Revocations => "Secret",
             Self::Peers => "EndpointSlice",
         }
     }
@@ -135,14 +129,6 @@ pub enum Scope {
     AgentNamespaces,
     /// Only the object with this namespace and name.
     Exactly(&'static str, &'static str),
-    /// The objects in the namespace that this flag names with the suffixes `-0`, `-1` and so on,
-    /// [`QUIC_KEY_LEASES_MAX`] in total.
-    Numbered(&'static str),
-}
-
-#[must_use]
-pub fn quic_key_lease_name(prefix: &str, entry: u8) -> String {
-    format!("{prefix}-{entry}")
 }
 
 /// Returns the command that creates an empty object, as manifests ship it. RBAC cannot limit
@@ -249,13 +235,6 @@ pub const RIGHTS: &[Right] = &[
     Right {
         group: "",
         resource: "secrets",
-        scope: Scope::Named("--state-secret"),
-        verbs: &["get", "list", "watch", "update"],
-        purpose: "QUIC keys of all servers",
-    },
-    Right {
-        group: "",
-        resource: "secrets",
         scope: Scope::TokensNamespace,
         verbs: &["get", "list", "create", "update", "delete"],
         purpose: "join tokens, a Secret each: read when one is used; the leader removes old ones",
@@ -280,13 +259,6 @@ pub const RIGHTS: &[Right] = &[
         scope: Scope::Named("--leader-lease"),
         verbs: &["get", "update"],
         purpose: "one writer among several servers",
-    },
-    Right {
-        group: "coordination.k8s.io",
-        resource: "leases",
-        scope: Scope::Numbered("--replica-lease"),
-        verbs: &["get", "update"],
-        purpose: "QUIC keys are used by one server at a time; not needed with --single-replica",
     },
     Right {
         group: "discovery.k8s.io",
@@ -333,12 +305,6 @@ pub fn rights_table() -> String {
                 "any in the namespaces of `--agent-service-account`".to_owned()
             }
             Scope::Exactly(namespace, name) => format!("`{name}` in `{namespace}`"),
-            Scope::Numbered(flag) => {
-                format!(
-                    "the ones of `{flag}`, `-0` to `-{}`",
-                    QUIC_KEY_LEASES_MAX - 1
-                )
-            }
         };
         let (resource, verbs, purpose) = (right.resource, right.verbs.join(", "), right.purpose);
         let row = format!("| {group} | {resource} | {objects} | {verbs} | {purpose} |\n");

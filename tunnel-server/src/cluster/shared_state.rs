@@ -1,15 +1,15 @@
-//! State that all servers of a cluster share: one CA, the join tokens, one set of orders about nodes,
-//! and the assignment of QUIC keys to servers. Three Secrets hold it, which manifests ship empty and
-//! the first writer fills, and a Secret for each join token.
+//! State that all servers of a cluster share: one CA, the join tokens, and one set of orders about
+//! nodes. Two Secrets hold it, which manifests ship empty and the first writer fills, and a Secret for
+//! each join token.
 //!
 //! ```text
 //! Secret ca    ──▶ CaReconciler ──▶ LocalCa (issuer, listeners, agent trust), CA bundle ConfigMap
 //!              ◀─▶ RotatedSecret ◀─▶ CaRotator (compare-and-swap)
-//! Secrets revocations, state ◀─▶ SharedDocuments ◀─▶ Revocations, QuicKeyLeases (compare-and-swap)
+//! Secret revocations ◀─▶ SharedDocuments ◀─▶ Revocations (compare-and-swap)
 //! Secret of a join token ◀─▶ TokenSecrets ◀─▶ TokenStore (read when it is used, compare-and-swap)
 //! ```
 //!
-//! A server waits for the three Secrets before it serves requests. The server also persists their
+//! A server waits for both Secrets before it serves requests. The server also persists their
 //! content, so that a server with a persistent data directory starts without the API server.
 
 use std::sync::Arc;
@@ -18,11 +18,9 @@ use std::time::Duration;
 use tokio::sync::watch;
 use tracing::info;
 use tunnel_proto::process::shutdown::Shutdown;
-use tunnel_proto::transport::quic::QuicKeys;
 
 use super::client::ClusterHandle;
 use super::conditions::Condition;
-use super::lease::identity;
 use super::objects::Object;
 use crate::ca::rotation::CaSecret;
 use crate::ca::tokens::TokenStore;
@@ -35,16 +33,13 @@ mod ca;
 mod ca_bundle;
 mod cluster_objects;
 mod documents;
-mod quic_key_lease;
 mod rotated_secret;
 mod snapshot;
 mod tokens;
 
 use ca::CaReconciler;
 use cluster_objects::ClusterObjects;
-use documents::{DocumentsSecret, QUIC_KEYS, REVOKED, SharedDocuments};
-pub use quic_key_lease::QuicKeyLease;
-use quic_key_lease::QuicKeyLeases;
+use documents::{DocumentsSecret, REVOKED, SharedDocuments};
 use rotated_secret::RotatedSecret;
 pub(super) use tokens::TokenSecrets;
 
@@ -57,9 +52,6 @@ pub(crate) struct SharedState {
     pub(crate) ca_secret: Arc<dyn CaSecret>,
     pub(crate) tokens: TokenStore,
     pub(crate) revocations: SharedDocument,
-    /// Keys for QUIC stateless resets and connection ids.
-    pub(crate) keys: QuicKeys,
-    pub(crate) quic_key_lease: Option<QuicKeyLease>,
 }
 
 impl ClusterHandle {
@@ -80,33 +72,25 @@ impl ClusterHandle {
         let persisted = snapshot::load(data, &cluster_objects.describe_secret(&names.ca_secret));
         let material = persisted.material().map(Arc::new);
         let (current, changes) = (watch::Sender::new(material), watch::Sender::new(()));
-        let open = |secret| {
-            SharedDocuments::new(
-                &cluster_objects,
-                secret,
-                &persisted.documents,
-                persisted.is_whole,
-                changes.clone(),
-                shutdown,
-            )
-        };
-        let documents = open(DocumentsSecret {
-            name: names.state_secret.clone(),
-            object: Object::State,
-            condition: Condition::State,
-            keys: &[QUIC_KEYS],
-        });
-        let revocations = open(DocumentsSecret {
+        let secret = DocumentsSecret {
             name: names.revocations_secret.clone(),
             object: Object::Revocations,
             condition: Condition::Revocations,
             keys: &[REVOKED],
-        });
+        };
+        let revocations = SharedDocuments::new(
+            &cluster_objects,
+            secret,
+            &persisted.documents,
+            persisted.is_whole,
+            changes.clone(),
+            shutdown,
+        );
         snapshot::start(
             data,
             persisted,
             current.subscribe(),
-            [documents.clone(), revocations.clone()],
+            revocations.clone(),
             changes.subscribe(),
             shutdown,
         );
@@ -121,33 +105,20 @@ impl ClusterHandle {
 
         let mut known = current.subscribe();
         let material = first(&mut known).await;
-        documents.wait_observed().await;
         revocations.wait_observed().await;
         snapshot::publish(data, material.clone()).await;
         let ca = Arc::new(LocalCa::new(material)?.with_life(life));
         follow(&ca, known, shutdown);
         let ca_secret = Arc::new(RotatedSecret {
-            cluster_objects: cluster_objects.clone(),
+            cluster_objects,
             name: names.ca_secret.clone(),
             shutdown: shutdown.clone(),
         });
-        let key_leases = QuicKeyLeases {
-            cluster_objects,
-            lease: names.replica_lease.clone(),
-            is_single: settings.single_replica,
-            holder: identity(),
-        };
-        let claimed = key_leases.claim(&documents, data).await?;
-        let quic_key_lease = claimed
-            .claim
-            .map(|claim| key_leases.renew_until_released(claim, shutdown));
         Ok(SharedState {
             ca,
             ca_secret,
             tokens: TokenStore::of(Arc::new(TokenSecrets::new(self, shutdown))),
             revocations: revocations.document(REVOKED),
-            keys: claimed.keys,
-            quic_key_lease,
         })
     }
 }

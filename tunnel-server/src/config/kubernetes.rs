@@ -91,14 +91,10 @@ pub struct ObjectNames {
     pub leader_lease: String,
     /// Secret with the local CA.
     pub ca_secret: String,
-    /// Secret with the QUIC keys of all servers.
-    pub state_secret: String,
     /// Secret with the orders about nodes.
     pub revocations_secret: String,
     /// ConfigMap with the certificates of the local CA.
     pub ca_config_map: String,
-    /// Name prefix of the Leases of QUIC keys.
-    pub replica_lease: String,
     /// Headless Service whose endpoints are the servers.
     pub peer_service: String,
 }
@@ -111,10 +107,8 @@ impl Default for ObjectNames {
             internal_service: "x-tunnel-server-internal-svc".into(),
             leader_lease: "tunnel-dns-controller".into(),
             ca_secret: "tunnel-server-ca".into(),
-            state_secret: "tunnel-server-state".into(),
             revocations_secret: "tunnel-server-revocations".into(),
             ca_config_map: "tunnel-ca".into(),
-            replica_lease: "tunnel-server-replica".into(),
             peer_service: "tunnel-server-peers".into(),
         }
     }
@@ -223,7 +217,6 @@ impl ObjectNames {
             ),
             leader_lease: name("--leader-lease", &raw.leader_lease, defaults.leader_lease),
             ca_secret: name("--ca-secret", &raw.ca_secret, defaults.ca_secret),
-            state_secret: name("--state-secret", &raw.state_secret, defaults.state_secret),
             revocations_secret: name(
                 "--revocations-secret",
                 &raw.revocations_secret,
@@ -233,11 +226,6 @@ impl ObjectNames {
                 "--ca-config-map",
                 &raw.ca_config_map,
                 defaults.ca_config_map,
-            ),
-            replica_lease: name(
-                "--replica-lease",
-                &raw.replica_lease,
-                defaults.replica_lease,
             ),
             peer_service: name("--peer-service", &raw.peer_service, defaults.peer_service),
         }

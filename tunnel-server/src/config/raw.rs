@@ -213,10 +213,6 @@ tunnel_proto::layered! {
         /// server fills it [default: tunnel-server-ca]
         #[arg(long, value_name = "NAME", env = "TUNNEL_SERVER_CA_SECRET", help_heading = "Kubernetes")]
         pub ca_secret: Option<String>,
-        /// Secret with the QUIC keys of all servers; it must exist and may be empty [default:
-        /// tunnel-server-state]
-        #[arg(long, value_name = "NAME", env = "TUNNEL_SERVER_STATE_SECRET", help_heading = "Kubernetes")]
-        pub state_secret: Option<String>,
         /// Secret with the revocations of nodes, which all servers share; it must exist and may be
         /// empty [default: tunnel-server-revocations]
         #[arg(long, value_name = "NAME", env = "TUNNEL_SERVER_REVOCATIONS_SECRET", help_heading = "Kubernetes")]
@@ -224,17 +220,13 @@ tunnel_proto::layered! {
         /// ConfigMap to which the CA's certificates are written, for agents [default: tunnel-ca]
         #[arg(long, value_name = "NAME", env = "TUNNEL_SERVER_CA_CONFIG_MAP", help_heading = "Kubernetes")]
         pub ca_config_map: Option<String>,
-        /// Name prefix of the Leases that servers hold for their QUIC keys; -0, -1 and so on follow
-        /// [default: tunnel-server-replica]
-        #[arg(long, value_name = "NAME", env = "TUNNEL_SERVER_REPLICA_LEASE", help_heading = "Kubernetes")]
-        pub replica_lease: Option<String>,
         /// Headless Service whose endpoints are the servers of the cluster, which connect to each
         /// other [default: tunnel-server-peers]
         #[arg(long, value_name = "NAME", env = "TUNNEL_SERVER_PEER_SERVICE", help_heading = "Kubernetes")]
         pub peer_service: Option<String>,
         /// Two servers never run at the same time (one replica, strategy Recreate): the server looks
-        /// for no other servers, and its QUIC keys need no Lease, so that a server that restarts
-        /// without its data directory has them at once [default: false]
+        /// for no other servers, and its QUIC keys come from the CA, so that a server that restarts
+        /// without its data directory has the same ones [default: false]
         #[arg(
             long, env = "TUNNEL_SERVER_SINGLE_REPLICA", num_args = 0..=1, default_missing_value = "true",
             require_equals = true, value_name = "BOOL",

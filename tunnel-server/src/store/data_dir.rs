@@ -152,12 +152,6 @@ impl DataDir {
         self.authority().exists() && !self.ca_key().exists()
     }
 
-    /// Returns the path of the file that records which of the cluster's QUIC keys this server uses.
-    #[must_use]
-    pub fn quic_key_claim(&self) -> PathBuf {
-        self.path.join("replica.json")
-    }
-
     #[must_use]
     pub fn nodes(&self) -> PathBuf {
         self.path.join("nodes.json")

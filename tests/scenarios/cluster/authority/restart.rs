@@ -1,17 +1,14 @@
 //! A server that loses its disk with its container restarts with its identity: agents need no new
-//! token, and notice the restart at once.
+//! token, and notice the restart of a single server at once.
 
 use std::time::Duration;
 
-use anyhow::{Context, Result, ensure};
-use serde_json::Value;
+use anyhow::{Result, ensure};
 use tunnel_tests::apiserver::Presence;
-use tunnel_tests::client::{Exchange, RawRequest};
 use tunnel_tests::eventually::{eventually, scaled};
 use tunnel_tests::process::{AgentSetup, Listener, Process, Server, ServerSetup, Signal};
 
-use super::super::{ClusterEnv, FIRST, Site};
-use super::state_secret;
+use super::super::{ClusterEnv, FIRST};
 
 /// Keep-alive interval of the agent. The agent notices a restart within 1.2 times this interval,
 /// plus a margin.
@@ -35,14 +32,8 @@ fn agent(cluster_env: &ClusterEnv, server: &Server) -> Result<AgentSetup> {
     Ok(setup.args(&["--config", &file.to_string_lossy()]))
 }
 
-/// Returns the file with the QUIC keys of the server `name`.
-fn replica(cluster_env: &ClusterEnv, name: &str) -> Result<Value> {
-    let file = cluster_env.scratch.path().join(name).join("replica.json");
-    Ok(serde_json::from_slice(&std::fs::read(file)?)?)
-}
-
 /// Ends a server at once and returns the setup for its restart.
-pub(super) async fn kill(mut server: Server) -> Result<ServerSetup> {
+pub(in super::super) async fn kill(mut server: Server) -> Result<ServerSetup> {
     let setup = server.setup_for_restart();
     server.process().signal(Signal::Kill)?;
     server.process().end(FIRST).await?;
@@ -72,65 +63,6 @@ async fn s03_killed_server_without_its_disk_is_the_same_and_agents_notice_by_a_s
         );
         ensure!(server.verb(&["ca"])?.run().await?.ok()? == ca, "another CA");
     }
-    Ok(())
-}
-
-#[tokio::test(flavor = "multi_thread")]
-async fn s03_two_servers_never_have_the_same_quic_keys_and_a_stopped_one_leaves_its_own()
--> Result<()> {
-    let cluster_env = ClusterEnv::fake().await?;
-    let (mut one, other) = (
-        cluster_env.server("a").await?,
-        cluster_env.server("b").await?,
-    );
-    let entry = |name: &str| -> Result<(u64, String)> {
-        let persisted = replica(&cluster_env, name)?;
-        let entry = persisted["claim"]["entry"].as_u64().context("no entry")?;
-        let keys = persisted["keys"].as_str().context("no keys")?;
-        Ok((entry, keys.to_owned()))
-    };
-    let (first, second) = (entry("a")?, entry("b")?);
-    ensure!(first.0 != second.0 && first.1 != second.1);
-    let third = cluster_env.server("c").await?;
-    ensure!(![first.0, second.0].contains(&entry("c")?.0));
-
-    one.process().signal(Signal::Term)?;
-    one.process().end(FIRST).await?;
-    // Another Pod with an empty disk replaces the server. The keys are free, and no server creates
-    // further ones.
-    let replacement = cluster_env.server("d").await?;
-    ensure!(entry("d")? == first, "not the entry that was given back");
-    let state = cluster_env.objects().secret(&state_secret()).await?;
-    let replicas: Value = serde_json::from_str(&state["replicas.json"])?;
-    let all = replicas["replicas"].as_object();
-    ensure!(all.is_some_and(|all| all.len() == 3), "{replicas}");
-    drop((other, third, replacement));
-    Ok(())
-}
-
-/// Tests a rollout: the next server starts while the previous one still serves its last streams.
-#[tokio::test(flavor = "multi_thread")]
-async fn s03_a_draining_server_leaves_its_quic_keys_to_the_next_one_at_once() -> Result<()> {
-    let cluster_env = ClusterEnv::fake().await?;
-    let mut one = cluster_env.server("a").await?;
-    let site = Site::serving(&cluster_env, &one).await?;
-    let follow = RawRequest::get(&site.host(), "/follow?interval_ms=50");
-    let mut following = Exchange::start(one.address(Listener::Http), &follow).await?;
-    one.process().signal(Signal::Term)?;
-    let lease =
-        "/apis/coordination.k8s.io/v1/namespaces/kube-system/leases/tunnel-server-replica-0";
-    eventually("the Lease of the keys to be free", FIRST, async || {
-        let lease = cluster_env.admin().get(lease).await?;
-        let lease = lease.context("no Lease")?;
-        let holder = &lease["spec"]["holderIdentity"];
-        ensure!(holder.as_str().unwrap_or_default().is_empty(), "{holder}");
-        anyhow::Ok(())
-    })
-    .await;
-    let _next = cluster_env.server("b").await?;
-    let (old, new) = (replica(&cluster_env, "a")?, replica(&cluster_env, "b")?);
-    ensure!(old["keys"] == new["keys"], "other keys");
-    ensure!(following.line().await.is_some(), "the stream was cut");
     Ok(())
 }
 

@@ -4,7 +4,7 @@ use std::collections::BTreeSet;
 
 use anyhow::{Context, Result, ensure};
 use serde_json::{Value, json};
-use tunnel_server::cluster::objects::{Right, Scope};
+use tunnel_server::cluster::objects::Right;
 use tunnel_tests::cluster::{SERVICE_ACCOUNT, server_roles_of};
 use tunnel_tests::manifests::{find, items};
 
@@ -86,7 +86,7 @@ fn is_needed(right: &Right, args: &[String]) -> bool {
     match (right.resource, right.scope) {
         ("servicecidrs", _) => has("--connect-uds") || has("--connect-listen"),
         ("certificatesigningrequests", _) => has("--target-cert-signer"),
-        ("endpointslices", _) | (_, Scope::Numbered(_)) => !has("--single-replica"),
+        ("endpointslices", _) => !has("--single-replica"),
         _ => true,
     }
 }

@@ -4,7 +4,7 @@ use futures_util::future::join_all;
 use serde_json::{Value, json};
 
 use super::reader::{Fact, Reader};
-use crate::cluster::objects::{RIGHTS, Right, Scope, quic_key_lease_name, tokens_namespace};
+use crate::cluster::objects::{RIGHTS, Right, Scope, tokens_namespace};
 use crate::config::{Config, KubeletClientCa, KubernetesSettings, ObjectNames};
 
 /// A right to do one thing.
@@ -81,7 +81,7 @@ fn uses(right: &Right, config: &Config, settings: &KubernetesSettings) -> bool {
         }
         ("pods", Scope::Cluster) => settings.pod_lookup,
         ("configmaps", Scope::Exactly(..)) => config.kubelet_client_ca == KubeletClientCa::Cluster,
-        ("endpointslices", _) | (_, Scope::Numbered(_)) => !settings.single_replica,
+        ("endpointslices", _) => !settings.single_replica,
         ("certificatesigningrequests", _) => config.targets.signer.is_some(),
         _ => true,
     }
@@ -110,11 +110,6 @@ fn objects(
         Scope::Exactly(namespace, name) => {
             vec![(Some(namespace.to_owned()), Some(name.to_owned()))]
         }
-        // One of them stands for all.
-        Scope::Numbered(flag) => {
-            let prefix = name_of(flag, &settings.names);
-            vec![(own, prefix.map(|prefix| quic_key_lease_name(&prefix, 0)))]
-        }
     }
 }
 
@@ -126,10 +121,8 @@ fn name_of(flag: &str, names: &ObjectNames) -> Option<String> {
         "--internal-service" => &names.internal_service,
         "--leader-lease" => &names.leader_lease,
         "--ca-secret" => &names.ca_secret,
-        "--state-secret" => &names.state_secret,
         "--revocations-secret" => &names.revocations_secret,
         "--ca-config-map" => &names.ca_config_map,
-        "--replica-lease" => &names.replica_lease,
         "--peer-service" => &names.peer_service,
         _ => return None,
     };
@@ -159,7 +152,7 @@ mod tests {
     fn every_flag_of_the_table_has_a_name() {
         let names = ObjectNames::default();
         for right in RIGHTS {
-            if let Scope::Named(flag) | Scope::Numbered(flag) = right.scope {
+            if let Scope::Named(flag) = right.scope {
                 assert!(name_of(flag, &names).is_some(), "{flag}");
             }
         }

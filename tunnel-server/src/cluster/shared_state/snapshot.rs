@@ -95,7 +95,7 @@ pub(super) fn start(
     data: &DataDir,
     persisted: SharedSnapshot,
     current: watch::Receiver<Option<Arc<CaMaterial>>>,
-    documents: [SharedDocuments; 2],
+    documents: SharedDocuments,
     changes: watch::Receiver<()>,
     shutdown: &Shutdown,
 ) {
@@ -119,14 +119,14 @@ pub(super) fn start(
 fn shared_state(
     secret: &str,
     material: Option<&CaMaterial>,
-    documents: &[SharedDocuments; 2],
+    documents: &SharedDocuments,
 ) -> SharedSnapshot {
-    let texts = documents.iter().flat_map(SharedDocuments::texts);
+    let texts = documents.texts().into_iter();
     SharedSnapshot {
         secret: secret.to_owned(),
         certificates: material.map_or_else(String::new, |ca| ca.certificates_pem().to_owned()),
         key: material.map_or_else(Zeroizing::default, |ca| ca.key_pem().to_owned().into()),
-        is_whole: documents.iter().all(SharedDocuments::is_observed),
+        is_whole: documents.is_observed(),
         documents: texts.map(|(key, text)| (key.to_owned(), text)).collect(),
     }
 }
