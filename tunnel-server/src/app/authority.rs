@@ -64,7 +64,7 @@ impl Authority {
         tokens::clean(data, &process.shutdown);
         let ca = Arc::new(ca.with_life(config.limits.certificate_life));
         Ok(Self {
-            tokens: Arc::new(TokenStore::open(data)),
+            tokens: Arc::new(TokenStore::open(data).marked_by(ca.clone())),
             ca,
             ca_secret: None,
             revocations: Arc::new(Revocations::open(data, is_issuer(config))?),
@@ -108,7 +108,8 @@ impl Authority {
         meanwhile.finish().await;
         drop(waiting);
         let shared = shared.context("stopped before the CA was loaded from the cluster")??;
-        let (tokens, revocations) = (shared.tokens, shared.revocations);
+        let tokens = shared.tokens.marked_by(shared.ca.clone());
+        let revocations = shared.revocations;
         // Only one server has the keys: the one with the data directory, or the only one.
         let keys = if settings.single_replica {
             shared.ca.quic_keys()

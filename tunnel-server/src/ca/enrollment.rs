@@ -9,6 +9,7 @@ use std::time::{Duration, SystemTime};
 use bytes::BytesMut;
 use tokio::io::{AsyncRead, AsyncReadExt, AsyncWrite, AsyncWriteExt};
 use tracing::{debug, info, warn};
+use tunnel_proto::process::conn_limiter::source;
 use tunnel_proto::process::telemetry::LogRateLimit;
 use tunnel_proto::wire::code::EnrollCode;
 use tunnel_proto::wire::enroll::{
@@ -93,10 +94,8 @@ impl Enrollment {
     ) -> Result<EnrollReply, EnrollRefusal> {
         let agent = request.node_name.clone();
         let issued = match self.attested(&request).await {
-            Ok(None) => match Box::pin(self.forward(&request)).await {
-                Some(outcome) => outcome,
-                None => self.issued(request, None, exported).await,
-            },
+            Ok(None) if request.proof.is_some() => self.issued(request, None, exported).await,
+            Ok(None) => self.redeemed(request, peer, exported).await,
             Ok(attestation) => self.issued(request, attestation, exported).await,
             Err(refusal) => Err(refusal),
         };
@@ -124,6 +123,28 @@ impl Enrollment {
                 Err((code, detail))
             }
         }
+    }
+
+    /// Redeems a join token of this server, or of another one.
+    async fn redeemed(
+        &self,
+        request: EnrollRequest,
+        peer: SocketAddr,
+        exported: ExporterValue,
+    ) -> Result<(EnrolledBy, EnrollReply), EnrollRefusal> {
+        let source = source(peer.ip());
+        // A marked token is looked up whatever others present, who may have the same address.
+        if !self.tokens.is_marked(&request.token) {
+            self.tokens.admit(source).await?;
+        }
+        let outcome = match Box::pin(self.forward(&request)).await {
+            Some(outcome) => outcome,
+            None => self.issued(request, None, exported).await,
+        };
+        if let Err((code, _)) = &outcome {
+            self.tokens.record(source, *code);
+        }
+        outcome
     }
 
     /// Returns what the cluster attests about a ServiceAccount token, or `None` for other requests.
@@ -349,7 +370,9 @@ mod tests {
     use rcgen::{CertificateParams, KeyPair};
     use rustls_pki_types::CertificateDer;
     use tokio::io::DuplexStream;
+    use tokio::time::Instant;
     use tunnel_proto::identity::PeerIdentity;
+    use tunnel_proto::wire::enroll::{JoinToken, TOKEN_SECRET_BYTES};
     use tunnel_proto::wire::order::NodeOrder;
 
     use super::*;
@@ -365,9 +388,11 @@ mod tests {
     impl Fixture {
         pub(super) fn new() -> Self {
             let scratch = Scratch::new();
+            let renewals = Renewals::of(&scratch.0);
+            let tokens = TokenStore::open(&scratch.0).marked_by(renewals.ca.clone());
             let enrollment = Enrollment {
-                renewals: Some(Renewals::of(&scratch.0)),
-                tokens: Arc::new(TokenStore::open(&scratch.0)),
+                renewals: Some(renewals),
+                tokens: Arc::new(tokens),
                 nodes: Arc::new(KnownNodes::open(&scratch.0).unwrap()),
                 attestor: None,
                 peers: None,
@@ -447,6 +472,34 @@ mod tests {
         let text = String::from_utf8_lossy(&leaf);
         assert!(!text.contains("evil") && !text.contains("masters"));
         assert!(fixture.enrollment.nodes.knows(&node()));
+    }
+
+    /// All have one address, as the agents of a site do.
+    #[tokio::test(start_paused = true)]
+    async fn address_with_unknown_tokens_is_not_looked_up_and_a_good_token_of_it_enrolls() {
+        let fixture = Fixture::new();
+        let key = KeyPair::generate().unwrap();
+        let unknown = |number: u8| {
+            let token = JoinToken::new("abcdef012345", &[number; TOKEN_SECRET_BYTES], None);
+            token.unwrap().reveal()
+        };
+        let began = Instant::now();
+        for number in 0..50 {
+            let (result, _) = fixture.enroll(&unknown(number), csr(&key)).await;
+            assert_eq!(result, "bad_token");
+        }
+        // 20 at once, then one a second.
+        assert!(
+            began.elapsed() >= Duration::from_secs(25),
+            "{:?}",
+            began.elapsed()
+        );
+        let began = Instant::now();
+        let tokens = &fixture.enrollment.tokens;
+        assert!(tokens.is_marked(&fixture.token) && !tokens.is_marked(&unknown(1)));
+        let (result, _) = fixture.enroll(&fixture.token, csr(&key)).await;
+        assert_eq!(result, "issued");
+        assert!(began.elapsed() < Duration::from_secs(1));
     }
 
     #[tokio::test]

@@ -13,6 +13,7 @@ use aws_lc_rs::constant_time::verify_slices_are_equal;
 use parking_lot::Mutex;
 use serde::{Deserialize, Serialize};
 use tokio::sync::{OwnedSemaphorePermit, Semaphore};
+use tokio::time::Instant;
 use tracing::warn;
 use tunnel_proto::identity::sha256;
 use tunnel_proto::process::telemetry::LogRateLimit;
@@ -21,15 +22,18 @@ use tunnel_proto::wire::enroll::{JoinToken, TOKEN_ID_LEN, TOKEN_SECRET_BYTES, To
 use tunnel_proto::wire::name::NodeName;
 use tunnel_proto::wire::order::{NodeOrder, Order};
 
+use super::LocalCa;
 use crate::store::data_dir::{DataDir, name_text, random, rfc3339, time_text, whole_seconds};
 
 mod files;
 mod object;
+mod pace;
 
 use files::TokenFiles;
 pub(crate) use files::clean;
 use object::LIFE_MAX;
 pub(crate) use object::{StoredToken, TokenObject, TokenObjects};
+use pace::LookupPace;
 
 /// The join tokens of a data directory or of a cluster. Calls block the thread, unless they are
 /// asynchronous.
@@ -38,6 +42,9 @@ pub struct TokenStore {
     objects: Arc<dyn TokenObjects>,
     failures: Mutex<Failures>,
     lookups: Arc<Semaphore>,
+    pace: Mutex<LookupPace>,
+    /// The CA whose key marks the tokens that this store creates.
+    ca: Option<Arc<LocalCa>>,
 }
 
 /// Public information about a token.
@@ -114,6 +121,8 @@ impl TokenStore {
             objects,
             failures: Mutex::default(),
             lookups: Arc::new(Semaphore::new(LOOKUPS_MAX)),
+            pace: Mutex::default(),
+            ca: None,
         }
     }
 
@@ -122,6 +131,44 @@ impl TokenStore {
     /// Cancel-safe.
     pub(crate) async fn lookup_permit(&self) -> Option<OwnedSemaphorePermit> {
         self.lookups.clone().acquire_owned().await.ok()
+    }
+
+    /// Returns the store with the CA whose key marks its tokens, see [`TokenStore::is_marked`].
+    #[must_use]
+    pub(crate) fn marked_by(self, ca: Arc<LocalCa>) -> Self {
+        Self {
+            ca: Some(ca),
+            ..self
+        }
+    }
+
+    /// Returns whether a server with this CA created the token, without a lookup: the last bytes of
+    /// its secret are an authentication code by the CA's key. A token of an earlier CA has another
+    /// one, and is valid.
+    pub(crate) fn is_marked(&self, token: &str) -> bool {
+        let (Some(ca), Ok(token)) = (&self.ca, token.parse::<JoinToken>()) else {
+            return false;
+        };
+        let (random, mark) = token.secret().split_at(TOKEN_SECRET_BYTES - MARK_BYTES);
+        verify_slices_are_equal(mark, &mark_of(ca, token.id(), random)).is_ok()
+    }
+
+    /// Waits until a source may present a token that is not marked. Cancel-safe.
+    ///
+    /// # Errors
+    /// Returns the refusal of a source that has presented too many unknown tokens.
+    pub(crate) async fn admit(&self, source: IpAddr) -> Result<(), (EnrollCode, String)> {
+        let wait = self.pace.lock().admit(source, Instant::now());
+        let wait = wait.ok_or_else(|| bad_token(false))?;
+        tokio::time::sleep(wait).await;
+        Ok(())
+    }
+
+    /// Counts the outcome of a token that a source presented.
+    pub(crate) fn record(&self, source: IpAddr, refused: EnrollCode) {
+        if matches!(refused, EnrollCode::BadToken | EnrollCode::RateLimited) {
+            self.pace.lock().failed(source, Instant::now());
+        }
     }
 
     /// Creates a token for a node with the order about it. A later order makes the token void. Only
@@ -144,7 +191,11 @@ impl TokenStore {
             return Err(CreateTokenError::Revoked(node.clone()));
         }
         let id = hex(&random::<{ TOKEN_ID_LEN / 2 }>()?);
-        let secret = random::<TOKEN_SECRET_BYTES>()?;
+        let mut secret = random::<TOKEN_SECRET_BYTES>()?;
+        if let Some(ca) = &self.ca {
+            let (random, mark) = secret.split_at_mut(TOKEN_SECRET_BYTES - MARK_BYTES);
+            mark.copy_from_slice(&mark_of(ca, &id, random));
+        }
         let token = JoinToken::new(&id, &secret, Some(ca_hash))?;
         let stored = StoredToken {
             node: node.clone(),
@@ -320,6 +371,14 @@ impl StoredToken {
     }
 }
 
+/// Returns the last bytes of the secret of a token that a server with this CA creates.
+fn mark_of(ca: &LocalCa, id: &str, random: &[u8]) -> [u8; MARK_BYTES] {
+    let tag = ca.tag("join token", &[id.as_bytes(), random]);
+    let mut mark = [0; MARK_BYTES];
+    mark.copy_from_slice(&tag.as_ref()[..MARK_BYTES]);
+    mark
+}
+
 /// Number of failures in the current minute.
 #[derive(Debug, Default)]
 pub(crate) struct FailureWindow {
@@ -372,6 +431,8 @@ pub(super) fn unavailable(error: &io::Error) -> (EnrollCode, String) {
     (EnrollCode::Unavailable, detail.to_owned())
 }
 
+/// Length of the mark in a secret, whose other bytes are random.
+const MARK_BYTES: usize = 8;
 /// Tokens of agents that are looked up at a time. Others wait.
 const LOOKUPS_MAX: usize = 16;
 /// Changes of a token by others during one use.
