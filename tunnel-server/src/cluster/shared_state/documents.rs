@@ -3,11 +3,14 @@
 
 use std::collections::BTreeMap;
 use std::sync::Arc;
+use std::time::Duration;
 
 use k8s_openapi::ByteString;
 use k8s_openapi::api::core::v1::Secret;
 use kube::api::PostParams;
+use parking_lot::Mutex;
 use tokio::sync::{mpsc, watch};
+use tokio::time::Instant;
 use tracing::{debug, warn};
 use tunnel_proto::process::shutdown::Shutdown;
 
@@ -22,8 +25,9 @@ use crate::store::document::{
 };
 
 pub(super) const REVOKED: &str = "revoked.json";
-/// Key of the QUIC keys of all servers.
-pub(super) const QUIC_KEYS: &str = "replicas.json";
+/// Time in which an answer or an event is late: longer than the limit of a call and the pause of a
+/// watch.
+const RACE_MAX: Duration = Duration::from_secs(30);
 /// Maximum number of pending changes. Further changes are refused.
 const SWAPS_MAX: usize = 64;
 
@@ -44,6 +48,8 @@ pub(super) struct SharedDocuments {
     namespace: String,
     swaps: mpsc::Sender<CompareAndSwap>,
     contents: Arc<[(&'static str, watch::Sender<ObservedContent>)]>,
+    /// The version of the Secret that was last observed, and when.
+    newest: Arc<Mutex<Option<(u64, Instant)>>>,
     is_observed: watch::Sender<bool>,
     changes: watch::Sender<()>,
 }
@@ -75,6 +81,7 @@ impl SharedDocuments {
             swaps,
             contents: secret.keys.iter().copied().map(content).collect(),
             secret,
+            newest: Arc::default(),
             is_observed: watch::Sender::new(is_whole),
             changes,
         };
@@ -152,7 +159,13 @@ impl SharedDocuments {
     }
 
     /// Applies the observed Secret. A missing document leaves the previous content in place, as lost.
+    /// The watch and the answers to writes may arrive in another order than the versions that they
+    /// have: an older one changes nothing.
     fn observe(&self, secret: &Secret) {
+        let mut newest = self.newest.lock();
+        if !is_news(secret, &mut newest, Instant::now()) {
+            return;
+        }
         let mut is_changed = false;
         for (key, observed) in self.contents.iter() {
             let content = content(secret, key);
@@ -233,8 +246,54 @@ impl SharedDocuments {
     }
 }
 
+/// Returns whether a Secret is not older than the `newest` one, which it then replaces. After
+/// [`RACE_MAX`] any version is news: a cluster that was restored from a backup has lower ones.
+fn is_news(secret: &Secret, newest: &mut Option<(u64, Instant)>, now: Instant) -> bool {
+    let version = secret.metadata.resource_version.as_deref();
+    let Some(version) = version.and_then(|version| version.parse().ok()) else {
+        return true;
+    };
+    if let Some((known, at)) = *newest
+        && version < known
+        && now.saturating_duration_since(at) < RACE_MAX
+    {
+        return false;
+    }
+    *newest = Some((version, now));
+    true
+}
+
 fn content(secret: &Secret, key: &str) -> Option<Arc<[u8]>> {
     let value = &secret.data.as_ref()?.get(key)?.0;
     let is_blank = value.trim_ascii().is_empty();
     (!is_blank).then(|| Arc::from(value.as_slice()))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn secret(version: &str) -> Secret {
+        let mut secret = Secret::default();
+        secret.metadata.resource_version = Some(version.to_owned());
+        secret
+    }
+
+    #[test]
+    fn older_version_that_arrives_late_is_no_news() {
+        let (mut newest, start) = (None, Instant::now());
+        let mut is_new = |version: &str, seconds| {
+            let now = start + Duration::from_secs(seconds);
+            is_news(&secret(version), &mut newest, now)
+        };
+        assert!(is_new("9", 0));
+        assert!(is_new("10", 1), "numbers, not texts");
+        assert!(!is_new("9", 2));
+        assert!(is_new("10", 3), "the same version");
+        assert!(!is_new("9", 32));
+        assert!(is_new("opaque", 4));
+        // The cluster was restored from a backup.
+        assert!(is_new("5", 33));
+        assert!(is_new("6", 34));
+    }
 }
