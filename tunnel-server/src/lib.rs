@@ -13,7 +13,6 @@ pub mod admin;
 pub mod app;
 pub mod ca;
 pub mod cli;
-mod clock;
 pub mod cluster;
 pub mod config;
 pub mod dns;

@@ -15,6 +15,7 @@ use self::peers::Peers;
 use self::registry::{CallerKey, IdleStream, OpenError, Opened, Registry};
 use self::via::Via;
 
+pub(crate) mod clock;
 pub mod decision;
 pub mod destination;
 pub mod dial_policy;

@@ -11,8 +11,8 @@ use tunnel_proto::timers::sleep_coalesced;
 use super::authority::Authority;
 use super::context::ServerContext;
 use super::reported::ReportedCondition;
-use crate::clock;
 use crate::cluster::ApiServerClock;
+use crate::routing::clock;
 use crate::routing::peers::Peers;
 
 /// The clocks with which that of this server is compared.
@@ -71,7 +71,9 @@ impl Reported {
     /// Returns a line for each clock that is too far apart. A line stays the same while the
     /// difference does, since the time that an answer takes is in each reading.
     fn lines(&mut self, seconds_ahead: &BTreeMap<String, i64>) -> Vec<String> {
-        let apart = seconds_ahead.iter().filter(|(_, ahead)| clock::is_apart(**ahead));
+        let apart = seconds_ahead
+            .iter()
+            .filter(|(_, ahead)| clock::is_apart(**ahead));
         let apart = apart.map(|(whose, ahead)| {
             let before = self.0.get(whose).copied();
             let same = before.filter(|before| before.abs_diff(*ahead) <= SAME_WITHIN);
@@ -106,7 +108,10 @@ mod tests {
         };
         assert!(lines(30).is_empty());
         let first = lines(90);
-        assert!(first[0].contains("1m 30s ahead of that of the API server"), "{first:?}");
+        assert!(
+            first[0].contains("1m 30s ahead of that of the API server"),
+            "{first:?}"
+        );
         assert_eq!(first.len(), 1);
         assert_eq!(lines(92), first);
         assert!(lines(-3600)[0].contains("1h behind"));

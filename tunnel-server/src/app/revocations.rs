@@ -47,6 +47,8 @@ fn announce(revocations: Arc<Revocations>, peers: Arc<Peers>, shutdown: &Shutdow
     let others = peers.clone();
     revocations
         .confirm_with(move |orders| others.holders_of(orders).values().any(|is_same| *is_same));
+    let others = peers.clone();
+    revocations.announced_with(move |replica| others.announced_orders(replica));
     let mut changed = revocations.changed();
     shutdown.spawn_service(async move {
         let mut announced = 0;

@@ -31,7 +31,7 @@ use crate::store::file_document;
 
 mod own;
 
-use own::{OwnOrder, PeerCheck};
+use own::{AnnouncedOrders, OrdersDigest, OwnOrder, PeerCheck};
 
 /// The orders about nodes of a data directory or of a cluster.
 #[derive(Debug)]
@@ -43,6 +43,7 @@ pub struct Revocations {
     /// Whether certificates have a generation.
     is_local_ca: bool,
     peers: OnceLock<PeerCheck>,
+    announced: OnceLock<AnnouncedOrders>,
 }
 
 #[derive(Debug, Default)]
@@ -62,6 +63,8 @@ struct State {
 struct ReceivedOrders {
     accepted: usize,
     refused: usize,
+    /// What the server announced when orders of it were last refused.
+    refused_digest: Option<OrdersDigest>,
 }
 
 #[derive(Debug)]
@@ -173,6 +176,7 @@ impl Revocations {
             version: watch::Sender::new(0),
             is_local_ca,
             peers: OnceLock::new(),
+            announced: OnceLock::new(),
         };
         let mut state = revocations.state.lock();
         // The file is the last one. With it the server starts without the document that it shares.
@@ -286,7 +290,13 @@ impl Revocations {
         state.foreign_bytes = foreign_bytes.unwrap_or(state.foreign_bytes);
         let received = state.received.entry(replica.clone()).or_default();
         received.accepted += accepted;
-        received.refused += refused;
+        let announced = self.announced_by(replica);
+        if refused > 0 {
+            let is_same = announced == received.refused_digest;
+            let before = if is_same { received.refused } else { 0 };
+            received.refused = before + refused;
+            received.refused_digest = announced;
+        }
         if accepted > 0 {
             info!(
                 peer = %replica,
@@ -303,6 +313,20 @@ impl Revocations {
     /// Sets the function that returns whether another server has announced exactly the given orders.
     pub fn confirm_with(&self, is_held: impl Fn(&[NodeOrder]) -> bool + Send + Sync + 'static) {
         let _only_set_once = self.peers.set(PeerCheck(Box::new(is_held)));
+    }
+
+    /// Sets the function that returns the digest of the orders that another server announced last, or
+    /// `None` while it is not connected. Orders that were refused are a condition until it changes.
+    pub(crate) fn announced_with(
+        &self,
+        announced: impl Fn(&ReplicaId) -> Option<OrdersDigest> + Send + Sync + 'static,
+    ) {
+        let _only_set_once = self.announced.set(AnnouncedOrders(Box::new(announced)));
+    }
+
+    fn announced_by(&self, replica: &ReplicaId) -> Option<OrdersDigest> {
+        let AnnouncedOrders(announced) = self.announced.get()?;
+        announced(replica)
     }
 
     fn is_held_by_peer(&self, orders: &[NodeOrder]) -> bool {
@@ -546,10 +570,9 @@ impl Revocations {
         });
         let mut lines: Vec<_> = failed.collect();
         let state = self.state.lock();
-        let refused = state
-            .received
-            .iter()
-            .filter(|(_, received)| received.refused > 0);
+        let refused = state.received.iter().filter(|(replica, received)| {
+            received.refused > 0 && self.announced_by(replica) == received.refused_digest
+        });
         lines.extend(refused.map(|(replica, received)| {
             format!(
                 "server {replica} announced {} orders about nodes that this server refuses ({} accepted): orders about names \

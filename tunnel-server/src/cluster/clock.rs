@@ -8,7 +8,7 @@ use k8s_openapi::jiff::fmt::rfc2822;
 use parking_lot::Mutex;
 use tokio::time::Instant;
 
-use crate::clock::ClockReading;
+use crate::routing::clock::ClockReading;
 
 /// The last observed clock of the API server. Clones share it.
 #[derive(Debug, Clone, Default)]

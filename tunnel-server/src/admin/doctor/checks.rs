@@ -9,8 +9,8 @@ use super::facts::{Facts, Link, ServerAnswer};
 use super::report::{self, Fault};
 use crate::admin::render::shell;
 use crate::admin::status::{NodeStatus, VersionSkew};
-use crate::clock::is_apart;
 use crate::cluster::doctor::Fact;
+use crate::routing::clock::is_apart;
 
 mod addons;
 mod cluster;

@@ -2,6 +2,7 @@
 //! numbers its orders below those that others know, and a merge would undo them without a word.
 
 use serde::{Deserialize, Serialize};
+use tunnel_proto::wire::name::ReplicaId;
 use tunnel_proto::wire::order::{NodeOrder, Order};
 
 /// What was ordered here about a node, and is unknown to other servers and to the shared document.
@@ -51,6 +52,22 @@ impl OwnOrder {
 pub(super) struct PeerCheck(pub(super) Box<IsHeld>);
 
 type IsHeld = dyn Fn(&[NodeOrder]) -> bool + Send + Sync;
+
+/// SHA-256 over all orders of a server.
+pub(super) type OrdersDigest = [u8; 32];
+
+/// Returns what another server announced last.
+pub(super) struct AnnouncedOrders(
+    pub(super) Box<dyn Fn(&ReplicaId) -> Option<OrdersDigest> + Send + Sync>,
+);
+
+impl std::fmt::Debug for AnnouncedOrders {
+    fn fmt(&self, formatter: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        formatter
+            .debug_struct("AnnouncedOrders")
+            .finish_non_exhaustive()
+    }
+}
 
 impl std::fmt::Debug for PeerCheck {
     fn fmt(&self, formatter: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {

@@ -195,6 +195,18 @@ fn orders_of_another_server_about_unknown_names_are_bounded() {
             "{condition}"
         );
     }
+    // The condition of a server ends when that announces something else, or is gone.
+    let digests = Arc::new(Mutex::new(BTreeMap::from([("b", [1; 32])])));
+    let announced_last = digests.clone();
+    revocations.announced_with(move |replica| announced_last.lock().get(replica.as_str()).copied());
+    let reported = |server: &'static str, digest: u8| {
+        digests.lock().insert(server, [digest; 32]);
+        revocations.conditions().len()
+    };
+    assert_eq!(reported("b", 1), 1, "that of d, which is not connected");
+    merge(&revocations, "b", &announced);
+    assert_eq!(reported("b", 1), 2);
+    assert_eq!(reported("b", 2), 1);
     // Operators may order more, and end what a server whose clock was wrong has ordered.
     assert_eq!(
         revocations

@@ -10,10 +10,10 @@ use serde::de::DeserializeOwned;
 use serde_json::Value;
 use tokio::time::Instant;
 
-use crate::clock::ClockReading;
 use crate::cluster::api_call::with_limit;
 use crate::cluster::clock::date;
 use crate::cluster::failure::{ApiError, ApiErrorKind};
+use crate::routing::clock::ClockReading;
 
 /// A fact, or the reason why it is not known.
 pub(crate) type Fact<T> = Result<T, String>;

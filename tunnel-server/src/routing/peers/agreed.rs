@@ -6,7 +6,7 @@ use tunnel_proto::identity::sha256;
 use tunnel_proto::wire::order::{NodeOrder, Order};
 use tunnel_proto::wire::peer::StateDigest;
 
-use crate::clock::ClockReading;
+use crate::routing::clock::ClockReading;
 
 /// SHA-256 over the CA of a server, see [`StateDigest::ca`].
 pub type CaDigest = [u8; 32];

@@ -19,7 +19,7 @@ use tunnel_proto::wire::peer::{PEER_MESSAGE_MAX, PeerMessage, StateDigest, State
 use super::Peers;
 use super::agreed::{AgreedState, CaDigest, digest_of};
 use super::link::LinkError;
-use crate::clock::ClockReading;
+use crate::routing::clock::ClockReading;
 
 impl Peers {
     /// Replaces the orders that other servers learn, including those that connect later. The orders
@@ -63,6 +63,14 @@ impl Peers {
         others
             .map(|(replica, is_same)| (replica, is_same == Some(true)))
             .collect()
+    }
+
+    /// Returns the digest of the orders that another server announced last, while it is connected.
+    #[must_use]
+    pub fn announced_orders(&self, replica: &ReplicaId) -> Option<[u8; 32]> {
+        let state = self.state.lock();
+        let digest = state.announced.get(replica)?.digest?;
+        Some(digest.orders)
     }
 
     /// Returns the clocks of the connected servers, as they last announced them.
