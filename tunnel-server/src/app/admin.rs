@@ -6,8 +6,10 @@ use std::sync::Arc;
 use http::StatusCode;
 use prometheus_client::registry::Registry as MetricsRegistry;
 use tokio::net::TcpListener;
+use tracing::debug;
 use tunnel_proto::process::diag::settings_lines;
 use tunnel_proto::process::meta::{self, EndpointAnswer, EndpointHandler, EndpointRequest, Meta};
+use tunnel_proto::timers::sleep_coalesced;
 
 use super::authority::Authority;
 use super::clocks::OtherClocks;
@@ -16,7 +18,7 @@ use crate::admin::discovery::{self, DiscoveryQuery};
 use crate::admin::node_metrics::{NodeMetrics, observe_rtts};
 use crate::admin::status::{self, NodeList};
 use crate::admin::{self, AdminState, NoRotation};
-use crate::ca::rotation::{CaRotator, Surroundings};
+use crate::ca::rotation::{CaRotator, FOLLOWERS_INTERVAL, Surroundings};
 use crate::ingress::connect::AdminTunnels;
 use crate::policy::PortPolicy;
 use crate::routing::routes::RouteSource;
@@ -74,14 +76,33 @@ fn rotator(authority: &Authority, context: &ServerContext) -> Result<Arc<CaRotat
         None => CaRotator::new(ca, context.data.clone(), nodes),
     };
     let (peers, unknown) = (context.peers.clone(), authority.unknown_servers.clone());
-    let (clocks, registry) = (OtherClocks::new(authority, context), context.registry.clone());
+    let (clocks, registry) = (
+        OtherClocks::new(authority, context),
+        context.registry.clone(),
+    );
     let observe = move || Surroundings {
         unknown: unknown(),
         cas: peers.announced_cas(),
         clocks: clocks.differences(),
-        connected: registry.all().iter().map(|agent| agent.node.clone()).collect(),
+        connected: registry
+            .all()
+            .iter()
+            .map(|agent| agent.node.clone())
+            .collect(),
     };
-    Ok(Arc::new(rotator.observing(Arc::new(observe))))
+    let rotator = Arc::new(rotator.observing(Arc::new(observe)));
+    let observing = rotator.clone();
+    context.shutdown.spawn_service(async move {
+        loop {
+            sleep_coalesced(FOLLOWERS_INTERVAL).await;
+            let rotator = observing.clone();
+            let observed = tokio::task::spawn_blocking(move || rotator.observe_followers());
+            if let Ok(Err(error)) = observed.await {
+                debug!(%error, "cannot record that another server does not follow the CA");
+            }
+        }
+    });
+    Ok(rotator)
 }
 
 fn node_labels(context: &ServerContext) -> Vec<String> {

@@ -135,6 +135,16 @@ pub struct CaRotator {
     observe: Observe,
     /// Held during a change, so that changes do not overlap.
     changing: Mutex<()>,
+    followers: Mutex<Followers>,
+}
+
+/// What a server has observed of those that follow the stage, this one included.
+#[derive(Debug, Default)]
+struct Followers {
+    /// Digest of this server's CA when it was last observed.
+    own: Option<CaDigest>,
+    /// When a server was last observed that does not follow, until the stage says so.
+    lagged: Option<SystemTime>,
 }
 
 /// Where the rotation is persisted.
@@ -175,6 +185,7 @@ impl CaRotator {
             nodes,
             observe: Arc::new(Surroundings::default),
             changing: Mutex::default(),
+            followers: Mutex::default(),
         }
     }
 
@@ -212,13 +223,20 @@ impl CaRotator {
     /// start of the server completes the change. If the API server does not answer, the Secret may
     /// have the stage.
     pub fn act(&self, action: RotationAction) -> Result<RotationStatus, RotationError> {
+        self.act_at(action, SystemTime::now())
+    }
+
+    fn act_at(
+        &self,
+        action: RotationAction,
+        now: SystemTime,
+    ) -> Result<RotationStatus, RotationError> {
         let _changing = self.changing.lock();
         let SharedCa {
             material,
             rotation: current,
             version,
         } = self.load()?;
-        let now = SystemTime::now();
         let step = decide(action, current.as_ref().map(|rotation| rotation.stage))?;
         if let (RotationAction::Next, Some(rotation)) = (action, &current) {
             self.check_followed(&material)?;
@@ -228,11 +246,11 @@ impl CaRotator {
             (StageChange::Begin, _) => {
                 let new = CaMaterial::generate(now)?;
                 let rotation = Rotation::new(&material, &new, now)?;
-                Some(self.enter(rotation, version)?)
+                Some(self.enter(rotation, version, now)?)
             }
             (StageChange::Enter(stage), Some(mut current)) => {
                 current.stage = stage;
-                Some(self.enter(current, version)?)
+                Some(self.enter(current, version, now)?)
             }
             (StageChange::End(signer), Some(current)) => {
                 self.end(&current, signer, version)?;
@@ -295,6 +313,7 @@ impl CaRotator {
         &self,
         mut rotation: Rotation,
         version: Option<String>,
+        now: SystemTime,
     ) -> Result<Rotation, RotationError> {
         let material = Arc::new(rotation.material()?);
         let (_changing, followed_within) = match &self.store {
@@ -305,11 +324,10 @@ impl CaRotator {
             RotationStore::Secret(_) => (None, FOLLOWED_WITHIN),
         };
         // Until all servers follow the stage, the CA of the previous stage signs.
-        let followed = whole_seconds(SystemTime::now()) + followed_within;
+        let followed = whole_seconds(now) + followed_within;
         // Certificates of the previous stage are older, also when that was short.
-        rotation.since = followed.max(rotation.since + Duration::from_secs(1));
-        let longest = longest_remaining(&self.nodes.snapshot(), rotation.since);
-        rotation.life = self.ca.life().max(longest);
+        let since = followed.max(rotation.since + Duration::from_secs(1));
+        self.begin_at(&mut rotation, since);
         // No certificate of a stage exists that a crash would undo.
         match &self.store {
             RotationStore::Files(dir) => {
@@ -322,6 +340,83 @@ impl CaRotator {
             }
         }
         Ok(rotation)
+    }
+
+    /// Sets the time since which certificates are those of the stage.
+    fn begin_at(&self, rotation: &mut Rotation, since: SystemTime) {
+        let longest = longest_remaining(&self.nodes.snapshot(), since);
+        rotation.since = since;
+        rotation.life = self.ca.life().max(longest);
+    }
+
+    /// Lets the stage of a rotation in progress begin again while a server does not follow it, because
+    /// that one issues certificates of an earlier stage. Call it every [`FOLLOWERS_INTERVAL`]. What
+    /// cannot be written is written at a later call. Blocks the thread.
+    ///
+    /// # Errors
+    /// Returns a [`CaError`] if the rotation cannot be read or written.
+    pub(crate) fn observe_followers(&self) -> Result<(), CaError> {
+        self.observe_followers_at(SystemTime::now())
+    }
+
+    fn observe_followers_at(&self, now: SystemTime) -> Result<(), CaError> {
+        let Some(lagged) = self.lagged(now) else {
+            return Ok(());
+        };
+        let _changing = self.changing.lock();
+        let SharedCa {
+            material,
+            rotation: Some(mut rotation),
+            version,
+        } = self.load()?
+        else {
+            self.followers.lock().lagged = None;
+            return Ok(());
+        };
+        let since = whole_seconds(lagged) + FOLLOWERS_INTERVAL + FOLLOWED_WITHIN;
+        if since > rotation.since + FOLLOWERS_INTERVAL {
+            self.begin_at(&mut rotation, since);
+            let is_written = match &self.store {
+                RotationStore::Files(dir) => {
+                    let _changing = dir.lock_files()?;
+                    rotation.save(dir)?;
+                    true
+                }
+                RotationStore::Secret(secret) => {
+                    secret.replace(material, Some(&rotation), version)?
+                }
+            };
+            if !is_written {
+                return Ok(());
+            }
+        }
+        self.followers.lock().lagged = None;
+        Ok(())
+    }
+
+    /// Observes the other servers and this one. Returns when a server was last observed that did not
+    /// follow, if that is not written yet.
+    fn lagged(&self, now: SystemTime) -> Option<SystemTime> {
+        let Surroundings {
+            unknown,
+            cas,
+            clocks,
+            connected: _,
+        } = (self.observe)();
+        let own = self.ca.digest();
+        let mut followers = self.followers.lock();
+        // A server whose CA was replaced may have followed late.
+        let has_changed = followers
+            .own
+            .replace(own)
+            .is_some_and(|before| before != own);
+        let is_followed = unknown.is_none() && cas.values().all(|ca| *ca == Some(own));
+        let is_in_progress = self.ca.roots().len() > 1;
+        // A wrong clock says nothing about times.
+        if is_in_progress && (has_changed || !is_followed) && clocks.is_empty() {
+            followers.lagged = Some(now);
+        }
+        followers.lagged
     }
 
     /// Trusts only the CA `signer` of the rotation, and removes the rotation.
@@ -436,6 +531,8 @@ fn decide(
     }
 }
 
+/// Interval at which a server observes whether the others follow a rotation.
+pub(crate) const FOLLOWERS_INTERVAL: Duration = Duration::from_secs(30);
 /// Maximum number of servers that an error names.
 const NAMED_MAX: usize = 10;
 /// Time within which a stage is persisted, with a margin for slow disks. Certificates that are issued

@@ -14,6 +14,8 @@ use crate::store::data_dir::testing::Scratch;
 use crate::testing::{assert_contains, node};
 use RotationAction::{Abort, Begin, ForceNext, Next};
 
+mod simulation;
+
 const DAY: Duration = Duration::from_secs(86_400);
 
 struct Fixture {
@@ -267,6 +269,19 @@ struct MemorySecret {
 }
 
 impl MemorySecret {
+    fn new(material: Arc<CaMaterial>) -> Self {
+        Self {
+            material: Mutex::new(material),
+            rotation: Mutex::default(),
+            version: AtomicU64::new(1),
+            writes_by_others: AtomicU64::new(0),
+        }
+    }
+
+    fn material(&self) -> Arc<CaMaterial> {
+        self.material.lock().clone()
+    }
+
     fn version(&self) -> Option<String> {
         Some(self.version.load(Ordering::Relaxed).to_string())
     }
@@ -358,7 +373,9 @@ fn wrong_clock_leaves_no_agent_behind() {
     rotator.act(Begin).unwrap();
     // By this clock the agent's certificate expired days ago, but the agent has a session.
     let issued = now - life - DAY;
-    rotator.nodes.record_connection(&node(), issued, issued + life);
+    rotator
+        .nodes
+        .record_connection(&node(), issued, issued + life);
     observed.lock().connected = [node()].into();
     let pending = rotator.act(Next).unwrap_err();
     assert!(matches!(pending, RotationError::Pending { pending: 1 }));
@@ -378,12 +395,7 @@ fn wrong_clock_leaves_no_agent_behind() {
 fn servers_with_one_secret_are_in_the_same_stage_and_a_conflict_changes_nothing() {
     let now = SystemTime::now();
     let old = Arc::new(CaMaterial::generate(now).unwrap());
-    let secret = Arc::new(MemorySecret {
-        material: Mutex::new(old.clone()),
-        rotation: Mutex::default(),
-        version: AtomicU64::new(1),
-        writes_by_others: AtomicU64::new(0),
-    });
+    let secret = Arc::new(MemorySecret::new(old.clone()));
     let scratch = Scratch::new();
     let server = |others: usize| {
         let ca = Arc::new(LocalCa::new(old.clone()).unwrap());
