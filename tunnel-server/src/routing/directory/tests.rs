@@ -5,6 +5,8 @@ use rand::{RngExt as _, SeedableRng as _};
 
 use super::*;
 
+mod model;
+
 fn replica(number: usize) -> ReplicaId {
     format!("server-{number}").parse().unwrap()
 }

@@ -118,10 +118,12 @@ impl Peers {
                     instance: agent.instance,
                     is_admitted: true,
                 };
+                agent.begin_question();
                 match link.ask(question).await {
                     Some(true) => {
                         self.record_used_twice(&agent.node, replica);
                         if contender.yields_to(entry.instance)
+                            && !agent.has_kept_name()
                             && self.may_yield(&agent.node, replica)
                         {
                             return true;
@@ -242,6 +244,7 @@ impl PeerEndpoint {
             contender.keeps_name(ask.instance)
         };
         if rivals.iter().any(keeps) || !self.peers.may_yield(&ask.node, replica) {
+            rivals.iter().for_each(|agent| agent.keep_name());
             return true;
         }
         for agent in rivals {

@@ -33,6 +33,8 @@ pub struct AgentSession {
     admitted: Instant,
     pub session: Arc<dyn Session>,
     withdrawn: AtomicBool,
+    /// See [`AgentSession::has_kept_name`].
+    has_kept_name: AtomicBool,
     suspect_reason: Mutex<Option<SuspectReason>>,
     becomes_suspect: Notify,
     streams: Arc<AtomicUsize>,
@@ -99,6 +101,7 @@ impl AgentSession {
             admitted: now,
             session,
             withdrawn: AtomicBool::new(false),
+            has_kept_name: AtomicBool::new(false),
             suspect_reason: Mutex::default(),
             becomes_suspect: Notify::new(),
             streams: Arc::default(),
@@ -143,6 +146,22 @@ impl AgentSession {
     /// Records that the agent's process had `other` when this session was registered.
     pub(super) fn continue_from(&mut self, other: &Self) {
         self.admitted = self.admitted.min(other.admitted);
+    }
+
+    /// Records that this server asks another one which agent process keeps the name.
+    pub(in crate::routing) fn begin_question(&self) {
+        self.has_kept_name.store(false, Ordering::Relaxed);
+    }
+
+    /// Records that this server has answered another one that this process keeps the name.
+    pub(in crate::routing) fn keep_name(&self) {
+        self.has_kept_name.store(true, Ordering::Relaxed);
+    }
+
+    /// Returns whether this server has answered since its last question that this process keeps the
+    /// name. The answer to that question may then be older, and about a session that has yielded.
+    pub(in crate::routing) fn has_kept_name(&self) -> bool {
+        self.has_kept_name.load(Ordering::Relaxed)
     }
 
     /// Returns the time of the agent's last sign of life.
