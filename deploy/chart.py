@@ -424,6 +424,8 @@ def main(folder, monitors, version, chart):
         if key[0] == "Namespace" and key != TOKENS:
             condition = 'and .Values.namespace.create (ne .Release.Namespace "kube-system")'
             values = [(condition, value) for _, value in values if value is not MISSING]
+        if key == TOKENS:
+            values.append(("not .Values.namespace.createTokens", MISSING))
         lines = document(key, base, values)
         files.setdefault(file_of(*key), []).append(lines)
     for name, documents in files.items():

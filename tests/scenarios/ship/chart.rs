@@ -217,7 +217,7 @@ fn values_reach_the_fields_that_they_name() -> Result<()> {
     for (kind, name) in [
         ("Secret", "tunnel-server-ca"),
         ("ConfigMap", "tunnel-ca"),
-        ("Lease", "tunnel-server-replica-63"),
+        ("Lease", "tunnel-dns-controller"),
     ] {
         let kept = find(&objects, kind, name)?["metadata"]["annotations"].clone();
         ensure!(kept["helm.sh/resource-policy"] == "keep", "{kind} {name}");
@@ -226,7 +226,7 @@ fn values_reach_the_fields_that_they_name() -> Result<()> {
 }
 
 /// Switches, with the objects that each adds and removes.
-const SWITCHES: [(&str, &[&str], &[&str]); 6] = [
+const SWITCHES: [(&str, &[&str], &[&str]); 7] = [
     ("dns: { enabled: false }", &[], &["Service tunnel-dns"]),
     (
         "agent: { enabled: false }",
@@ -253,6 +253,11 @@ const SWITCHES: [(&str, &[&str], &[&str]); 6] = [
     ),
     // The namespace kube-system belongs to the cluster.
     ("namespace: { create: true }", &[], &[]),
+    (
+        "namespace: { createTokens: false }",
+        &[],
+        &["Namespace kube-system-tokens"],
+    ),
 ];
 /// Values that differ from the default, each with a field of an object.
 const VALUES: &str = "
