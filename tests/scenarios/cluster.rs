@@ -41,11 +41,13 @@ mod ranges;
 mod records;
 mod replicas;
 mod restarts;
+mod revocations;
 mod rights;
 mod rollout;
 mod scaling;
 mod signing;
 
+use std::net::SocketAddr;
 use std::panic::Location;
 use std::time::Duration;
 
@@ -96,6 +98,14 @@ impl ClusterEnv {
 
     fn fake_api(&self) -> Result<&FakeApiServer> {
         self.cluster.fake_api()
+    }
+
+    /// Returns the address of the API server.
+    fn api_address(&self) -> Result<SocketAddr> {
+        let kubeconfig = std::fs::read_to_string(self.cluster.server_kubeconfig()?)?;
+        let (_, address) = kubeconfig.split_once("https://").context("no address")?;
+        let end = address.find(|character: char| !"0123456789.:".contains(character));
+        Ok(address[..end.unwrap_or(address.len())].parse()?)
     }
 
     fn admin(&self) -> &Api {

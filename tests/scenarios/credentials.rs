@@ -4,6 +4,7 @@
 pub(crate) mod attacks;
 pub(crate) mod ca_rotation;
 mod client_ca;
+mod clocks;
 mod credential_files;
 mod delegation;
 mod diag;

@@ -6,6 +6,7 @@ mod log;
 mod peering;
 mod running;
 mod scratch;
+mod shifted_clock;
 mod terminal;
 
 pub use culvert::{AgentSetup, Listener, Server, ServerSetup};
@@ -14,4 +15,5 @@ pub use log::Log;
 pub use peering::{Peering, copy_ca};
 pub use running::{Finished, Piped, Process, Program, Signal};
 pub use scratch::{ScratchDir, next_loopback, own_loopback};
+pub use shifted_clock::ShiftedClock;
 pub use terminal::Terminal;

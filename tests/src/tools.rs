@@ -13,6 +13,8 @@ pub enum Tool {
     /// Debian's `promtool`, of `prometheus`.
     Promtool,
     Bash,
+    /// The C compiler, which Rust needs to link.
+    Cc,
     /// The program `prometheus` from Debian.
     Prometheus,
     /// The program `prometheus-node-exporter` from Debian.
@@ -65,6 +67,7 @@ impl Tool {
             Self::SystemdAnalyze => "systemd-analyze",
             Self::Promtool => "promtool",
             Self::Bash => "bash",
+            Self::Cc => "cc",
             Self::Prometheus => "prometheus",
             Self::NodeExporter => "prometheus-node-exporter",
             Self::Curl => "curl",

@@ -353,7 +353,7 @@ impl Installation {
 
 /// Returns the slice of one server, as the cluster's controller writes it. Servers on one host have
 /// different ports, so each has a slice of its own.
-fn endpoint_slice(name: &str, address: SocketAddr) -> Value {
+pub(super) fn endpoint_slice(name: &str, address: SocketAddr) -> Value {
     let service = ObjectNames::default().peer_service;
     json!({
         "apiVersion": "discovery.k8s.io/v1", "kind": "EndpointSlice", "addressType": "IPv4",
@@ -372,7 +372,7 @@ fn slice_name(server: &str) -> String {
     format!("tunnel-server-peers-{server}")
 }
 
-const SLICES: &str = "/apis/discovery.k8s.io/v1/namespaces/kube-system/endpointslices";
+pub(super) const SLICES: &str = "/apis/discovery.k8s.io/v1/namespaces/kube-system/endpointslices";
 /// Time after which a call counts as failed.
 const CALL_TIMEOUT: Duration = Duration::from_secs(5);
 /// Sessions of agents with a server itself.

@@ -18,10 +18,10 @@ use tunnel_tests::gear::Gear;
 use tunnel_tests::link::Link;
 use tunnel_tests::metrics::meta_page;
 use tunnel_tests::netns::{CLOUD_ADDRESS, in_service_namespace, service_address};
-use tunnel_tests::process::{AgentSetup, Listener, ServerSetup, Signal};
+use tunnel_tests::process::{AgentSetup, Listener, ServerSetup, Signal, next_loopback};
 
 use super::authority::Exec;
-use super::replicas::{AGENTS, Installation, Moment, Plan, VirtualPorts, on_own_address};
+use super::replicas::{AGENTS, Installation, Moment, Plan, Replica, VirtualPorts, on_own_address};
 use super::{ClusterEnv, FIRST};
 
 #[tokio::test(flavor = "multi_thread")]
@@ -89,7 +89,7 @@ async fn servers_whose_endpoints_are_deleted_serve_on_and_say_so() -> Result<()>
 #[tokio::test(flavor = "multi_thread")]
 async fn revocation_reaches_a_server_without_the_api_server_within_2_s() -> Result<()> {
     let cluster_env = ClusterEnv::fake().await?;
-    let (path, kubeconfig) = own_path(&cluster_env)?;
+    let (path, kubeconfig) = own_path(&cluster_env, "second")?;
     let plan = Plan {
         cluster_env,
         servers: 2,
@@ -125,15 +125,17 @@ async fn revocation_reaches_a_server_without_the_api_server_within_2_s() -> Resu
     Ok(())
 }
 
-/// Returns a path to the API server, and a kubeconfig that leads over it.
-fn own_path(cluster_env: &ClusterEnv) -> Result<(Link, PathBuf)> {
+/// Returns a path to the API server, and a kubeconfig that leads over it, for the server `name`.
+pub(super) fn own_path(cluster_env: &ClusterEnv, name: &str) -> Result<(Link, PathBuf)> {
     let kubeconfig = std::fs::read_to_string(cluster_env.cluster.server_kubeconfig()?)?;
-    let (_, address) = kubeconfig.split_once("https://").context("no address")?;
-    let end = address.find(|character: char| !"0123456789.:".contains(character));
-    let address = &address[..end.unwrap_or(address.len())];
-    let link = Link::start(address.parse()?, 0)?;
-    let path = cluster_env.scratch.path().join("own-path.kubeconfig");
-    std::fs::write(&path, kubeconfig.replace(address, &link.addr().to_string()))?;
+    let address = cluster_env.api_address()?;
+    let link = Link::start(address, 0)?;
+    let path = cluster_env
+        .scratch
+        .path()
+        .join(format!("{name}.kubeconfig"));
+    let (direct, own) = (address.to_string(), link.addr().to_string());
+    std::fs::write(&path, kubeconfig.replace(&direct, &own))?;
     Ok((link, path))
 }
 
@@ -222,6 +224,41 @@ async fn restart_behind_a_virtual_address() -> Result<()> {
     callers.end().await?.ensure_served(100)
 }
 
+/// Two of three servers have each agent. A killed server is started again at its addresses, with
+/// its data directory, from which agents learn the restart at once, and without it.
+#[tokio::test(flavor = "multi_thread")]
+async fn killed_server_costs_callers_of_the_others_no_request_also_without_its_disk() -> Result<()>
+{
+    for has_disk in [true, false] {
+        let plan = Plan {
+            launch: Box::new(|cluster_env: &ClusterEnv, _: usize, name: &str| {
+                let peers = Listener::Peers.on(next_loopback()).to_string();
+                Ok(cluster_env.setup(name)?.args(&["--peer-listen", &peers]))
+            }),
+            ..on_loopback(3, 3).await?
+        };
+        let mut site = Installation::start(plan).await?;
+        site.settle().await;
+        let Replica { name, mut server } = site.replicas.pop_front().context("a server")?;
+        site.publish_endpoints().await?;
+        let callers = site.start_callers();
+        let (setup, folder) = (server.setup_for_restart(), server.data_dir().to_owned());
+        server.process().signal(Signal::Kill)?;
+        server.process().end(FIRST).await?;
+        if !has_disk {
+            std::fs::remove_dir_all(folder)?;
+        }
+        let server = setup.start().await?;
+        let started = Instant::now();
+        site.replicas.push_back(Replica { name, server });
+        site.wait_for_sessions(2 * site.nodes.len() as u64).await;
+        let took = started.elapsed();
+        ensure!(!has_disk || took <= scaled(BY_RESET), "{took:?}");
+        callers.end().await?.ensure_served(100)?;
+    }
+    Ok(())
+}
+
 /// Each agent has one session, so most servers reach its node by forwarding.
 #[tokio::test(flavor = "multi_thread")]
 async fn f21_agents_that_reconnect_while_the_api_server_is_away_are_reached() -> Result<()> {
@@ -291,6 +328,8 @@ const PORTS: VirtualPorts = VirtualPorts {
     http: 10255,
     agents: 31008,
 };
+/// Time until agents are back by stateless resets: at their next keep-alive, and a dial.
+const BY_RESET: Duration = Duration::from_secs(8);
 /// The log line of a server that resets streams at the end of its drain.
 const DRAIN_IS_OVER: &str = "drain timeout is over";
 /// Time in which the reset of a stream that has ended was received.

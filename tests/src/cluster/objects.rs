@@ -6,8 +6,7 @@ use anyhow::{Context, Result};
 use k8s_openapi::ByteString;
 use serde_json::{Value, json};
 use tunnel_server::cluster::objects::{
-    CA_CERTIFICATE_KEY, RECORDS_KEY, RIGHTS, Right, Scope,
-    tokens_namespace,
+    CA_CERTIFICATE_KEY, RECORDS_KEY, RIGHTS, Right, Scope, tokens_namespace,
 };
 use tunnel_server::config::{EDGE_LABEL, ObjectNames};
 
