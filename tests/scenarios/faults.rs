@@ -15,6 +15,7 @@ mod minimum;
 mod partition;
 mod path;
 mod size;
+mod slow;
 mod soak;
 mod stopped;
 mod watches;

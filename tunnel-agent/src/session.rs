@@ -369,12 +369,7 @@ impl<'a> ActiveSession<'a> {
                 debug!(node = %agent, session = session.0, doubts, "server reported whether it doubts this session");
                 self.monitor.peer_suspects(doubts, Instant::now());
             }
-            ControlMessage::Receiving { is_answer } => {
-                self.monitor.peer_receives();
-                if !is_answer {
-                    self.control_sender.receiving(true);
-                }
-            }
+            ControlMessage::Receiving => self.monitor.peer_receives(),
             ControlMessage::Drain {
                 deadline,
                 move_within,
@@ -424,7 +419,7 @@ impl<'a> ActiveSession<'a> {
         }
         self.control_sender.suspect(check.is_suspect_locally);
         if is_receive_report_due {
-            self.control_sender.receiving(false);
+            self.control_sender.receiving();
         }
         match transition {
             Transition::Suspect => {

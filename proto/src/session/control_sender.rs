@@ -56,11 +56,10 @@ impl ControlSender {
         });
     }
 
-    /// Reports that data of the peer has arrived since the last report, or answers such a report.
-    pub fn receiving(&self, is_answer: bool) {
-        let index = usize::from(is_answer);
+    /// Reports that data of the peer has arrived since the last report.
+    pub fn receiving(&self) {
         self.pending
-            .send_modify(|pending| pending.receiving_counts[index] += 1);
+            .send_modify(|pending| pending.receiving_count += 1);
     }
 
     /// Requests another certificate with a PKCS#10 request (DER).
@@ -99,8 +98,7 @@ struct PendingMessages {
     members: Option<Vec<Member>>,
     members_count: u64,
     suspect: bool,
-    /// Of reports, and of answers.
-    receiving_counts: [u64; 2],
+    receiving_count: u64,
     renew: Option<Vec<u8>>,
     renew_count: u64,
     renewed: Option<EnrollReply>,
@@ -116,8 +114,7 @@ struct SentMessages {
     drain: Option<(Duration, Duration)>,
     members_count: u64,
     suspect: bool,
-    /// Of reports, and of answers.
-    receiving_counts: [u64; 2],
+    receiving_count: u64,
     renew_count: u64,
     renewed_count: u64,
     lost: Vec<SessionId>,
@@ -174,11 +171,9 @@ impl SentMessages {
             return Some(ControlMessage::Bye(reason.clone()));
         }
         // A peer that causes many of these delays nothing else.
-        for (index, is_answer) in [false, true].into_iter().enumerate() {
-            if pending.receiving_counts[index] != self.receiving_counts[index] {
-                self.receiving_counts[index] = pending.receiving_counts[index];
-                return Some(ControlMessage::Receiving { is_answer });
-            }
+        if pending.receiving_count != self.receiving_count {
+            self.receiving_count = pending.receiving_count;
+            return Some(ControlMessage::Receiving);
         }
         None
     }
@@ -310,17 +305,13 @@ mod tests {
     #[test]
     fn reports_of_received_data_delay_nothing_else() {
         let (mut pending, mut sent) = (PendingMessages::default(), SentMessages::default());
-        pending.receiving_counts = [2, 1];
+        pending.receiving_count = 2;
         pending.suspect = true;
-        for message in [
-            ControlMessage::Suspect(true),
-            ControlMessage::Receiving { is_answer: false },
-            ControlMessage::Receiving { is_answer: true },
-        ] {
+        for message in [ControlMessage::Suspect(true), ControlMessage::Receiving] {
             assert_eq!(sent.next(&pending), Some(message));
         }
         assert_eq!(sent.next(&pending), None);
-        (pending.receiving_counts, pending.bye) = ([3, 3], Some("done".into()));
+        (pending.receiving_count, pending.bye) = (3, Some("done".into()));
         assert_eq!(
             sent.next(&pending),
             Some(ControlMessage::Bye("done".into()))

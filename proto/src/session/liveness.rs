@@ -5,7 +5,9 @@
 //!   ^----------- data and acknowledgements received again ---+
 //! ```
 //! Timer (a) runs while nothing authenticated is received. Timer (b) runs since the oldest probe
-//! without an acknowledgement or a report of the peer that it receives. Timer (c) runs while data is
+//! without an acknowledgement or a report of the peer that it receives. Over h2 the answer to a probe
+//! is behind the data that the peer has sent before it, so (b) begins again while much data arrives. A
+//! peer that sends and does not receive suspects this end. Timer (c) runs while data is
 //! lost and sent again, and none is acknowledged: a path may pass small packets only, so that probes
 //! are answered. The longest one decides. A one-way partition affects only one timer at only one end,
 //! so each end reports its state on the control stream.
@@ -109,6 +111,9 @@ pub(super) struct Liveness {
     /// Time at which data was last received, later by the pauses of this process since then.
     received_at: Instant,
     acknowledged: u64,
+    /// Received bytes at the time when much data had last arrived. `None` where no answer waits behind
+    /// data.
+    data_received: Option<u64>,
     /// The data that is not delivered. Its begin is later by the pauses of this process since then.
     undelivered: Option<Undelivered>,
     /// Time of the oldest probe without an acknowledgement.
@@ -133,16 +138,17 @@ impl Liveness {
         stats: SessionStats,
         now: Instant,
     ) -> Self {
-        let probe_timeout_busy = match transport {
+        let (probe_timeout_busy, data_received) = match transport {
             // A PING queues behind bulk data.
-            TransportKind::H2 => limits.suspect_after_idle,
-            TransportKind::Quic | TransportKind::Memory => limits.suspect_after_busy,
+            TransportKind::H2 => (limits.suspect_after_idle, Some(stats.received)),
+            TransportKind::Quic | TransportKind::Memory => (limits.suspect_after_busy, None),
         };
         Self {
             limits,
             probe_timeout_busy,
             received_at: now,
             acknowledged: stats.acknowledged,
+            data_received,
             undelivered: None,
             oldest_probe: None,
             last_probe: now,
@@ -245,6 +251,12 @@ impl Liveness {
             ..undelivered
         });
         self.exclude_pause(now);
+        if let Some(data_received) = &mut self.data_received
+            && stats.received.saturating_sub(*data_received) >= DATA_BYTES_MIN
+        {
+            *data_received = stats.received;
+            self.oldest_probe = self.oldest_probe.map(|probe| probe.max(self.received_at));
+        }
         if stats.acknowledged != self.acknowledged {
             self.acknowledged = stats.acknowledged;
             self.oldest_probe = None;
@@ -373,6 +385,8 @@ impl SuspectLogThrottle {
     }
 }
 
+/// Received bytes that count as much data. PINGs and answers alone are less for minutes.
+pub(super) const DATA_BYTES_MIN: u64 = 4 * 1024;
 /// Minimum time between two log lines about one session's state.
 const LOG_INTERVAL: Duration = Duration::from_secs(30);
 /// Upper bound of [`margin`].
@@ -551,6 +565,30 @@ pub(super) mod tests {
         }
         let suspect = clock.first(LivenessState::Suspect);
         assert!((15..=20).contains(&suspect), "{suspect}");
+    }
+
+    #[test]
+    fn answer_over_h2_is_expected_when_the_data_before_it_has_arrived() {
+        let mut clock = Clock::new(true, TransportKind::H2);
+        (clock.answers, clock.period, clock.stats.streams) = (false, 1, 1);
+        for _ in 0..100 {
+            clock.stats.received += DATA_BYTES_MIN;
+            assert_eq!(clock.run(2).state, LivenessState::Live);
+        }
+        clock.stats.received += DATA_BYTES_MIN - 1;
+        let suspect = clock.first(LivenessState::Suspect);
+        assert!((12..=15).contains(&suspect), "{suspect}");
+    }
+
+    #[test]
+    fn data_is_no_answer_where_acknowledgements_overtake_it() {
+        let mut clock = Clock::new(true, TransportKind::Quic);
+        (clock.answers, clock.stats.streams) = (false, 1);
+        let suspect = (1..=60).find(|_| {
+            clock.stats.received += DATA_BYTES_MIN;
+            clock.run(1).state == LivenessState::Suspect
+        });
+        assert!(suspect.is_some_and(|second| second <= 12), "{suspect:?}");
     }
 
     #[test]

@@ -103,7 +103,7 @@ impl SessionMonitor {
         self.next = now;
     }
 
-    /// Records a report of the peer that data of this end arrives, or its answer to one.
+    /// Records a report of the peer that data of this end arrives.
     pub fn peer_receives(&mut self) {
         self.liveness.peer_receives();
     }

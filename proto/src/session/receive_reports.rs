@@ -1,20 +1,15 @@
 //! Decides when an end reports to its peer that data arrives. Pure.
 //!
-//! Over h2 the answer to a PING waits behind all data in flight, and an end that only sends receives
-//! nothing else. While much data arrives, the receiving end therefore reports it, and the sending end
-//! answers. Reports and answers follow each other without waiting, so that they arrive in time
-//! although each waits in a long queue. An end that receives nothing sends neither.
+//! Over h2 a PING waits behind all data in flight, and an end that only sends receives nothing but the
+//! answers. While much data arrives, the receiving end therefore reports it. The receiving end itself
+//! needs no report, because the data shows that its peer is alive (`liveness.rs`).
 
 use std::time::Duration;
 
 use tokio::time::Instant;
 
-use super::liveness::LivenessLimits;
+use super::liveness::{DATA_BYTES_MIN, LivenessLimits};
 use crate::transport::SessionStats;
-
-/// Received bytes since the last report, below which none is due. PINGs and answers alone are less
-/// for minutes.
-const BYTES_MIN: u64 = 4 * 1024;
 
 /// The last report of a session.
 #[derive(Debug)]
@@ -37,7 +32,7 @@ impl ReceiveReports {
 
     /// Returns whether a report is due, which then counts as sent.
     pub(super) fn is_due(&mut self, stats: &SessionStats, now: Instant) -> bool {
-        let is_due = stats.received.saturating_sub(self.received) >= BYTES_MIN
+        let is_due = stats.received.saturating_sub(self.received) >= DATA_BYTES_MIN
             && now.saturating_duration_since(self.at) >= self.interval;
         if is_due {
             (self.at, self.received) = (now, stats.received);
@@ -58,24 +53,25 @@ mod tests {
     const AGENT: usize = 0;
     const SERVER: usize = 1;
     const PAUSE: Duration = Duration::from_millis(50);
-    /// Bytes that the agent sends in each step.
+    /// Bytes that pass in each pause.
     const PIECE: u64 = 16 * 1024;
     const RTT: Duration = Duration::from_millis(50);
     /// Longer than a PING may stay unanswered.
     const QUEUE: Duration = Duration::from_secs(20);
 
-    #[derive(Clone, Copy)]
+    #[derive(Clone, Copy, PartialEq, Eq)]
     enum Message {
         Data,
         Ping,
         Pong,
         Report,
-        Answer,
     }
 
     struct End {
         monitor: SessionMonitor,
         stats: SessionStats,
+        /// Whether this end sends as much as the queue of the path takes.
+        has_data: bool,
         /// h2 has one PING at a time.
         has_ping: bool,
         reports: u32,
@@ -83,26 +79,28 @@ mod tests {
     }
 
     /// The messages of one end, in order.
-    #[derive(Default)]
     struct Path {
         in_flight: VecDeque<(Instant, Message)>,
+        /// When the last message leaves the queue.
+        free_at: Instant,
         is_cut: bool,
     }
 
-    /// An upload over h2: the queue of the way up grows as long as the sender fills it.
-    struct Upload {
+    /// A transfer over h2. The queue of a path takes more and more data, or all at once.
+    struct Transfer {
         start: Instant,
         now: Instant,
+        is_sudden: bool,
         ends: [End; 2],
         paths: [Path; 2],
     }
 
-    impl Upload {
-        fn new() -> Self {
+    impl Transfer {
+        fn new(senders: &[usize], is_sudden: bool) -> Self {
             let now = Instant::now();
-            let end = |probes_idle| {
+            let end = |number| {
                 let limits = LivenessLimits {
-                    probes_idle,
+                    probes_idle: number == SERVER,
                     ..LivenessLimits::default()
                 };
                 let stats = SessionStats {
@@ -113,27 +111,44 @@ mod tests {
                 End {
                     monitor: SessionMonitor::new(limits, TransportKind::H2, stats, now),
                     stats,
+                    has_data: senders.contains(&number),
                     has_ping: false,
                     reports: 0,
                     suspects_at: None,
                 }
             };
+            let path = |_number| Path {
+                in_flight: VecDeque::new(),
+                free_at: now,
+                is_cut: false,
+            };
             Self {
                 start: now,
                 now,
-                ends: [end(false), end(true)],
-                paths: Default::default(),
+                is_sudden,
+                ends: [AGENT, SERVER].map(end),
+                paths: [AGENT, SERVER].map(path),
             }
         }
 
         fn send(&mut self, from: usize, message: Message) {
-            let queue = if from == AGENT {
-                (self.now - self.start).min(QUEUE)
+            let path = &mut self.paths[from];
+            path.free_at = path.free_at.max(self.now);
+            if message == Message::Data {
+                path.free_at += PAUSE;
+            }
+            path.in_flight.push_back((path.free_at + RTT, message));
+        }
+
+        fn send_data(&mut self, from: usize) {
+            let queue = if self.is_sudden {
+                QUEUE
             } else {
-                Duration::ZERO
+                QUEUE.min(self.now - self.start)
             };
-            let due = self.now + RTT + queue;
-            self.paths[from].in_flight.push_back((due, message));
+            while self.ends[from].has_data && self.paths[from].free_at < self.now + queue {
+                self.send(from, Message::Data);
+            }
         }
 
         fn ping(&mut self, from: usize) {
@@ -153,7 +168,7 @@ mod tests {
                 end.stats.received_at = self.now;
                 end.stats.received += match message {
                     Message::Data => PIECE,
-                    Message::Ping | Message::Pong | Message::Report | Message::Answer => 17,
+                    Message::Ping | Message::Pong | Message::Report => 17,
                 };
                 match message {
                     Message::Data => {}
@@ -162,11 +177,7 @@ mod tests {
                         end.has_ping = false;
                         end.stats.acknowledged += 1;
                     }
-                    Message::Report => {
-                        end.monitor.peer_receives();
-                        self.send(to, Message::Answer);
-                    }
-                    Message::Answer => end.monitor.peer_receives(),
+                    Message::Report => end.monitor.peer_receives(),
                 }
             }
         }
@@ -195,8 +206,8 @@ mod tests {
                 self.now += PAUSE;
                 for number in [AGENT, SERVER] {
                     self.deliver(number);
+                    self.send_data(number);
                 }
-                self.send(AGENT, Message::Data);
                 if (self.now - self.start).as_millis().is_multiple_of(5000) {
                     self.ping(AGENT);
                 }
@@ -218,32 +229,41 @@ mod tests {
     }
 
     #[test]
-    fn upload_with_answers_that_take_longer_than_a_probe_may_makes_no_end_suspect() {
-        let mut upload = Upload::new();
-        upload.run(Duration::from_secs(120));
-        let ends = upload.ends.each_ref();
-        assert_eq!(ends.map(|end| end.suspects_at), [None; 2]);
-        assert_eq!(ends[AGENT].reports, 0, "it receives next to nothing");
-        let reports = ends[SERVER].reports;
-        assert!((45..=60).contains(&reports), "{reports}");
+    fn transfer_with_answers_that_take_longer_than_a_probe_may_makes_no_end_suspect() {
+        for senders in [&[AGENT][..], &[SERVER], &[AGENT, SERVER]] {
+            for is_sudden in [false, true] {
+                let mut transfer = Transfer::new(senders, is_sudden);
+                transfer.run(Duration::from_secs(120));
+                let ends = transfer.ends.each_ref();
+                let suspects = ends.map(|end| end.suspects_at);
+                assert_eq!(suspects, [None; 2], "{senders:?} {is_sudden}");
+                for (number, end) in ends.into_iter().enumerate() {
+                    let has_data = senders.contains(&(1 - number));
+                    let expected = if has_data { 45..=60 } else { 0..=0 };
+                    assert!(expected.contains(&end.reports), "{}", end.reports);
+                }
+            }
+        }
     }
 
     #[test]
-    fn silence_of_one_direction_during_an_upload_is_noticed_at_the_end_that_receives_nothing() {
+    fn silence_of_one_direction_is_noticed_at_the_end_that_receives_nothing() {
         for (from, to) in [(AGENT, SERVER), (SERVER, AGENT)] {
-            let mut upload = Upload::new();
-            upload.run(Duration::from_secs(60));
-            let suspects = upload.cut(from)[to].unwrap();
-            // The last bytes may have arrived up to 2 s before.
-            assert!((2..=5).contains(&suspects), "{suspects} s");
+            for sender in [AGENT, SERVER] {
+                let mut transfer = Transfer::new(&[sender], true);
+                transfer.run(Duration::from_secs(60));
+                let suspects = transfer.cut(from)[to].unwrap();
+                // The last bytes may have arrived up to 2 s before.
+                assert!((2..=5).contains(&suspects), "{suspects} s");
+            }
         }
     }
 
     #[test]
     fn sender_whose_data_no_longer_arrives_notices_without_the_report_of_its_peer() {
-        let mut upload = Upload::new();
-        upload.run(Duration::from_secs(60));
-        let suspects = upload.cut(AGENT)[AGENT].unwrap();
+        let mut transfer = Transfer::new(&[AGENT], true);
+        transfer.run(Duration::from_secs(60));
+        let suspects = transfer.cut(AGENT)[AGENT].unwrap();
         assert!(suspects <= 15, "{suspects} s");
     }
 
@@ -258,11 +278,11 @@ mod tests {
             };
             reports.is_due(&stats, now + Duration::from_millis(millis))
         };
-        assert!(!due(BYTES_MIN, 1999), "too soon");
-        assert!(due(BYTES_MIN, 2000));
-        assert!(!due(BYTES_MIN, 9000), "nothing was received");
-        assert!(!due(2 * BYTES_MIN - 1, 9000), "an idle session");
-        assert!(due(2 * BYTES_MIN, 9000));
+        assert!(!due(DATA_BYTES_MIN, 1999), "too soon");
+        assert!(due(DATA_BYTES_MIN, 2000));
+        assert!(!due(DATA_BYTES_MIN, 9000), "nothing was received");
+        assert!(!due(2 * DATA_BYTES_MIN - 1, 9000), "an idle session");
+        assert!(due(2 * DATA_BYTES_MIN, 9000));
         assert!(!due(1 << 20, 10_999), "too soon");
     }
 }

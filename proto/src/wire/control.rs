@@ -47,11 +47,8 @@ pub enum ControlMessage {
     /// detect a partition of one direction.
     Suspect(bool),
     /// Either end, over h2: data of the peer has arrived since the last report. Sent while much data
-    /// arrives, because the answer to a PING waits behind data.
-    Receiving {
-        /// Whether the message answers a report. A report that is no answer is answered at once.
-        is_answer: bool,
-    },
+    /// arrives, because a PING of the peer waits behind its data.
+    Receiving,
     /// Agent: requests another certificate for the key of this PKCS#10 request (DER). Sent only to
     /// a server with [`CAPABILITY_RENEW`].
     Renew(Vec<u8>),
@@ -162,9 +159,7 @@ impl ControlMessage {
                 reason: reason.clone(),
             })),
             Self::Suspect(silent) => Some(Kind::Suspect(pb::Suspect { silent: *silent })),
-            Self::Receiving { is_answer } => {
-                Some(Kind::Receiving(pb::Receiving { answer: *is_answer }))
-            }
+            Self::Receiving => Some(Kind::Receiving(pb::Receiving {})),
             Self::Renew(csr) => Some(Kind::Renew(pb::Renew { csr: csr.clone() })),
             Self::Renewed(reply) => Some(Kind::Renewed(reply.to_message())),
             Self::Members(members) => Some(Kind::Members(pb::Members {
@@ -229,7 +224,7 @@ impl ControlMessage {
             Kind::Withdraw(pb::Withdraw {}) => Self::Withdraw,
             Kind::Bye(bye) => Self::Bye(one_line(&bye.reason)),
             Kind::Suspect(pb::Suspect { silent }) => Self::Suspect(silent),
-            Kind::Receiving(pb::Receiving { answer }) => Self::Receiving { is_answer: answer },
+            Kind::Receiving(pb::Receiving {}) => Self::Receiving,
             Kind::Renew(pb::Renew { csr }) => Self::Renew(csr),
             Kind::Renewed(reply) => Self::Renewed(EnrollReply::from_message(reply)),
             Kind::Members(members) => Self::Members(decode_members(members.members)?),

@@ -304,8 +304,7 @@ fn control_messages_are_as_captured() {
             ),
             ("043a020801", ControlMessage::Suspect(true)),
             ("023a00", ControlMessage::Suspect(false)),
-            ("027a00", ControlMessage::Receiving { is_answer: false }),
-            ("047a020801", ControlMessage::Receiving { is_answer: true }),
+            ("027a00", ControlMessage::Receiving),
             ("0642040a023000", ControlMessage::Renew(vec![0x30, 0])),
             (
                 "0772050a0307ac02",

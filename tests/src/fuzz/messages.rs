@@ -50,7 +50,7 @@ fn control_messages() -> Result<Vec<ControlMessage>> {
         ControlMessage::Withdraw,
         ControlMessage::Bye("stopping".into()),
         ControlMessage::Suspect(true),
-        ControlMessage::Receiving { is_answer: true },
+        ControlMessage::Receiving,
         ControlMessage::Renew(vec![0x30; 64]),
         ControlMessage::Lost(vec![SessionId(9), SessionId(u64::MAX)]),
         ControlMessage::Renewed(EnrollReply::Refused(EnrollCode::Revoked, "no".into())),

@@ -169,7 +169,7 @@ async fn recv_welcome(reader: &mut ControlReader) -> Result<Welcome, AdmitError>
                 | ControlMessage::Lost(_)
                 | ControlMessage::Renewed(_)
                 | ControlMessage::Suspect(_)
-                | ControlMessage::Receiving { .. },
+                | ControlMessage::Receiving,
             ) => return Err(AdmitError::Protocol("unexpected message before Welcome")),
             None => return Err(AdmitError::Protocol("control stream ended before Welcome")),
         }

@@ -77,7 +77,7 @@ impl Sessions {
                             control_sender.renewed(EnrollReply::Refused(code, detail));
                         }
                     }
-                    Ok(Some(message)) => self.handle_control(&message, &agent, &mut monitor, &control_sender),
+                    Ok(Some(message)) => self.handle_control(&message, &agent, &mut monitor),
                     ended @ (Ok(None) | Err(_)) => {
                         can_recv = false;
                         control_ended(&agent, ended.err()).await;
@@ -122,7 +122,7 @@ impl Sessions {
         let observation = monitor.check(now);
         control_sender.suspect(observation.check.is_suspect_locally);
         if observation.is_receive_report_due {
-            control_sender.receiving(false);
+            control_sender.receiving();
         }
         if observation.transition == Transition::Dead {
             return Err(observation.check);
@@ -177,7 +177,6 @@ impl Sessions {
         message: &ControlMessage,
         agent: &AgentSession,
         monitor: &mut AgentMonitor,
-        control_sender: &ControlSender,
     ) {
         let (node, session) = (&agent.node, agent.id);
         match message {
@@ -192,12 +191,7 @@ impl Sessions {
                 agent.withdraw();
             }
             ControlMessage::Suspect(silent) => monitor.peer_suspects(*silent),
-            ControlMessage::Receiving { is_answer } => {
-                monitor.peer_receives();
-                if !is_answer {
-                    control_sender.receiving(true);
-                }
-            }
+            ControlMessage::Receiving => monitor.peer_receives(),
             ControlMessage::Lost(sessions) => self.close_lost(agent, sessions),
             ControlMessage::Hello(_)
             | ControlMessage::Welcome(_)
