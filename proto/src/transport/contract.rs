@@ -495,6 +495,28 @@ async fn close_cuts_open_streams(pair: Pair) {
     );
 }
 
+/// The readers were asked for the cut before they have read everything.
+async fn bytes_before_the_loss_of_a_session_are_read_behind_its_cut(pair: Pair) {
+    let ((mut open, mut writer), (mut complete, mut finished)) =
+        (pair.stream().await, pair.stream().await);
+    writer.write_all(b"ab").await.unwrap();
+    finished.write_all(&pattern(1000)).await.unwrap();
+    within(finished.shutdown()).await.unwrap();
+    for reader in [&mut open, &mut complete] {
+        within(reader.read_u8()).await.unwrap();
+    }
+    pair.opener.close(CloseCode::Dead, "no answer").await;
+    within(poll_fn(|cx| open.poll_cut(cx))).await;
+    poll_fn(|cx| Poll::Ready(drop(complete.poll_cut(cx)))).await;
+    let mut got = Vec::new();
+    let error = within(open.read_to_end(&mut got)).await.unwrap_err();
+    assert_eq!(got, b"b");
+    assert_eq!(find_cause(&error), Some(&StreamCut::SessionLost));
+    let mut got = vec![0; 999];
+    within(complete.read_exact(&mut got)).await.unwrap();
+    assert!(got == pattern(1000)[1..]);
+}
+
 /// The reader and the writer wait when their own end gives up a peer that may be silent.
 async fn close_cuts_waiting_streams_of_its_own_end(pair: Pair) {
     let ((mut reader, _sends_nothing), (mut writer, _reads_nothing)) =
@@ -604,6 +626,7 @@ macro_rules! contract {
                 probe_is_acknowledged,
                 close_delivers_what_was_sent_and_its_reason,
                 close_cuts_open_streams,
+                bytes_before_the_loss_of_a_session_are_read_behind_its_cut,
                 close_cuts_waiting_streams_of_its_own_end,
                 session_that_stopped_opening_keeps_its_streams,
             );

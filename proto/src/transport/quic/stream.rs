@@ -125,14 +125,15 @@ impl RawStream for QuicStream {
         if let Some(code) = self.peer_cut.announced() {
             return Poll::Ready(StreamCut::Reset(code).into());
         }
-        let cut = match ready!(pin!(self.recv.received_reset()).poll(cx)) {
-            Ok(Some(code)) => StreamCut::Reset(reset_code(code)),
-            Err(ResetError::ConnectionLost(_)) => StreamCut::SessionLost,
+        let reset = ready!(pin!(self.recv.received_reset()).poll(cx));
+        match reset {
+            // quinn reports a reset once.
+            Ok(Some(code)) => Poll::Ready(self.end_input(StreamCut::Reset(reset_code(code)))),
+            // Reads return what has arrived, and then the same.
+            Err(ResetError::ConnectionLost(_)) => Poll::Ready(StreamCut::SessionLost.into()),
             // The half has ended, or this end has stopped it.
-            Ok(None) | Err(ResetError::ZeroRttRejected) => return Poll::Pending,
-        };
-        // quinn reports a reset once.
-        Poll::Ready(self.end_input(cut))
+            Ok(None) | Err(ResetError::ZeroRttRejected) => Poll::Pending,
+        }
     }
 
     fn poll_stopped(&mut self, cx: &mut Context<'_>) -> Poll<io::Error> {
