@@ -7,11 +7,11 @@ use std::pin::Pin;
 use std::sync::Arc;
 use std::task::{Context, Poll, ready};
 
-use tokio::io::{AsyncRead, AsyncWrite, Interest, ReadBuf};
+use tokio::io::{AsyncRead, AsyncWrite, ReadBuf};
 use tokio::net::TcpStream;
 
 use crate::relay::{PollCut, RelayEnd, RelaySide, Socket, relay};
-use crate::tcp::{ConnError, abort_behind, abort_on_close, configure, finish};
+use crate::tcp::{ConnError, Failed, abort_behind, abort_on_close, configure, failed, finish};
 use crate::transport::{ByteCount, CUT_LIMIT, Stream, StreamCut, find_cause};
 use crate::wire::code::ResetCode;
 
@@ -19,16 +19,15 @@ use crate::wire::code::ResetCode;
 /// down, so that the target does not take a cut of the tunnel or of this process for a clean end.
 #[derive(Debug)]
 pub struct TargetSocket {
-    /// Shared only with the future `failed`.
+    /// Shared only with `failed`.
     tcp: Arc<TcpStream>,
     peer: SocketPeer,
     bytes: ByteCount,
     is_finished: bool,
     is_shut_down: bool,
     conn_error: ConnError,
-    /// Completes when the connection has failed. Set when that is awaited, from the end of the input
-    /// on.
-    failed: Option<Failed>,
+    /// Awaited from the end of the input on.
+    failed: Failed,
 }
 
 /// The other end of a [`TargetSocket`].
@@ -52,7 +51,7 @@ impl TargetSocket {
             is_finished: false,
             is_shut_down: false,
             conn_error: ConnError::default(),
-            failed: None,
+            failed: Failed::default(),
         }
     }
 
@@ -95,11 +94,11 @@ impl PollCut for TargetSocket {
     }
 
     fn poll_gone(&mut self, cx: &mut Context<'_>) -> Poll<io::Error> {
-        let failed = self
-            .failed
-            .get_or_insert_with(|| Failed(Box::pin(failed(self.tcp.clone()))));
-        ready!(failed.0.as_mut().poll(cx));
-        self.failed = Some(Failed(Box::pin(std::future::ready(()))));
+        let tcp = &self.tcp;
+        ready!(self.failed.poll(cx, || {
+            let tcp = tcp.clone();
+            async move { failed(&tcp).await }
+        }));
         let error = self.conn_error.check(&self.tcp);
         Poll::Ready(match (error, self.peer) {
             (Some(error), _) if is_cut(&error) => error,
@@ -112,21 +111,6 @@ impl PollCut for TargetSocket {
 /// Returns whether a connection has ended other than by a close behind a FIN.
 fn is_cut(error: &io::Error) -> bool {
     error.kind() != io::ErrorKind::BrokenPipe
-}
-
-/// The wait for the failure of a connection.
-struct Failed(Pin<Box<dyn Future<Output = ()> + Send + Sync>>);
-
-impl std::fmt::Debug for Failed {
-    fn fmt(&self, formatter: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        formatter.write_str("Failed")
-    }
-}
-
-/// Waits until a connection has failed, even if all of its input was read. Unread input and a FIN
-/// are no failures.
-async fn failed(tcp: Arc<TcpStream>) {
-    let _error = tcp.ready(Interest::ERROR).await;
 }
 
 impl TargetSocket {

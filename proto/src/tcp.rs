@@ -4,10 +4,13 @@ use std::io;
 use std::mem::MaybeUninit;
 use std::net::{IpAddr, Shutdown, SocketAddr};
 use std::os::fd::AsFd;
+use std::pin::Pin;
+use std::task::{Context, Poll, ready};
 use std::time::Duration;
 
 use async_trait::async_trait;
 use socket2::{Domain, Protocol, SockRef, Socket, TcpKeepalive, Type};
+use tokio::io::Interest;
 use tokio::net::{TcpListener, TcpStream};
 use tokio::time::timeout;
 
@@ -266,6 +269,52 @@ impl ConnError {
     }
 }
 
+/// Waits until a connection has failed: its peer has reset it, or its host does not answer. Unread
+/// input and a FIN are no failures, even if all input was read. Cancel-safe.
+pub async fn failed(socket: &TcpStream) {
+    let _error = socket.ready(Interest::ERROR).await;
+}
+
+/// A wait for the failure of a connection that begins with the first poll.
+#[derive(Default)]
+pub enum Failed {
+    /// Nobody has waited.
+    #[default]
+    Idle,
+    /// The future of the first poll.
+    Waiting(Pin<Box<dyn Future<Output = ()> + Send + Sync>>),
+    /// The connection has failed.
+    Complete,
+}
+
+impl Failed {
+    /// Completes with the future that `wait` returns at the first poll.
+    pub fn poll<F: Future<Output = ()> + Send + Sync + 'static>(
+        &mut self,
+        cx: &mut Context<'_>,
+        wait: impl FnOnce() -> F,
+    ) -> Poll<()> {
+        if matches!(self, Self::Idle) {
+            *self = Self::Waiting(Box::pin(wait()));
+        }
+        if let Self::Waiting(waiting) = self {
+            ready!(waiting.as_mut().poll(cx));
+            *self = Self::Complete;
+        }
+        Poll::Ready(())
+    }
+}
+
+impl std::fmt::Debug for Failed {
+    fn fmt(&self, formatter: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        formatter.write_str(match self {
+            Self::Idle => "Idle",
+            Self::Waiting(_) => "Waiting",
+            Self::Complete => "Complete",
+        })
+    }
+}
+
 #[cfg(test)]
 mod tests {
     use tokio::io::{AsyncReadExt, AsyncWriteExt};
@@ -371,7 +420,7 @@ mod tests {
             abort_on_close(&peer).unwrap();
             drop(peer);
             if must_write {
-                socket.ready(tokio::io::Interest::ERROR).await.unwrap();
+                failed(&socket).await;
                 conn_error.record(&socket.try_write(b"x").unwrap_err());
             } else {
                 while conn_error.check(&socket).is_none() {
@@ -404,7 +453,7 @@ mod tests {
         peer.shutdown().await.unwrap();
         abort_on_close(&peer).unwrap();
         drop(peer);
-        socket.ready(tokio::io::Interest::ERROR).await.unwrap();
+        failed(&socket).await;
         let mut conn_error = ConnError::default();
         for _ in 0..2 {
             let kind = conn_error.check(&socket).unwrap().kind();

@@ -4,18 +4,20 @@
 
 use std::fmt;
 use std::io;
+use std::os::fd::AsFd as _;
 use std::pin::Pin;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::task::{Context, Poll, ready};
 use std::time::Duration;
 
+use tokio::io::unix::AsyncFd;
 use tokio::io::{AsyncRead, AsyncWrite, AsyncWriteExt, Interest, ReadBuf};
 use tokio::net::{TcpStream, UnixStream};
 use tokio::time::{Sleep, timeout};
 use tracing::debug;
 use tunnel_proto::relay::PollCut;
-use tunnel_proto::tcp::{self, ConnError};
+use tunnel_proto::tcp::{self, ConnError, Failed};
 use tunnel_proto::transport::CUT_LIMIT;
 
 /// Longest time for which the server discards the rest of a caller's input after the server's FIN.
@@ -150,6 +152,15 @@ impl CallerSocket {
         on_either!(self, socket => socket.ready(interest).await.map(drop))
     }
 
+    /// Waits until the caller has reset the connection, or its host does not answer. At a Unix
+    /// socket a caller resets nothing: it has closed the socket then. A FIN is neither. Cancel-safe.
+    async fn failed(&self) {
+        match self {
+            Self::Tcp(socket) => tcp::failed(socket).await,
+            Self::Unix(socket) => drop(unix_closed(socket).await),
+        }
+    }
+
     fn finish(&self) -> io::Result<()> {
         on_either!(self, socket => tcp::finish(socket))
     }
@@ -170,6 +181,21 @@ impl CallerSocket {
     }
 }
 
+/// Waits until the other end of a Unix socket has closed it. Such an end is no error, and changes
+/// nothing for reads behind a FIN, so the wait needs a registration of its own, which takes no
+/// interest in the FIN. On systems other than Linux and Android this function never completes.
+async fn unix_closed(socket: &UnixStream) -> io::Result<()> {
+    #[cfg(any(target_os = "linux", target_os = "android"))]
+    {
+        let own = socket.as_fd().try_clone_to_owned()?;
+        let registered = AsyncFd::with_interest(own, Interest::PRIORITY)?;
+        let interest = Interest::PRIORITY | Interest::ERROR;
+        registered.ready(interest).await.map(drop)
+    }
+    #[cfg(not(any(target_os = "linux", target_os = "android")))]
+    std::future::pending().await
+}
+
 /// A caller's connection as an async byte stream.
 pub struct CallerStream {
     /// Shared only with [`CallerClosed`], which must not outlive the work on the connection.
@@ -180,8 +206,7 @@ pub struct CallerStream {
     conn_error: ConnError,
     /// Completes when the caller has the bytes before a cut.
     aborting: Option<Pin<Box<dyn Future<Output = ()> + Send>>>,
-    /// Completes when the connection has failed. Set when that is awaited.
-    failed: Option<Pin<Box<dyn Future<Output = ()> + Send>>>,
+    failed: Failed,
 }
 
 impl CallerStream {
@@ -195,7 +220,7 @@ impl CallerStream {
             linger: None,
             conn_error: ConnError::default(),
             aborting: None,
-            failed: None,
+            failed: Failed::default(),
         }
     }
 
@@ -287,11 +312,10 @@ impl CallerClosed {
 }
 
 impl CallerClosed {
-    /// Completes once the connection has failed, by a reset of the caller or without an answer of its
-    /// host. A FIN is no failure. Cancel-safe.
+    /// Completes once the connection has failed, see [`CallerSocket::failed`]. Cancel-safe.
     pub(super) async fn failed(&self) {
         match &self.0 {
-            Some(socket) => drop(socket.ready(Interest::ERROR).await),
+            Some(socket) => socket.failed().await,
             None => std::future::pending().await,
         }
     }
@@ -326,12 +350,11 @@ impl PollCut for CallerStream {
     }
 
     fn poll_gone(&mut self, cx: &mut Context<'_>) -> Poll<io::Error> {
-        let failed = self.failed.get_or_insert_with(|| {
-            let socket = self.socket.clone();
-            Box::pin(async move { drop(socket.ready(Interest::ERROR).await) })
-        });
-        ready!(failed.as_mut().poll(cx));
-        self.failed = Some(Box::pin(std::future::ready(())));
+        let socket = &self.socket;
+        ready!(self.failed.poll(cx, || {
+            let socket = socket.clone();
+            async move { socket.failed().await }
+        }));
         Poll::Ready(
             on_either!(&*self.socket, socket => self.conn_error.check(socket))
                 .filter(|error| error.kind() != io::ErrorKind::BrokenPipe)
@@ -440,7 +463,12 @@ pub async fn discard_input<R: AsyncRead + Unpin>(caller: &mut R) {
 
 #[cfg(test)]
 mod tests {
+    use std::future::poll_fn;
+
+    use tokio::io::AsyncReadExt;
+
     use super::*;
+    use crate::testing::within;
 
     #[tokio::test]
     async fn callers_get_small_answers_at_once() {
@@ -455,5 +483,37 @@ mod tests {
             panic!("a TCP socket became {socket:?}");
         };
         assert!(tcp.nodelay().unwrap());
+    }
+
+    /// A caller may read on behind its FIN. Bytes that it has not read make its close a reset.
+    #[tokio::test]
+    async fn caller_that_closes_a_unix_socket_behind_its_fin_is_gone() {
+        for has_unread in [false, true] {
+            let (mut caller, accepted) = UnixStream::pair().unwrap();
+            let mut socket = CallerStream::new(accepted, Arc::default());
+            let closed = socket.caller_closed();
+            caller.write_all(b"all").await.unwrap();
+            caller.shutdown().await.unwrap();
+            let mut got = Vec::new();
+            socket.read_to_end(&mut got).await.unwrap();
+            assert_eq!(got, b"all");
+            // The FIN is known.
+            closed.closed().await;
+            poll_fn(|cx| {
+                assert!(socket.poll_gone(cx).is_pending());
+                Poll::Ready(())
+            })
+            .await;
+            socket.write_all(b"answer").await.unwrap();
+            if !has_unread {
+                caller.read_exact(&mut [0; 6]).await.unwrap();
+            }
+            drop(caller);
+            let (error, ()) = tokio::join!(
+                within(poll_fn(|cx| socket.poll_gone(cx))),
+                within(closed.failed())
+            );
+            assert_eq!(error.kind(), io::ErrorKind::ConnectionReset);
+        }
     }
 }
