@@ -82,6 +82,19 @@ impl Listening {
         let listener = TcpListener::bind(bind)
             .await
             .with_context(|| format!("bind target on {bind}"))?;
+        Self::start_on(listener, tls, serve)
+    }
+
+    /// Like [`Listening::start`], with a listener that is bound already.
+    pub(crate) fn start_on<S, Fut>(
+        listener: TcpListener,
+        tls: Option<TargetTls>,
+        serve: S,
+    ) -> Result<Self>
+    where
+        S: Fn(ByteStream, Arc<Traffic>) -> Fut + Clone + Send + 'static,
+        Fut: Future<Output = io::Result<()>> + Send + 'static,
+    {
         let addr = listener.local_addr().context("address of target")?;
         let traffic = Arc::new(Traffic::default());
         let stop = CancellationToken::new();

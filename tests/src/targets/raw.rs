@@ -5,6 +5,8 @@ use std::net::SocketAddr;
 use std::sync::Arc;
 
 use anyhow::Result;
+use socket2::SockRef;
+use tokio::net::TcpSocket;
 
 use super::accept::{ANY_LOOPBACK_PORT, Listening, Traffic, target_methods};
 use super::answers::After;
@@ -77,9 +79,16 @@ impl SilentTarget {
         Ok(Self { listening })
     }
 
-    /// Starts a target that reads nothing, so that its peer's writes stall, and notices no end.
-    pub async fn start_deaf() -> Result<Self> {
-        let listening = start(ANY_LOOPBACK_PORT, Script::Deaf).await?;
+    /// Starts a target that reads nothing, so that its peer's writes stall, and notices no end. Its
+    /// connections hold little in the kernel: with the segments and buffers of loopback it would be
+    /// 4 MB each, and hundreds of them would exhaust the TCP memory of the host.
+    pub fn start_deaf() -> Result<Self> {
+        let socket = TcpSocket::new_v4()?;
+        SockRef::from(&socket).set_tcp_mss(ETHERNET_SEGMENT_BYTES)?;
+        socket.set_recv_buffer_size(DEAF_BUFFER_BYTES)?;
+        socket.bind(ANY_LOOPBACK_PORT)?;
+        let run_deaf = |wire, traffic| run(Script::Deaf, wire, traffic);
+        let listening = Listening::start_on(socket.listen(BACKLOG)?, None, run_deaf)?;
         Ok(Self { listening })
     }
 }
@@ -95,3 +104,8 @@ async fn run(script: Script, mut wire: ByteStream, traffic: Arc<Traffic>) -> io:
         After::Reset => wire.reset().await,
     }
 }
+
+/// Payload of a full TCP segment on Ethernet.
+const ETHERNET_SEGMENT_BYTES: u32 = 1460;
+const DEAF_BUFFER_BYTES: u32 = 4096;
+const BACKLOG: u32 = 1024;
