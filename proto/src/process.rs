@@ -13,6 +13,7 @@ pub mod limits;
 pub mod making;
 pub mod meta;
 pub mod metrics;
+pub mod name_list;
 pub mod networks;
 pub mod panics;
 pub mod secrets;

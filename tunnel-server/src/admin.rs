@@ -24,7 +24,8 @@ use tunnel_proto::process::unix_socket::{self, SocketPermissions};
 use tunnel_proto::wire::name::{NodeName, ReplicaId};
 use tunnel_proto::wire::order::NodeOrder;
 
-use crate::admin::status::NodeList;
+use crate::admin::pages::{NamedNodes, PAGE_MAX, PageQuery, revocations_page};
+use crate::admin::status::NodeSources;
 use crate::ca::LocalCa;
 use crate::ca::revocation::{OrderAction, Revocations};
 use crate::ca::rotation::{CaRotator, RotationAction, RotationError, RotationStatus};
@@ -40,14 +41,15 @@ pub mod doctor;
 mod message;
 pub(crate) mod node_metrics;
 pub(crate) mod page;
+pub mod pages;
 pub mod render;
 pub mod status;
 pub mod verbs;
 
 pub use client::{AdminClient, AdminError};
 pub use message::{
-    AgentCommand, CreateToken, CreatedToken, ErrorBody, NodesOrder, OrderOutcome, RevocationInfo,
-    RunningServer, agent_command,
+    AgentCommand, CreateToken, CreatedToken, ErrorBody, ForgetOutcome, NodesOrder, OrderOutcome,
+    RevocationInfo, RunningServer, agent_command,
 };
 #[cfg(feature = "test-util")]
 pub use node_metrics::ExampleNodeMetrics;
@@ -66,8 +68,8 @@ pub struct AdminState {
     pub peers: Arc<Peers>,
     /// Rotation of the CA.
     pub rotator: Result<Arc<CaRotator>, NoRotation>,
-    /// The list of nodes that the meta port and the status page share.
-    pub status: Arc<NodeList>,
+    /// The status of nodes.
+    pub sources: NodeSources,
     /// Keys of the Nodes' labels that the list has.
     pub node_labels: Vec<String>,
     /// Addresses that agents should dial, HOST:PORT.
@@ -177,23 +179,29 @@ async fn answer(
             Ok(text(StatusCode::NO_CONTENT, ""))
         }
         ("GET", ["nodes"]) => {
-            let list = |state: Arc<AdminState>| value(StatusCode::OK, &*state.status.load());
-            blocking(state, list).await?
+            let query = page_query(&request)?;
+            let page = move |state: Arc<AdminState>| state.sources.page(&query);
+            value(StatusCode::OK, &blocking(state, page).await?)
+        }
+        ("POST", ["nodes"]) => {
+            let names = node_names(&read::<NamedNodes>(request, NAMES_MAX_BYTES).await?.nodes)?;
+            let page = move |state: Arc<AdminState>| state.sources.page_of(&names, PAGE_MAX);
+            value(StatusCode::OK, &blocking(state, page).await?)
+        }
+        ("POST", ["nodes", "forget"]) => {
+            let names = node_names(&read::<NamedNodes>(request, NAMES_MAX_BYTES).await?.nodes)?;
+            let forget = move |state: Arc<AdminState>| forget_nodes(&state, &names);
+            value(StatusCode::OK, &blocking(state, forget).await??)
         }
         ("GET", ["node-labels"]) => value(StatusCode::OK, &state.node_labels),
-        ("DELETE", ["nodes", name]) => {
-            let node = node_name(name)?;
-            blocking(state, move |state| forget_node(&state, &node)).await??;
-            Ok(text(StatusCode::NO_CONTENT, ""))
-        }
         ("POST", ["revocations"]) => {
-            let order = read(request, ORDER_MAX_BYTES).await?;
+            let order = read(request, NAMES_MAX_BYTES).await?;
             value(StatusCode::OK, &apply_order(state, order).await?)
         }
         ("GET", ["revocations"]) => {
-            let in_force = blocking(state, |state| state.revocations.in_force()).await?;
-            let in_force = in_force.into_iter().map(RevocationInfo::from);
-            value(StatusCode::OK, &in_force.collect::<Vec<_>>())
+            let query = page_query(&request)?;
+            let page = move |state: Arc<AdminState>| revocations_page(&state.revocations, &query);
+            value(StatusCode::OK, &blocking(state, page).await?)
         }
         ("GET", ["ca", "rotation"]) => {
             let status = blocking(state, |state| rotation_status(&state)).await??;
@@ -284,10 +292,7 @@ async fn apply_order(
     state: &Arc<AdminState>,
     NodesOrder { action, nodes }: NodesOrder,
 ) -> Result<OrderOutcome, RequestError> {
-    let nodes: Vec<NodeName> = nodes
-        .iter()
-        .map(|name| node_name(name))
-        .collect::<Result<_, _>>()?;
+    let nodes = node_names(&nodes)?;
     let order = move |state: Arc<AdminState>| {
         let changed = state.revocations.order(action, &nodes, SystemTime::now());
         for node in &changed {
@@ -297,13 +302,20 @@ async fn apply_order(
                 OrderAction::Reissue => info!(%node, "certificates of a node revoked"),
             }
         }
-        changed.iter().map(NodeName::to_string).collect()
+        let unknown = changed
+            .iter()
+            .filter(|node| state.sources.of_node(node).is_none());
+        OrderOutcome {
+            unknown: unknown.map(NodeName::to_string).collect(),
+            changed: changed.iter().map(NodeName::to_string).collect(),
+            ..OrderOutcome::default()
+        }
     };
-    let changed: Vec<String> = blocking(state, order).await?;
+    let ordered: OrderOutcome = blocking(state, order).await?;
     let deadline = Instant::now() + ORDER_WAIT;
     loop {
-        let outcome = order_outcome(state, changed.clone());
-        if outcome.pending.is_empty() || changed.is_empty() || Instant::now() >= deadline {
+        let outcome = order_outcome(state, ordered.clone());
+        if outcome.pending.is_empty() || ordered.changed.is_empty() || Instant::now() >= deadline {
             return Ok(outcome);
         }
         tokio::time::sleep(ORDER_POLL).await;
@@ -311,7 +323,7 @@ async fn apply_order(
 }
 
 /// Returns where all orders of this server are in force and saved.
-fn order_outcome(state: &AdminState, changed: Vec<String>) -> OrderOutcome {
+fn order_outcome(state: &AdminState, ordered: OrderOutcome) -> OrderOutcome {
     let servers = state.peers.holders_of(&state.revocations.all());
     let _later = state.revocations.confirm_by_peers();
     let (holders, others): (Vec<_>, Vec<_>) =
@@ -322,33 +334,32 @@ fn order_outcome(state: &AdminState, changed: Vec<String>) -> OrderOutcome {
         .into_iter()
         .map(|other| format!("server {}", name(other)));
     OrderOutcome {
-        changed,
         in_force: std::iter::once(own)
             .chain(holders.into_iter().map(name))
             .collect(),
         pending: unconfirmed.chain(state.revocations.unwritten()).collect(),
+        ..ordered
     }
 }
 
-/// Removes a node that is not connected from the known nodes. Blocks the thread.
-fn forget_node(state: &AdminState, node: &NodeName) -> Result<(), RequestError> {
-    let is_connected = state
-        .status
-        .load()
-        .iter()
-        .any(|status| status.node == node.as_str() && status.connected);
-    if is_connected {
-        let problem = format!("{node} is connected; stop its agent first");
-        return Err(RequestError::conflict(&problem));
+/// Removes the nodes that are not connected from the known nodes. Blocks the thread.
+fn forget_nodes(state: &AdminState, names: &[NodeName]) -> Result<ForgetOutcome, RequestError> {
+    let mut outcome = ForgetOutcome::default();
+    for node in names {
+        let status = state.sources.of_node(node);
+        let list = if status.is_some_and(|status| status.connected) {
+            &mut outcome.connected
+        } else if state.nodes.forget(node) {
+            info!(%node, "node forgotten");
+            &mut outcome.forgotten
+        } else {
+            &mut outcome.unknown
+        };
+        list.push(node.to_string());
     }
-    if !state.nodes.forget(node) {
-        return Err(RequestError::not_found(format!("no node is called {node}")));
-    }
-    info!(%node, "node forgotten");
-    state
-        .nodes
-        .save()
-        .map_err(|error| RequestError::internal(&error))
+    let saved = state.nodes.save();
+    saved.map_err(|error| RequestError::internal(&error))?;
+    Ok(outcome)
 }
 
 /// Returns the stage of the rotation of the CA. Blocks the thread.
@@ -388,9 +399,21 @@ async fn blocking<T: Send + 'static>(
         .map_err(|panic| RequestError::internal(&panic))
 }
 
-fn node_name(name: &str) -> Result<NodeName, RequestError> {
-    name.parse::<NodeName>()
-        .map_err(|error| RequestError::bad_request(format!("{name:?}: {error}")))
+fn node_names(names: &[String]) -> Result<Vec<NodeName>, RequestError> {
+    if names.len() > PAGE_MAX {
+        let problem = format!("a request has at most {PAGE_MAX} nodes");
+        return Err(RequestError::bad_request(problem));
+    }
+    let parsed = names.iter().map(|name| {
+        let parsed = name.parse::<NodeName>();
+        parsed.map_err(|error| RequestError::bad_request(format!("{name:?}: {error}")))
+    });
+    parsed.collect()
+}
+
+fn page_query<B>(request: &Request<B>) -> Result<PageQuery, RequestError> {
+    PageQuery::parse(request.uri().query().unwrap_or_default())
+        .map_err(|error| RequestError::bad_request(error.to_string()))
 }
 
 async fn read<T: serde::de::DeserializeOwned>(
@@ -482,10 +505,8 @@ const ORDER_WAIT: Duration = Duration::from_secs(3);
 const ORDER_POLL: Duration = Duration::from_millis(20);
 /// Maximum size of a request body. A token with a hundred addresses is a few KiB.
 const BODY_MAX_BYTES: usize = 64 * 1024;
-/// Maximum number of nodes in a request with an order. Commands send more in several requests.
-pub(crate) const ORDER_NODES_MAX: usize = 1000;
-/// Maximum size of a request with an order: as many nodes with names of 253 characters.
-const ORDER_MAX_BYTES: usize = ORDER_NODES_MAX * 256 + 1024;
+/// Maximum size of a request with names of nodes: as many as it may have, with 253 characters each.
+const NAMES_MAX_BYTES: usize = PAGE_MAX * 256 + 1024;
 
 #[cfg(test)]
 mod tests;

@@ -10,6 +10,7 @@ use tunnel_proto::process::shutdown::Shutdown;
 use tunnel_proto::transport::quic::QuicAcceptor;
 use tunnel_proto::wire::ALPN_SESSION;
 
+use crate::admin::status::NodeList;
 use crate::ca::LocalCa;
 use crate::ca::revocation::Revocations;
 use crate::ca::tokens::TokenStore;
@@ -124,8 +125,9 @@ impl App {
         };
         sessions::start(inputs, &context)?;
         quic_sessions::start(&sockets.quic, &context);
-        let nodes = admin::node_list(&authority, &context);
-        admin::start_socket(&authority, nodes.clone(), advertised, tunnels, &context)?;
+        let sources = admin::node_sources(&authority, &context);
+        admin::start_socket(&authority, sources.clone(), advertised, tunnels, &context)?;
+        let nodes = NodeList::new(move || sources.all(), &context.shutdown);
         admin::start_meta(nodes.clone(), meta_listener, metrics_registry, &context);
         status_page::start(sockets.status, serving.certificates, nodes, &context)?;
         if let Some(dns) = &dns {

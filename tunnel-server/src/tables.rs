@@ -6,7 +6,7 @@
 
 use std::borrow::Borrow;
 use std::fmt;
-use std::ops::Bound;
+use std::ops::{Bound, RangeBounds};
 
 use rpds::RedBlackTreeMapSync;
 
@@ -76,6 +76,14 @@ impl<K: Ord, V> SharedMap<K, V> {
         self.0.iter().inspect(|_entry| visits::add_one())
     }
 
+    /// Returns the entries with these keys, in their order.
+    pub fn range<Q: Ord + ?Sized>(&self, keys: impl RangeBounds<Q>) -> impl Iterator<Item = (&K, &V)>
+    where
+        K: Borrow<Q>,
+    {
+        self.0.range(keys).inspect(|_entry| visits::add_one())
+    }
+
     pub fn keys(&self) -> impl Iterator<Item = &K> {
         self.iter().map(|(key, _value)| key)
     }
@@ -94,10 +102,7 @@ impl<K: Ord, V> SharedMap<K, V> {
 impl<V> SharedMap<u64, V> {
     fn after(&self, key: u64) -> impl Iterator<Item = &V> {
         let after = (Bound::Excluded(key), Bound::<u64>::Unbounded);
-        let entries = self.0.range(after);
-        entries
-            .map(|(_key, value)| value)
-            .inspect(|_value| visits::add_one())
+        self.range(after).map(|(_key, value)| value)
     }
 }
 

@@ -3,7 +3,7 @@
 use std::fmt::Display;
 use std::future::Future;
 use std::sync::Arc;
-use std::time::Duration;
+use std::time::{Duration, SystemTime};
 
 use prometheus_client::registry::Registry as MetricsRegistry;
 use tokio::sync::Semaphore;
@@ -16,12 +16,15 @@ use tunnel_proto::transport::{BufferPool, Session, Stream};
 use tunnel_proto::wire::control::{ControlMessage, Hello};
 use tunnel_proto::wire::header::{StreamHeader, StreamKind, Target};
 use tunnel_proto::wire::name::{InstanceId, NodeName, Port};
+use tunnel_proto::wire::peer::{HeldNode, Holds};
 
+use crate::admin::status::{NodeSources, SessionSources};
 use crate::ca::revocation::Revocations;
 use crate::metrics::Metrics;
 use crate::routing::known_nodes::KnownNodes;
-use crate::routing::peers::Peers;
+use crate::routing::peers::{PeerAddress, PeerLimits, PeerMetrics, Peers};
 use crate::routing::registry::{CallerKey, OpenError, Opened, Registry, RegistryLimits};
+use crate::routing::routes::{NodeLabels, RouteNode, RouteSource};
 use crate::session::{SessionLimits, Sessions};
 use crate::store::data_dir::testing::Scratch;
 
@@ -33,6 +36,10 @@ pub(crate) const STREAMS: usize = 8;
 pub(crate) const ADVERTISED: &str = "192.0.2.1:10262";
 /// Size of the buffer pool.
 pub(crate) const POOL: u64 = 64 << 20;
+const REGISTRY_LIMITS: RegistryLimits = RegistryLimits {
+    streams_per_agent: STREAMS,
+    buffer_pool: POOL,
+};
 /// Permits for sessions.
 const SESSIONS: usize = 64;
 
@@ -63,6 +70,68 @@ pub(crate) async fn eventually(what: &str, mut holds: impl FnMut() -> bool) {
     }
 }
 
+/// Returns the other servers of `server-1`: `server-2`, which holds these nodes.
+pub(crate) fn peers_holding(held: &[NodeName]) -> Arc<Peers> {
+    let limits = PeerLimits {
+        streams: 1,
+        directory_nodes: 1000,
+    };
+    let peers = Peers::new("server-1".parse().unwrap(), limits, PeerMetrics::default());
+    let other = PeerAddress {
+        id: "server-2".parse().unwrap(),
+        address: "192.0.2.2:10269".into(),
+    };
+    peers.expect(&other);
+    let added = held.iter().map(|node| HeldNode {
+        node: node.clone(),
+        instance: InstanceId::new([1; 16]),
+        since: SystemTime::UNIX_EPOCH,
+    });
+    let holds = Holds {
+        is_full: true,
+        added: added.collect(),
+        ..Holds::default()
+    };
+    peers.apply(&other.id, holds);
+    peers
+}
+
+/// Returns the sources of nodes that are known, of the cluster, and held by `server-2`.
+pub(crate) fn node_sources(
+    known: &[&str],
+    of_cluster: &[&str],
+    held: &[&str],
+) -> (NodeSources, Scratch) {
+    let scratch = Scratch::new();
+    let names = |names: &[&str]| -> Vec<NodeName> {
+        names.iter().map(|name| name.parse().unwrap()).collect()
+    };
+    let nodes = KnownNodes::open(&scratch.0).unwrap();
+    for node in names(known) {
+        nodes.record(&node, &[]);
+    }
+    let sources = NodeSources::of_files(nodes, Revocations::open(&scratch.0, true).unwrap());
+    let of_cluster = names(of_cluster).into_iter().map(|name| RouteNode {
+        name,
+        hostname: None,
+        addresses: Vec::new(),
+        kubelet_port: None,
+        is_edge: true,
+        labels: NodeLabels::new(),
+    });
+    sources
+        .routes
+        .set(RouteSource::Cluster, of_cluster.collect());
+    let sources = NodeSources {
+        sessions: Some(SessionSources {
+            registry: Arc::new(Registry::new(REGISTRY_LIMITS)),
+            peers: peers_holding(&names(held)),
+        }),
+        ..sources
+    };
+    (sources, scratch)
+}
+
 /// The server state that sessions need.
 pub(crate) struct Bench {
     pub(crate) sessions: Sessions,
@@ -74,12 +143,8 @@ impl Bench {
     pub(crate) fn new() -> Self {
         let scratch = Scratch::new();
         let mut counters = MetricsRegistry::default();
-        let limits = RegistryLimits {
-            streams_per_agent: STREAMS,
-            buffer_pool: POOL,
-        };
         let sessions = Sessions {
-            registry: Arc::new(Registry::new(limits)),
+            registry: Arc::new(Registry::new(REGISTRY_LIMITS)),
             peers: Peers::alone("server-1".parse().unwrap(), vec![ADVERTISED.into()]),
             nodes: Arc::new(KnownNodes::open(&scratch.0).unwrap()),
             metrics: Metrics::new(&mut counters, BufferPool::new(POOL)),

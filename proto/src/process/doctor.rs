@@ -11,6 +11,7 @@ use serde::Serialize;
 use tokio::time::{Instant, sleep};
 
 use super::diag::redact::{redact, redacted};
+use super::name_list::NameList;
 use super::telemetry::{self, LogFormat, visible};
 
 /// Version of the JSON documents. Raised when a field is removed or changes its meaning.
@@ -53,8 +54,12 @@ pub struct Finding {
     pub severity: Severity,
     /// The fault, in one line.
     pub what: String,
-    /// The object that has the fault: a node, a file, an object of the cluster, an address.
+    /// The object that has the fault: a node, a file, an object of the cluster, an address; or the
+    /// number of objects that have it.
     pub place: String,
+    /// The objects that have the fault: their number, and the names of the first ten.
+    #[serde(flatten)]
+    pub objects: NameList,
     /// What happens if the fault is not fixed.
     pub consequence: &'static str,
     /// The command or the change that fixes the fault, in one line.
@@ -330,6 +335,7 @@ mod tests {
             severity,
             what: "no agent is connected".to_owned(),
             place: place.to_owned(),
+            objects: NameList::of(&[place]),
             consequence: "requests for the node fail",
             fix: "systemctl restart tunnel-agent".to_owned(),
             link: "docs/how-to/doctor.md",
@@ -431,6 +437,8 @@ mod tests {
         assert_eq!(document["schema"], 1);
         assert_eq!(document["findings"][0]["severity"], "error");
         assert_eq!(document["findings"][0]["place"], "a\u{202e}\n\x1b[31m");
+        assert_eq!(document["findings"][0]["count"], 1);
+        assert_eq!(document["findings"][0]["names"][0], "a\u{202e}\n\x1b[31m");
         assert_eq!(document["skipped"][0]["id"], "D04");
     }
 

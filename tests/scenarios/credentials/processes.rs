@@ -296,7 +296,7 @@ async fn t03_revoke_command_ends_the_session_and_the_agent_logs_why() -> Result<
     let unrevoke = ["nodes", "unrevoke", "worker-1"];
     server.verb(&unrevoke)?.run().await?.ok()?;
     let again = server.verb(&unrevoke)?.run().await?;
-    again.ensure_failed(1, &["worker-1 is not revoked"])?;
+    again.ensure_failed(1, &["not revoked: worker-1;"])?;
     agent.kill().await?;
     let agents = server.address(Listener::Agents);
     let _agent = AgentSetup::on_loopback("worker-1", agents, &data.path().join("agent")).start()?;

@@ -1,6 +1,7 @@
 //! What the checks look at, what a fault means, and how it is fixed.
 
 use tunnel_proto::process::doctor::{Explanation, Finding, Severity};
+use tunnel_proto::process::name_list::NameList;
 
 /// A fault in an object: a server, a file, a port, a setting.
 #[derive(Debug, PartialEq, Eq)]
@@ -19,6 +20,7 @@ impl Fault {
             id: check.id,
             severity: self.severity,
             what: self.what,
+            objects: NameList::of(&[&self.object]),
             place: self.object,
             consequence: check.consequence,
             fix: self.fix,

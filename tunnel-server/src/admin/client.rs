@@ -8,14 +8,15 @@ use bytes::Bytes;
 use http::{Method, Request, StatusCode};
 use http_body_util::{BodyExt, Full, Limited};
 use hyper_util::rt::TokioIo;
+use serde::Serialize;
 use serde::de::DeserializeOwned;
 use tokio::net::UnixStream;
-use tunnel_proto::wire::name::NodeName;
+use tunnel_proto::wire::name::{NameError, NodeName};
 
 use super::{
-    CreateToken, CreatedToken, ErrorBody, NodesOrder, OrderOutcome, RevocationInfo, RunningServer,
+    CreateToken, CreatedToken, ErrorBody, ForgetOutcome, NodesOrder, OrderOutcome, RunningServer,
 };
-use crate::admin::status::NodeStatus;
+use crate::admin::pages::{NamedNodes, NodesPage, PageQuery, RevocationsPage};
 use crate::ca::rotation::{RotationAction, RotationStatus};
 use crate::ca::tokens::TokenInfo;
 use crate::store::data_dir::DataDir;
@@ -42,6 +43,13 @@ pub enum AdminError {
     InvalidResponse(String),
     #[error("{problem}")]
     Refused { status: StatusCode, problem: String },
+}
+
+/// A token of a page that is not the name of a node.
+impl From<NameError> for AdminError {
+    fn from(error: NameError) -> Self {
+        Self::InvalidResponse(error.to_string())
+    }
 }
 
 impl AdminError {
@@ -78,9 +86,7 @@ impl AdminClient {
         &self,
         token_request: &CreateToken,
     ) -> Result<CreatedToken, AdminError> {
-        let body = serde_json::to_vec(token_request)
-            .map_err(|error| AdminError::InvalidResponse(error.to_string()))?;
-        parse(&self.call(Method::POST, "/tokens", body).await?)
+        self.post("/tokens", token_request).await
     }
 
     /// Returns all join tokens.
@@ -97,8 +103,16 @@ impl AdminClient {
         self.delete(&format!("/tokens/{id}")).await
     }
 
-    pub async fn nodes(&self) -> Result<Vec<NodeStatus>, AdminError> {
-        parse(&self.call(Method::GET, "/nodes", Vec::new()).await?)
+    /// Returns a page of all nodes.
+    pub async fn nodes(&self, query: &PageQuery) -> Result<NodesPage, AdminError> {
+        let target = query.target("nodes");
+        parse(&self.call(Method::GET, &target, Vec::new()).await?)
+    }
+
+    /// Returns those of at most 1,000 nodes that exist. The token of the page is the last name that
+    /// the server has looked up.
+    pub async fn named_nodes(&self, names: &[NodeName]) -> Result<NodesPage, AdminError> {
+        self.post("/nodes", &named(names)).await
     }
 
     /// Returns the keys of the Nodes' labels that the server stores.
@@ -106,22 +120,20 @@ impl AdminClient {
         parse(&self.call(Method::GET, "/node-labels", Vec::new()).await?)
     }
 
-    /// Removes a node that is not connected from the known nodes. Returns `false` if the node is
-    /// unknown.
-    pub async fn forget_node(&self, node: &NodeName) -> Result<bool, AdminError> {
-        self.delete(&format!("/nodes/{node}")).await
+    /// Removes at most 1,000 nodes from the known nodes.
+    pub async fn forget_nodes(&self, names: &[NodeName]) -> Result<ForgetOutcome, AdminError> {
+        self.post("/nodes/forget", &named(names)).await
     }
 
     /// Orders something about nodes.
     pub async fn order(&self, order: &NodesOrder) -> Result<OrderOutcome, AdminError> {
-        let body = serde_json::to_vec(order)
-            .map_err(|error| AdminError::InvalidResponse(error.to_string()))?;
-        parse(&self.call(Method::POST, "/revocations", body).await?)
+        self.post("/revocations", order).await
     }
 
-    /// Returns the revocations in force, ordered by node.
-    pub async fn revocations(&self) -> Result<Vec<RevocationInfo>, AdminError> {
-        parse(&self.call(Method::GET, "/revocations", Vec::new()).await?)
+    /// Returns a page of the revocations in force.
+    pub async fn revocations(&self, query: &PageQuery) -> Result<RevocationsPage, AdminError> {
+        let target = query.target("revocations");
+        parse(&self.call(Method::GET, &target, Vec::new()).await?)
     }
 
     /// Returns the CA's certificate as PEM.
@@ -138,14 +150,22 @@ impl AdminClient {
 
     /// Changes the stage of the rotation of the CA.
     pub async fn rotate_ca(&self, action: RotationAction) -> Result<RotationStatus, AdminError> {
-        let body = serde_json::to_vec(&action)
-            .map_err(|error| AdminError::InvalidResponse(error.to_string()))?;
-        parse(&self.call(Method::POST, "/ca/rotation", body).await?)
+        self.post("/ca/rotation", &action).await
     }
 
     /// Returns the settings and the last log lines of the server.
     pub async fn diag(&self) -> Result<RunningServer, AdminError> {
         parse(&self.call(Method::GET, "/diag", Vec::new()).await?)
+    }
+
+    async fn post<T: DeserializeOwned>(
+        &self,
+        path: &str,
+        message: &(impl Serialize + Sync),
+    ) -> Result<T, AdminError> {
+        let body = serde_json::to_vec(message)
+            .map_err(|error| AdminError::InvalidResponse(error.to_string()))?;
+        parse(&self.call(Method::POST, path, body).await?)
     }
 
     /// Deletes an object. Returns `false` if it does not exist.
@@ -193,7 +213,7 @@ impl AdminClient {
                 .map_err(|error| AdminError::InvalidResponse(error.to_string()))?;
             // Dropping the sender closes the connection.
             drop(sender);
-            Ok((status, body.to_bytes()))
+            Ok::<_, AdminError>((status, body.to_bytes()))
         };
         let (answered, _connection_ended) = tokio::join!(exchange, connection);
         let (status, body) = answered?;
@@ -208,11 +228,17 @@ impl AdminClient {
     }
 }
 
+fn named(names: &[NodeName]) -> NamedNodes {
+    NamedNodes {
+        nodes: names.iter().map(NodeName::to_string).collect(),
+    }
+}
+
 fn parse<T: DeserializeOwned>(body: &[u8]) -> Result<T, AdminError> {
     serde_json::from_slice(body).map_err(|error| AdminError::InvalidResponse(error.to_string()))
 }
 
 /// Timeout for a response. A busy disk may need seconds.
 const RESPONSE_TIMEOUT: Duration = Duration::from_secs(15);
-/// Maximum size of a response. A list of 10,000 nodes is about 4 MiB.
+/// Maximum size of a response. A page of nodes is about 1 MiB, a list of 10,000 tokens 4 MiB.
 const RESPONSE_MAX_BYTES: usize = 64 * 1024 * 1024;

@@ -2,17 +2,19 @@
 //!
 //! `facts` gathers, `checks` decides and is pure. The command only reads.
 
+use std::path::PathBuf;
 use std::time::Duration;
 
 use tunnel_proto::process::doctor::{Explanation, Report};
 use tunnel_proto::wire::name::NodeName;
 
-use super::verbs::VerbError;
+use super::verbs::{VerbError, load_names};
 use crate::config::Config;
 
 mod checks;
 mod facts;
 mod report;
+mod survey;
 
 /// The flags of `doctor`, except for those of `run`.
 #[derive(Debug, Clone, clap::Args)]
@@ -23,6 +25,9 @@ pub struct DoctorOptions {
     /// Node to check; repeatable [default: all]
     #[arg(long, value_name = "NAME")]
     pub node: Vec<NodeName>,
+    /// File with more nodes to check, one name a line, with comments after #; - is standard input
+    #[arg(long, value_name = "FILE")]
+    pub node_file: Option<PathBuf>,
     /// Check to do, as in D09; repeatable, or separated by commas [default: all]
     #[arg(long, value_name = "ID", value_delimiter = ',', value_parser = check_id)]
     pub only: Vec<String>,
@@ -41,9 +46,11 @@ pub struct DoctorOptions {
 /// 2 with errors.
 ///
 /// # Errors
-/// Returns [`VerbError::File`] if standard output cannot be written.
+/// Returns [`VerbError::NamesFile`] if the file of names cannot be used, and [`VerbError::File`] if
+/// standard output cannot be written.
 pub async fn run(config: &Config, options: &DoctorOptions) -> Result<u8, VerbError> {
-    let examine = async || examine(config, options).await;
+    let nodes = load_names(&options.node, options.node_file.as_deref())?;
+    let examine = async || examine(config, options, &nodes).await;
     Ok(Report::print_when_done(options.wait, options.json, examine).await?)
 }
 
@@ -55,11 +62,10 @@ pub fn explain(id: &str, json: bool) -> Result<(), VerbError> {
     Ok(Explanation::print_from(report::EXPLANATIONS, id, json)?)
 }
 
-async fn examine(config: &Config, options: &DoctorOptions) -> Report {
-    let gathered = facts::gather(config, &options.node, options.timeout);
+async fn examine(config: &Config, options: &DoctorOptions, nodes: &[NodeName]) -> Report {
+    let gathered = facts::gather(config, nodes, options.timeout);
     let mut report = checks::examine(&Box::pin(gathered).await);
     report.retain(&options.only);
-    report.sort();
     report
 }
 

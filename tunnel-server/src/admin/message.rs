@@ -42,10 +42,22 @@ pub struct NodesOrder {
 pub struct OrderOutcome {
     /// Nodes that the order changed.
     pub changed: Vec<String>,
+    /// Those of them that the server does not know. A name may be misspelled.
+    pub unknown: Vec<String>,
     /// Servers at which the order is in force.
     pub in_force: Vec<String>,
     /// Servers that have not confirmed it, and stores that do not have it. Both follow by themselves.
     pub pending: Vec<String>,
+}
+
+/// What became of nodes that an operator wants to be forgotten.
+#[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
+pub struct ForgetOutcome {
+    pub forgotten: Vec<String>,
+    /// Names that no known node has.
+    pub unknown: Vec<String>,
+    /// Nodes whose agents are connected. They would be known again at once.
+    pub connected: Vec<String>,
 }
 
 /// A revocation in force, for lists.

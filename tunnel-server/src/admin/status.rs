@@ -2,17 +2,19 @@
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::net::IpAddr;
+use std::ops::Bound;
 use std::sync::Arc;
 use std::time::SystemTime;
 
 use serde::{Deserialize, Serialize};
-use tunnel_proto::wire::name::{NodeName, ReplicaId};
+use tunnel_proto::process::name_list::NAMES_SHOWN_MAX;
+use tunnel_proto::wire::name::NodeName;
 
 use crate::ca::revocation::Revocations;
-use crate::routing::known_nodes::{EnrollmentKind, KnownNodes};
+use crate::routing::known_nodes::{EnrollmentKind, KnownNode, KnownNodes};
 use crate::routing::peers::Peers;
 use crate::routing::registry::{AgentSession, LastClose, Registry};
-use crate::routing::routes::{NodeLabels, RouteNode};
+use crate::routing::routes::{NodeLabels, RouteNode, RouteSource, Routes};
 use crate::store::data_dir::rfc3339;
 
 mod node_list;
@@ -85,7 +87,7 @@ pub struct NodeStatus {
     /// Address that the agent reports as its own when its session begins. Routing does not use it.
     #[serde(default)]
     pub claimed_address: Option<String>,
-    /// Addresses of the node that other nodes have too, each with the names of at most 16
+    /// Addresses of the node that other nodes have too, each with the names of at most 10
     /// nodes that have it.
     #[serde(default)]
     pub address_conflicts: BTreeMap<IpAddr, Vec<String>>,
@@ -119,95 +121,142 @@ impl From<LastClose> for CloseStatus {
     }
 }
 
-/// Returns the status of every known node, including the cluster's nodes and those that other
-/// servers hold, sorted by name.
-#[must_use]
-pub fn list(
-    nodes: &KnownNodes,
-    cluster: &[Arc<RouteNode>],
-    registry: &Registry,
-    peers: &Peers,
-    revocations: &Revocations,
-) -> Vec<NodeStatus> {
-    let known = nodes.snapshot();
-    let revoked = revoked_nodes(revocations);
-    let holders: BTreeMap<NodeName, ReplicaId> = peers.held_nodes().into_iter().collect();
-    let own_name = (peers.expected() > 0).then(|| peers.own().to_string());
-    let mut addresses: BTreeMap<&NodeName, Vec<IpAddr>> =
-        holders.keys().map(|name| (name, Vec::new())).collect();
-    let configured = known.iter().map(|(name, node)| (name, &node.addresses));
-    let observed = cluster.iter().map(|node| (&node.name, &node.addresses));
-    for (name, more) in configured.chain(observed) {
-        let all = addresses.entry(name).or_default();
-        for address in more {
-            if !all.contains(address) {
-                all.push(*address);
-            }
-        }
-    }
-    let mut owners: BTreeMap<IpAddr, Vec<String>> = BTreeMap::new();
-    for (name, all) in &addresses {
-        for address in all {
-            let names = owners.entry(*address).or_default();
-            if names.len() < CONFLICTS_MAX {
-                names.push(name.to_string());
-            }
-        }
-    }
-    owners.retain(|_, names| names.len() > 1);
-    let cloud: BTreeSet<&NodeName> = cluster
-        .iter()
-        .filter(|node| !node.is_edge && !known.contains_key(&node.name))
-        .map(|node| &node.name)
-        .collect();
-    let labels = cluster.iter().map(|node| (&node.name, &node.labels));
-    let labels: BTreeMap<&NodeName, &NodeLabels> = labels.collect();
-    addresses
-        .into_iter()
-        .map(|(name, addresses)| {
-            let certificate = known.get(name).and_then(|node| node.certificate_not_after);
-            let last_close = registry.last_close(name);
-            let persisted = known.get(name).and_then(|node| node.last_seen);
-            let last_seen = last_close.as_ref().map(|close| close.last_seen);
-            let mut status = NodeStatus {
-                node: name.to_string(),
-                last_seen: last_seen.max(persisted).map(rfc3339),
-                last_close: last_close.map(CloseStatus::from),
-                revoked_at: revoked.get(name).copied().map(rfc3339),
-                enrollment: known.get(name).and_then(|node| node.enrollment),
-                certificate_not_after: certificate.map(rfc3339),
-                address_conflicts: addresses
-                    .iter()
-                    .filter_map(|address| Some((*address, owners.get(address)?.clone())))
-                    .collect(),
-                addresses,
-                labels: labels.get(name).copied().cloned().unwrap_or_default(),
-                ..NodeStatus::default()
-            };
-            let sessions = registry.of_node(name);
-            let can_route = sessions.iter().any(|session| session.is_routable());
-            match holders.get(name) {
-                Some(holder) if !can_route => {
-                    status.connected = true;
-                    status.last_seen = None;
-                    status.replica = Some(holder.to_string());
-                }
-                Some(_) | None => {
-                    status.set_sessions(&sessions, certificate);
-                    status.replica = own_name.clone().filter(|_| status.connected);
-                }
-            }
-            status.is_edge = status.connected || !cloud.contains(name);
-            status
-        })
-        .collect()
+/// What the status of nodes is read from. Clones share it.
+#[derive(Debug, Clone)]
+pub struct NodeSources {
+    pub nodes: Arc<KnownNodes>,
+    /// The nodes of the cluster, and the addresses that nodes share.
+    pub routes: Routes,
+    pub revocations: Arc<Revocations>,
+    /// `None` where no server runs.
+    pub sessions: Option<SessionSources>,
 }
 
-fn revoked_nodes(revocations: &Revocations) -> BTreeMap<NodeName, SystemTime> {
-    let in_force = revocations.in_force().into_iter();
-    in_force
-        .map(|revocation| (revocation.node, revocation.at))
-        .collect()
+/// What only a running server has.
+#[derive(Debug, Clone)]
+pub struct SessionSources {
+    pub registry: Arc<Registry>,
+    pub peers: Arc<Peers>,
+}
+
+impl NodeSources {
+    /// Creates the sources of a data directory with which no server runs.
+    #[must_use]
+    pub fn of_files(nodes: KnownNodes, revocations: Revocations) -> Self {
+        let routes = Routes::default();
+        routes.set(RouteSource::Known, nodes.routes());
+        Self {
+            nodes: Arc::new(nodes),
+            routes,
+            revocations: Arc::new(revocations),
+            sessions: None,
+        }
+    }
+
+    /// Returns whether there are several servers, so that nodes have the name of one.
+    #[must_use]
+    pub fn has_replicas(&self) -> bool {
+        let sessions = self.sessions.as_ref();
+        sessions.is_some_and(|sessions| sessions.peers.expected() > 0)
+    }
+
+    /// Returns the names of the first `limit` nodes after `after`, in order: the known nodes, those
+    /// of the cluster, and those that other servers hold. The cost is in proportion to `limit`.
+    #[must_use]
+    pub fn names_after(&self, after: Bound<&NodeName>, limit: usize) -> Vec<NodeName> {
+        let mut names: BTreeSet<NodeName> =
+            self.nodes.names_after(after, limit).into_iter().collect();
+        names.extend(self.routes.names_after(RouteSource::Cluster, after, limit));
+        if let Some(sessions) = &self.sessions {
+            names.extend(sessions.peers.held_after(after, limit));
+        }
+        names.into_iter().take(limit).collect()
+    }
+
+    /// Returns the status of every node, ordered by name.
+    #[must_use]
+    pub fn all(&self) -> Vec<NodeStatus> {
+        let names = self.names_after(Bound::Unbounded, usize::MAX);
+        let status = names.iter().filter_map(|name| self.of_node(name));
+        status.collect()
+    }
+
+    /// Returns the status of a node, or `None` if no node has the name.
+    #[must_use]
+    pub fn of_node(&self, name: &NodeName) -> Option<NodeStatus> {
+        let known = self.nodes.get(name);
+        let cluster = self.routes.node(RouteSource::Cluster, name);
+        let peers = self.sessions.as_ref().map(|sessions| &sessions.peers);
+        let holder = peers.and_then(|peers| peers.shown_holder(name));
+        if known.is_none() && cluster.is_none() && holder.is_none() {
+            return None;
+        }
+        let registry = self.sessions.as_ref().map(|sessions| &sessions.registry);
+        let last_close = registry.and_then(|registry| registry.last_close(name));
+        let last_seen = last_close.as_ref().map(|close| close.last_seen);
+        let certificate = known.as_ref().and_then(|node| node.certificate_not_after);
+        let addresses = addresses(known.as_ref(), cluster.as_deref());
+        let mut status = NodeStatus {
+            node: name.to_string(),
+            last_seen: last_seen
+                .max(known.as_ref().and_then(|node| node.last_seen))
+                .map(rfc3339),
+            last_close: last_close.map(CloseStatus::from),
+            revoked_at: self.revocations.revoked_at(name).map(rfc3339),
+            enrollment: known.as_ref().and_then(|node| node.enrollment),
+            certificate_not_after: certificate.map(rfc3339),
+            address_conflicts: self.conflicts(&addresses),
+            addresses,
+            labels: cluster
+                .as_ref()
+                .map(|node| node.labels.clone())
+                .unwrap_or_default(),
+            ..NodeStatus::default()
+        };
+        let sessions = registry.map_or_else(Vec::new, |registry| registry.of_node(name));
+        match holder {
+            Some(holder) if !sessions.iter().any(|session| session.is_routable()) => {
+                status.connected = true;
+                status.last_seen = None;
+                status.replica = Some(holder.to_string());
+            }
+            Some(_) | None => {
+                status.set_sessions(&sessions, certificate);
+                let own = peers.filter(|_| status.connected && self.has_replicas());
+                status.replica = own.map(|peers| peers.own().to_string());
+            }
+        }
+        let is_cloud = known.is_none() && cluster.as_ref().is_some_and(|node| !node.is_edge);
+        status.is_edge = status.connected || !is_cloud;
+        Some(status)
+    }
+
+    /// Returns those of the addresses that several nodes have, with the first of these.
+    fn conflicts(&self, addresses: &[IpAddr]) -> BTreeMap<IpAddr, Vec<String>> {
+        let table = self.routes.load();
+        let owners = addresses
+            .iter()
+            .map(|address| (*address, table.owners(*address, NAMES_SHOWN_MAX)));
+        let shared = owners.filter(|(_, owners)| owners.len() > 1);
+        let named = shared.map(|(address, owners)| {
+            let names = owners.iter().map(NodeName::to_string);
+            (address, names.collect())
+        });
+        named.collect()
+    }
+}
+
+/// Returns the addresses that an operator assigned, and then those of the Node object.
+fn addresses(known: Option<&KnownNode>, cluster: Option<&RouteNode>) -> Vec<IpAddr> {
+    let assigned = known.into_iter().flat_map(|node| &node.addresses);
+    let observed = cluster.into_iter().flat_map(|node| &node.addresses);
+    let mut addresses = Vec::new();
+    for address in assigned.chain(observed) {
+        if !addresses.contains(address) {
+            addresses.push(*address);
+        }
+    }
+    addresses
 }
 
 impl NodeStatus {
@@ -249,9 +298,6 @@ impl NodeStatus {
         self.claimed_address = Some(agent.claimed_address.clone()).filter(|text| !text.is_empty());
     }
 }
-
-/// Number of nodes that are named for a shared address. Thousands of sites may use the same address.
-pub(super) const CONFLICTS_MAX: usize = 16;
 
 #[cfg(test)]
 mod tests {
@@ -404,13 +450,18 @@ mod tests {
 
     fn list_of(bench: &Bench, cluster: &[RouteNode]) -> Vec<NodeStatus> {
         let sessions = &bench.sessions;
-        let cluster: Vec<_> = cluster.iter().cloned().map(Arc::new).collect();
-        list(
-            &sessions.nodes,
-            &cluster,
-            &sessions.registry,
-            &sessions.peers,
-            &sessions.revocations,
-        )
+        let routes = Routes::default();
+        routes.set(RouteSource::Known, sessions.nodes.routes());
+        routes.set(RouteSource::Cluster, cluster.to_vec());
+        let sources = NodeSources {
+            nodes: sessions.nodes.clone(),
+            routes,
+            revocations: sessions.revocations.clone(),
+            sessions: Some(SessionSources {
+                registry: sessions.registry.clone(),
+                peers: sessions.peers.clone(),
+            }),
+        };
+        sources.all()
     }
 }

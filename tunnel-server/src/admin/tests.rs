@@ -1,10 +1,14 @@
 use std::fs;
 use std::os::unix::fs::MetadataExt;
 
+use tokio::io::{AsyncReadExt as _, AsyncWriteExt as _};
+
 use super::*;
+use crate::admin::status::SessionSources;
 use crate::ca::tokens::TokenState;
+use crate::routing::routes::Routes;
 use crate::store::data_dir::testing::Scratch;
-use crate::testing::assert_contains;
+use crate::testing::{Bench, assert_contains, peers_holding};
 
 struct Fixture {
     scratch: Scratch,
@@ -16,8 +20,18 @@ struct Fixture {
 pub(super) fn state(dir: &DataDir) -> AdminState {
     let ca = Arc::new(LocalCa::load_or_create(dir).unwrap());
     let nodes = Arc::new(KnownNodes::open(dir).unwrap());
+    let revocations = Arc::new(Revocations::open(dir, true).unwrap());
     AdminState {
-        revocations: Arc::new(Revocations::open(dir, true).unwrap()),
+        sources: NodeSources {
+            nodes: nodes.clone(),
+            routes: Routes::default(),
+            revocations: revocations.clone(),
+            sessions: Some(SessionSources {
+                registry: Bench::new().sessions.registry.clone(),
+                peers: peers_holding(&[node("worker-9")]),
+            }),
+        },
+        revocations,
         peers: Peers::alone("server-1".parse().unwrap(), Vec::new()),
         rotator: Ok(Arc::new(CaRotator::new(
             ca.clone(),
@@ -27,16 +41,6 @@ pub(super) fn state(dir: &DataDir) -> AdminState {
         ca,
         tokens: Arc::new(TokenStore::open(dir)),
         nodes,
-        status: NodeList::new(
-            || {
-                vec![status::NodeStatus {
-                    node: "worker-9".to_owned(),
-                    connected: true,
-                    ..status::NodeStatus::default()
-                }]
-            },
-            &Shutdown::new(),
-        ),
         node_labels: vec!["zone".into()],
         advertised: vec!["tunnel.example:10262".into()],
         can_issue: true,
@@ -108,17 +112,88 @@ async fn token_is_made_listed_and_revoked_over_the_socket() {
 async fn nodes_and_ca_are_read_and_only_absent_nodes_forgotten() {
     let (fixture, client) = Fixture::started().await;
     assert_eq!(client.ca().await.unwrap(), fixture.state.ca.root_pem());
-    assert_eq!(client.nodes().await.unwrap()[0].node, "worker-9");
+    let page = client.nodes(&PageQuery::default()).await.unwrap();
+    assert_eq!(page.nodes[0].node, "worker-9");
     let running = client.diag().await.unwrap();
     assert_eq!(running.settings, fixture.state.settings);
     assert_eq!(running.version, env!("CARGO_PKG_VERSION"));
     fixture.state.nodes.record(&node("worker-1"), &[]);
-    for is_known in [true, false] {
-        let forgotten = client.forget_node(&node("worker-1")).await;
-        assert_eq!(forgotten.unwrap(), is_known);
+    let names = ["worker-1", "worker-9"].map(node);
+    let outcome = client.forget_nodes(&names).await.unwrap();
+    assert_eq!(outcome.forgotten, ["worker-1"]);
+    assert_eq!(outcome.connected, ["worker-9"]);
+    let again = client.forget_nodes(&names[..1]).await.unwrap();
+    assert_eq!(again.unknown, ["worker-1"]);
+    fixture.shutdown.finish().await;
+}
+
+/// Sends a request and returns the answer, status line included.
+async fn raw(fixture: &Fixture, target: &str) -> String {
+    let mut socket = UnixStream::connect(fixture.scratch.0.admin_socket())
+        .await
+        .unwrap();
+    let request = format!("GET {target} HTTP/1.1\r\nhost: a\r\nconnection: close\r\n\r\n");
+    socket.write_all(request.as_bytes()).await.unwrap();
+    let mut answer = String::new();
+    socket.read_to_string(&mut answer).await.unwrap();
+    answer
+}
+
+#[tokio::test]
+async fn pages_are_bounded_for_many_readers_and_broken_queries_refused() {
+    let (fixture, client) = Fixture::started().await;
+    for number in 0..2500 {
+        let name = format!("edge-{number:04}");
+        fixture.state.nodes.record(&node(&name), &[]);
     }
-    let connected = client.forget_node(&node("worker-9")).await;
-    assert_contains(&connected.unwrap_err(), "worker-9 is connected");
+    let mut readers = tokio::task::JoinSet::new();
+    for _ in 0..4 * CONNECTIONS_MAX {
+        let client = client.clone();
+        let all = PageQuery {
+            after: None,
+            limit: usize::MAX,
+        };
+        readers.spawn(async move { client.nodes(&all).await });
+    }
+    while let Some(page) = readers.join_next().await {
+        let page = page.unwrap().unwrap();
+        assert_eq!(page.nodes.len(), PAGE_MAX);
+        assert_eq!(page.r#continue.as_deref(), Some("edge-0999"));
+    }
+    let page = raw(&fixture, "/nodes?limit=2&continue=edge-2498").await;
+    assert!(page.starts_with("HTTP/1.1 200"), "{page}");
+    assert!(
+        page.contains("edge-2499") && page.contains("worker-9"),
+        "{page}"
+    );
+    for query in [
+        "limit=0",
+        "limit=1e9",
+        "continue=..%2f",
+        "continue=",
+        "search=a",
+    ] {
+        for list in ["nodes", "revocations"] {
+            let refused = raw(&fixture, &format!("/{list}?{query}")).await;
+            assert!(refused.starts_with("HTTP/1.1 400"), "{query}: {refused}");
+            assert!(!refused.contains("2f"), "{refused}");
+        }
+    }
+    let many: Vec<_> = (0..=PAGE_MAX)
+        .map(|number| node(&format!("n{number}")))
+        .collect();
+    let refused = client.named_nodes(&many).await.unwrap_err();
+    assert_contains(&refused, "at most 1000 nodes");
+    let named = client
+        .named_nodes(&["edge-2000", "x", "edge-0001"].map(node))
+        .await;
+    let named: Vec<_> = named
+        .unwrap()
+        .nodes
+        .into_iter()
+        .map(|status| status.node)
+        .collect();
+    assert_eq!(named, ["edge-2000", "edge-0001"]);
     fixture.shutdown.finish().await;
 }
 

@@ -5,7 +5,7 @@ use std::io::{self, Write};
 use std::path::{Path, PathBuf};
 use std::time::{Duration, SystemTime};
 
-use tunnel_proto::wire::name::NodeName;
+use tunnel_proto::process::name_list::NameList;
 use tunnel_proto::wire::order::NodeOrder;
 
 use crate::admin::{AdminClient, AdminError, CreateToken, CreatedToken};
@@ -20,16 +20,20 @@ mod ca;
 pub mod connect;
 pub mod diag;
 mod healthcheck;
+mod json_list;
+mod names_file;
 mod nodes;
 mod rotate;
 mod selector;
 mod table;
 
 pub use args::{
-    CaArgs, CaVerb, DataDirArg, HealthcheckArgs, NodesArgs, NodesOutput, NodesVerb, OutputFormat,
-    TokenVerb,
+    CaArgs, CaVerb, DataDirArg, HealthcheckArgs, NodeNames, NodesArgs, NodesOutput, NodesVerb,
+    OutputFormat, TokenVerb,
 };
 use connect::ConnectArgs;
+pub use names_file::NamesFileError;
+pub(crate) use names_file::load_names;
 pub use selector::{LabelSelector, UnknownLabel};
 
 /// The reason why a command failed.
@@ -50,11 +54,15 @@ pub enum VerbError {
     #[error("no token has the id {0:?}; 'tunnel-server token list' shows them")]
     UnknownToken(String),
     #[error("no node has the name {0}; 'tunnel-server nodes' lists the known nodes")]
-    UnknownNode(NodeName),
+    UnknownNodes(NameList),
+    #[error("connected: {0}; stop the agent first")]
+    ConnectedNodes(NameList),
+    #[error(transparent)]
+    NamesFile(#[from] NamesFileError),
     #[error(transparent)]
     UnknownLabel(#[from] UnknownLabel),
-    #[error("{0} is not revoked; 'tunnel-server nodes revocations' lists the revoked nodes")]
-    NotRevoked(NodeName),
+    #[error("not revoked: {0}; 'tunnel-server nodes revocations' lists the revoked nodes")]
+    NotRevoked(NameList),
     /// The server does not run or is not ready.
     #[error("not ready: {0}")]
     NotReady(String),
@@ -122,7 +130,9 @@ impl VerbError {
     #[must_use]
     pub fn exit_code(&self) -> u8 {
         match self {
-            Self::Token(CreateTokenError::InvalidTtl) | Self::UnknownLabel(_) => 64,
+            Self::Token(CreateTokenError::InvalidTtl)
+            | Self::UnknownLabel(_)
+            | Self::NamesFile(_) => 64,
             Self::Server(AdminError::Refused { status, .. })
                 if *status == http::StatusCode::BAD_REQUEST =>
             {
@@ -134,7 +144,8 @@ impl VerbError {
             | Self::Token(_)
             | Self::Server(_)
             | Self::UnknownToken(_)
-            | Self::UnknownNode(_)
+            | Self::UnknownNodes(_)
+            | Self::ConnectedNodes(_)
             | Self::NotRevoked(_)
             | Self::NotReady(_)
             | Self::NoServer(_)

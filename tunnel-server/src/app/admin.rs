@@ -16,16 +16,15 @@ use super::clocks::OtherClocks;
 use super::context::ServerContext;
 use crate::admin::discovery::{self, DiscoveryQuery};
 use crate::admin::node_metrics::{NodeMetrics, observe_rtts};
-use crate::admin::status::{self, NodeList};
+use crate::admin::status::{NodeList, NodeSources, SessionSources};
 use crate::admin::{self, AdminState, NoRotation};
 use crate::ca::rotation::{CaRotator, FOLLOWERS_INTERVAL, Surroundings};
 use crate::ingress::connect::AdminTunnels;
 use crate::policy::PortPolicy;
-use crate::routing::routes::RouteSource;
 
 pub(super) fn start_socket(
     authority: &Authority,
-    nodes: Arc<NodeList>,
+    sources: NodeSources,
     advertised: Vec<String>,
     tunnels: AdminTunnels,
     context: &ServerContext,
@@ -37,7 +36,7 @@ pub(super) fn start_socket(
         revocations: authority.revocations.clone(),
         peers: context.peers.clone(),
         rotator: rotator(authority, context),
-        status: nodes,
+        sources,
         node_labels: node_labels(context),
         advertised,
         can_issue: context.config.agent_files.is_none(),
@@ -123,16 +122,17 @@ fn node_metrics(context: &ServerContext) -> NodeMetrics {
     }
 }
 
-/// Returns the list of nodes that everything shows.
-pub(super) fn node_list(authority: &Authority, context: &ServerContext) -> Arc<NodeList> {
-    let (nodes, routes) = (context.nodes.clone(), context.routes.clone());
-    let (registry, peers) = (context.registry.clone(), context.peers.clone());
-    let revocations = authority.revocations.clone();
-    let list = move || {
-        let cluster = routes.of(RouteSource::Cluster);
-        status::list(&nodes, &cluster, &registry, &peers, &revocations)
-    };
-    NodeList::new(list, &context.shutdown)
+/// Returns what everything that shows nodes reads.
+pub(super) fn node_sources(authority: &Authority, context: &ServerContext) -> NodeSources {
+    NodeSources {
+        nodes: context.nodes.clone(),
+        routes: context.routes.clone(),
+        revocations: authority.revocations.clone(),
+        sessions: Some(SessionSources {
+            registry: context.registry.clone(),
+            peers: context.peers.clone(),
+        }),
+    }
 }
 
 fn nodes_endpoint(nodes: Arc<NodeList>) -> EndpointHandler {

@@ -25,7 +25,7 @@ use crate::routing::dial_policy::LiveClusterNetworks;
 use crate::routing::known_nodes::KnownNodes;
 use crate::routing::peers::{PeerLimits, PeerMetrics, Peers};
 use crate::routing::registry::{Registry, RegistryLimits};
-use crate::routing::routes::{NodeLabels, RouteNode, RouteSource, Routes};
+use crate::routing::routes::{RouteSource, Routes};
 use crate::store::data_dir::DataDir;
 
 /// The context of the process before the state of the server is loaded.
@@ -183,16 +183,7 @@ fn follow_nodes(nodes: &Arc<KnownNodes>, routes: &Routes, metrics: &Metrics, shu
     let (nodes, routes, metrics) = (nodes.clone(), routes.clone(), metrics.clone());
     let mut changed = nodes.changed();
     let rebuild = move || {
-        let known = nodes.snapshot();
-        let known = known.iter().map(|(name, node)| RouteNode {
-            name: name.clone(),
-            hostname: None,
-            addresses: node.addresses.clone(),
-            kubelet_port: None,
-            is_edge: true,
-            labels: NodeLabels::new(),
-        });
-        let table = routes.set(RouteSource::Known, known.collect());
+        let table = routes.set(RouteSource::Known, nodes.routes());
         metrics.routes(table.len(), table.conflicts());
     };
     rebuild();

@@ -7,6 +7,7 @@
 
 use std::collections::BTreeMap;
 use std::io;
+use std::ops::Bound;
 use std::sync::{Arc, OnceLock};
 use std::time::{Duration, SystemTime};
 
@@ -233,10 +234,18 @@ impl Revocations {
     /// Returns the revocations that are in force, ordered by node.
     #[must_use]
     pub fn in_force(&self) -> Vec<RevocationInForce> {
+        self.in_force_after(Bound::Unbounded, usize::MAX)
+    }
+
+    /// Returns the first `limit` revocations in force of nodes after `after`, ordered by node.
+    #[must_use]
+    pub fn in_force_after(&self, after: Bound<&NodeName>, limit: usize) -> Vec<RevocationInForce> {
         let mut state = self.state.lock();
         self.reload(&mut state);
-        let revoked = state.orders.iter().filter(|(_, order)| order.is_revoked);
+        let orders = state.orders.range((after, Bound::Unbounded));
+        let revoked = orders.filter(|(_, order)| order.is_revoked);
         revoked
+            .take(limit)
             .map(|(node, order)| RevocationInForce {
                 node: node.clone(),
                 at: time(order.at),
@@ -463,6 +472,13 @@ impl Revocations {
         let mut state = self.state.lock();
         self.reload(&mut state);
         state.order(node)
+    }
+
+    /// Returns the time at which a node was revoked, or `None` if it is not.
+    #[must_use]
+    pub fn revoked_at(&self, node: &NodeName) -> Option<SystemTime> {
+        let order = self.of_node(node);
+        order.is_revoked.then(|| time(order.at))
     }
 
     /// Returns whether the node of a certificate is revoked, or the certificate.

@@ -4,9 +4,10 @@
 //! refused with `not_here`, and the server that receives a forwarded stream never forwards it again.
 //! So a wrong or malicious entry costs one refused hop.
 
-use std::collections::HashMap;
-use std::collections::hash_map::Entry;
+use std::collections::BTreeMap;
+use std::collections::btree_map::Entry;
 use std::hash::{DefaultHasher, Hash as _, Hasher as _};
+use std::ops::Bound;
 use std::time::{Duration, SystemTime, UNIX_EPOCH};
 
 use tunnel_proto::wire::name::{InstanceId, NodeName, ReplicaId};
@@ -35,7 +36,7 @@ pub enum LinkState {
 pub struct Directory {
     /// The holders of each node, never empty. Entries refer to a server by its index, because there
     /// are hundreds of thousands of them.
-    nodes: HashMap<NodeName, Holders>,
+    nodes: BTreeMap<NodeName, Holders>,
     replicas: Vec<Option<Replica>>,
     nodes_max_per_replica: usize,
 }
@@ -76,7 +77,7 @@ impl Directory {
     #[must_use]
     pub fn new(nodes_max_per_replica: usize) -> Self {
         Self {
-            nodes: HashMap::new(),
+            nodes: BTreeMap::new(),
             replicas: Vec::new(),
             nodes_max_per_replica,
         }
@@ -268,7 +269,13 @@ impl Directory {
         found.map_or(0, |replica| replica.nodes)
     }
 
-    /// Returns every node with each of its holders, in no order.
+    /// Returns the nodes whose names are after `after`, in order.
+    pub fn nodes_after(&self, after: Bound<&NodeName>) -> impl Iterator<Item = &NodeName> {
+        let nodes = self.nodes.range((after, Bound::Unbounded));
+        nodes.map(|(node, _holders)| node)
+    }
+
+    /// Returns every node with each of its holders, ordered by node.
     pub fn iter(&self) -> impl Iterator<Item = (&NodeName, &ReplicaId)> {
         self.nodes.iter().flat_map(move |(node, holders)| {
             let replicas = holders.iter();

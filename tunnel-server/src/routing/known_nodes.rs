@@ -4,6 +4,7 @@
 use std::collections::{BTreeMap, BTreeSet};
 use std::io;
 use std::net::IpAddr;
+use std::ops::Bound;
 use std::sync::Arc;
 use std::time::{Duration, SystemTime};
 
@@ -14,6 +15,7 @@ use tracing::warn;
 use tunnel_proto::process::shutdown::Shutdown;
 use tunnel_proto::wire::name::NodeName;
 
+use crate::routing::routes::{NodeLabels, RouteNode};
 use crate::store::data_dir::{
     DataDir, FileStamp, SharedFile, time_text, time_text_option, whole_seconds,
 };
@@ -260,6 +262,35 @@ impl KnownNodes {
         self.state.lock().nodes.contains_key(node)
     }
 
+    /// Returns what is known of a node.
+    #[must_use]
+    pub fn get(&self, node: &NodeName) -> Option<KnownNode> {
+        self.state.lock().nodes.get(node).cloned()
+    }
+
+    /// Returns the first `limit` nodes whose names are after `after`, in order.
+    #[must_use]
+    pub fn names_after(&self, after: Bound<&NodeName>, limit: usize) -> Vec<NodeName> {
+        let state = self.state.lock();
+        let nodes = state.nodes.range((after, Bound::Unbounded));
+        nodes.take(limit).map(|(name, _)| name.clone()).collect()
+    }
+
+    /// Returns the nodes with their addresses, for routing.
+    #[must_use]
+    pub fn routes(&self) -> Vec<RouteNode> {
+        let known = self.snapshot();
+        let routes = known.iter().map(|(name, node)| RouteNode {
+            name: name.clone(),
+            hostname: None,
+            addresses: node.addresses.clone(),
+            kubelet_port: None,
+            is_edge: true,
+            labels: NodeLabels::new(),
+        });
+        routes.collect()
+    }
+
     #[must_use]
     pub fn snapshot(&self) -> Arc<NodeMap> {
         let mut state = self.state.lock();
@@ -275,19 +306,6 @@ impl KnownNodes {
     #[must_use]
     pub fn changed(&self) -> watch::Receiver<u64> {
         self.version.subscribe()
-    }
-
-    /// Returns the addresses that several nodes share, with these nodes.
-    #[must_use]
-    pub fn conflicts(&self) -> BTreeMap<IpAddr, Vec<NodeName>> {
-        let mut owners: BTreeMap<IpAddr, Vec<NodeName>> = BTreeMap::new();
-        for (name, node) in self.snapshot().iter() {
-            for address in &node.addresses {
-                owners.entry(*address).or_default().push(name.clone());
-            }
-        }
-        owners.retain(|_, names| names.len() > 1);
-        owners
     }
 
     /// Writes all changes to disk. Blocks the thread.

@@ -8,6 +8,7 @@
 //! [`Registry`](super::registry::Registry) alone, so no stream passes more than two servers.
 
 use std::collections::BTreeMap;
+use std::ops::Bound;
 use std::sync::Arc;
 use std::time::{Duration, SystemTime, UNIX_EPOCH};
 
@@ -350,6 +351,22 @@ impl Peers {
         entries
             .map(|(node, replica)| (node.clone(), replica.clone()))
             .collect()
+    }
+
+    /// Returns the first `limit` nodes that another server holds and whose names are after `after`,
+    /// in order.
+    #[must_use]
+    pub fn held_after(&self, after: Bound<&NodeName>, limit: usize) -> Vec<NodeName> {
+        let state = self.state.lock();
+        let nodes = state.directory.nodes_after(after);
+        nodes.take(limit).cloned().collect()
+    }
+
+    /// Returns the server that lists show for a node that another server holds.
+    #[must_use]
+    pub fn shown_holder(&self, node: &NodeName) -> Option<ReplicaId> {
+        let holders = self.state.lock().directory.holders(node);
+        holders.into_iter().next()
     }
 
     /// Returns a receiver that is notified whenever the result of [`Peers::held_nodes`] may have changed.

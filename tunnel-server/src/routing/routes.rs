@@ -11,6 +11,7 @@
 use std::collections::{BTreeMap, BTreeSet};
 use std::fmt;
 use std::net::IpAddr;
+use std::ops::Bound;
 use std::sync::Arc;
 
 use arc_swap::ArcSwap;
@@ -279,6 +280,14 @@ impl RouteTable {
         self.nodes.get_key(&name_like(address)?).cloned()
     }
 
+    /// Returns the first `limit` nodes that have an address, ordered by name.
+    #[must_use]
+    pub fn owners(&self, address: IpAddr, limit: usize) -> Vec<NodeName> {
+        let owners = self.addresses.nodes.get(&address.to_canonical());
+        let owners = owners.into_iter().flat_map(SharedSet::keys);
+        owners.take(limit).cloned().collect()
+    }
+
     /// Returns the number of addresses that several nodes share.
     #[must_use]
     pub fn conflicts(&self) -> usize {
@@ -423,6 +432,29 @@ impl Routes {
     #[must_use]
     pub fn of(&self, source: RouteSource) -> Vec<Arc<RouteNode>> {
         self.load().of(source).cloned().collect()
+    }
+
+    /// Returns the first `limit` nodes of a source whose names are after `after`, in order.
+    #[must_use]
+    pub fn names_after(
+        &self,
+        source: RouteSource,
+        after: Bound<&NodeName>,
+        limit: usize,
+    ) -> Vec<NodeName> {
+        let table = self.load();
+        let nodes = table.nodes.range((after, Bound::Unbounded));
+        let of_source = nodes.filter(|(_name, sources)| sources[source as usize].is_some());
+        of_source
+            .take(limit)
+            .map(|(name, _sources)| name.clone())
+            .collect()
+    }
+
+    /// Returns a node of a source.
+    #[must_use]
+    pub fn node(&self, source: RouteSource, name: &NodeName) -> Option<Arc<RouteNode>> {
+        self.load().nodes.get(name)?[source as usize].clone()
     }
 
     /// Replaces all nodes of a source.

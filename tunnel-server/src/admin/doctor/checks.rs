@@ -1,14 +1,13 @@
 //! The checks: pure functions from facts to faults, one for each id.
 
-use std::time::{Duration, SystemTime};
+use std::time::Duration;
 
 use tunnel_proto::process::doctor::{Explanation, Report, Severity};
 use tunnel_proto::transport::quic::UDP_BUFFER_BYTES;
 
 use super::facts::{Facts, Link, ServerAnswer};
-use super::report::{self, Fault};
+use super::report::{self, Fault, FaultGroups, FaultKind};
 use crate::admin::render::shell;
-use crate::admin::status::{NodeStatus, VersionSkew};
 use crate::cluster::doctor::Fact;
 use crate::routing::clock::is_apart;
 
@@ -19,6 +18,8 @@ mod dialed;
 
 /// A check: the faults, or the reason why it cannot be done.
 type Check = fn(&Facts) -> Fact<Vec<Fault>>;
+/// A check whose faults are grouped by their kind.
+type GroupedCheck = fn(&Facts) -> Fact<FaultGroups>;
 
 const CHECKS: &[(&Explanation, Check)] = &[
     (&report::D01, control_plane::kubelet_path),
@@ -30,8 +31,6 @@ const CHECKS: &[(&Explanation, Check)] = &[
     (&report::D06, control_plane::corefile),
     (&report::D06, addons::records_mounts),
     (&report::D07, cluster::port_lists),
-    (&report::D08, cluster::node_names),
-    (&report::D09, agents),
     (&report::D09, dialed::kubelets),
     (&report::D09, server),
     (&report::D10, addons::dns_endpoints),
@@ -47,7 +46,11 @@ const CHECKS: &[(&Explanation, Check)] = &[
     (&report::D18, clock),
 ];
 
-/// Does all checks and returns their results.
+/// Checks whose faults many objects have: one finding for each kind.
+const GROUPED_CHECKS: &[(&Explanation, GroupedCheck)] =
+    &[(&report::D08, cluster::node_names), (&report::D09, agents)];
+
+/// Does all checks and returns their results, sorted.
 pub(super) fn examine(facts: &Facts) -> Report {
     let mut report = Report {
         capacity: facts.host.capacity.clone(),
@@ -62,144 +65,61 @@ pub(super) fn examine(facts: &Facts) -> Report {
             Err(reason) => report.skip(explanation.id, reason),
         }
     }
+    for (explanation, check) in GROUPED_CHECKS {
+        match check(facts) {
+            Ok(groups) => report.findings.extend(groups.findings(explanation)),
+            Err(reason) => report.skip(explanation.id, reason),
+        }
+    }
+    report.sort();
     report
 }
 
 /// D09: the agents of the edge nodes.
-fn agents(facts: &Facts) -> Fact<Vec<Fault>> {
+fn agents(facts: &Facts) -> Fact<FaultGroups> {
     let data_dir = facts.data_dir.display();
-    let nodes = match &facts.server {
-        ServerAnswer::Nodes(nodes) => nodes,
+    let mut groups = FaultGroups::default();
+    let survey = match &facts.server {
+        ServerAnswer::Nodes(survey) => survey,
         ServerAnswer::NotRunning => {
-            return Ok(vec![Fault {
+            groups.add_alone(Fault {
                 severity: Severity::Error,
                 place: data_dir.to_string(),
                 what: "no tunnel-server runs with this data directory".to_owned(),
                 fix: "systemctl start tunnel-server; or use the command on its host, with its \
                       --data-dir"
                     .to_owned(),
-            }]);
+            });
+            return Ok(groups);
         }
         ServerAnswer::NoAnswer(reason) => {
-            return Ok(vec![Fault {
+            groups.add_alone(Fault {
                 severity: Severity::Error,
                 place: data_dir.to_string(),
                 what: format!("the running server gives no answer: {reason}"),
                 fix: "journalctl -u tunnel-server; systemctl restart tunnel-server".to_owned(),
-            }]);
+            });
+            return Ok(groups);
         }
         ServerAnswer::Unknown(reason) => return Err(reason.clone()),
     };
-    let is_known = |name: &str| nodes.iter().any(|node| node.node == name);
     let unknown = facts.only_nodes.iter().map(|name| name.as_str());
-    let mut faults: Vec<Fault> = unknown
-        .filter(|name| !is_known(name))
-        .map(|name| Fault {
+    for name in unknown.filter(|name| !survey.is_known(name)) {
+        let kind = FaultKind {
+            noun: "nodes",
+            what: "the server knows no node of these names".to_owned(),
+            fix: "tunnel-server nodes; tunnel-server token create --node NAME",
+        };
+        let fault = Fault {
             severity: Severity::Error,
             place: name.to_owned(),
             what: "the server knows no node of this name".to_owned(),
             fix: format!("tunnel-server nodes; tunnel-server token create --node {name}"),
-        })
-        .collect();
-    let selected = nodes
-        .iter()
-        .filter(|node| node.is_edge && facts.is_selected(&node.node));
-    for node in selected {
-        faults.extend(if node.connected {
-            session_faults(node, facts)
-        } else {
-            vec![away_fault(node)]
-        });
-    }
-    Ok(faults)
-}
-
-/// Returns the fault of a node without a connected agent.
-fn away_fault(node: &NodeStatus) -> Fault {
-    if let Some(at) = node.revoked_at.as_ref().filter(|_| node.is_revoked()) {
-        return Fault {
-            severity: Severity::Info,
-            place: node.node.clone(),
-            what: format!("the node was revoked at {at}"),
-            fix: format!(
-                "if that was a mistake: tunnel-server nodes unrevoke {}",
-                node.node
-            ),
         };
+        groups.add(kind, name, fault);
     }
-    let seen = node.last_seen.as_ref();
-    let seen = seen.map_or_else(|| "never seen".to_owned(), |at| format!("last seen {at}"));
-    let close = node.last_close.as_ref().map(|close| {
-        let reason = Some(&close.reason).filter(|reason| !reason.is_empty());
-        let reason = reason.map_or_else(String::new, |reason| format!(" ({reason})"));
-        format!("; last close: {} by {}{reason}", close.code, close.by)
-    });
-    Fault {
-        severity: Severity::Error,
-        place: node.node.clone(),
-        what: format!("no agent is connected; {seen}{}", close.unwrap_or_default()),
-        fix: "on the node: tunnel-agent status; journalctl -u tunnel-agent".to_owned(),
-    }
-}
-
-/// Returns the faults of a node with a connected agent. Another server may hold it, which alone
-/// knows the session.
-fn session_faults(node: &NodeStatus, facts: &Facts) -> Vec<Fault> {
-    let mut faults = Vec::new();
-    let mut add = |severity, what: String, fix: &str| {
-        faults.push(Fault {
-            severity,
-            place: node.node.clone(),
-            what,
-            fix: fix.to_owned(),
-        });
-    };
-    if node.state.as_deref().is_some_and(|state| state != "live") {
-        let what = "the agent does not answer, and requests are refused until it does";
-        add(
-            Severity::Error,
-            what.to_owned(),
-            "check the network of the node",
-        );
-    }
-    if let Some(millis) = node.rtt_millis.filter(|millis| *millis > RTT_MAX_MILLIS) {
-        let what = format!("the round trip takes {millis} ms");
-        add(
-            Severity::Warning,
-            what,
-            "check the network of the node for loss and queues",
-        );
-    }
-    if node.version_skew == Some(VersionSkew::Unsupported) {
-        let version = node.version.as_deref().unwrap_or("unknown");
-        let what = format!("the agent has version {version}, which this server does not support");
-        add(
-            Severity::Warning,
-            what,
-            "upgrade the agent to the version of the server",
-        );
-    }
-    if let Some((severity, what)) = certificate_fault(node, facts) {
-        let fix = "on the node: journalctl -u tunnel-agent; with an ended certificate, a new token";
-        add(severity, what, fix);
-    }
-    faults
-}
-
-fn certificate_fault(node: &NodeStatus, facts: &Facts) -> Option<(Severity, String)> {
-    let text = node.certificate_not_after.as_deref()?;
-    let end: SystemTime = humantime::parse_rfc3339(text).ok()?;
-    match end.duration_since(facts.now) {
-        Err(_past) => Some((
-            Severity::Error,
-            format!("the certificate of the agent ended {text}"),
-        )),
-        Ok(left) if left < facts.renewal_margin => {
-            let what = format!("the certificate of the agent ends {text} and was not renewed");
-            Some((Severity::Warning, what))
-        }
-        Ok(_enough) => None,
-    }
+    groups.extend(survey.agents().clone());
+    Ok(groups)
 }
 
 /// D09: readiness and conditions of the running server, except those of other checks.
@@ -345,8 +265,6 @@ const OF_OTHER_CHECKS: &[&str] = &[
     "watching records",
     "writing records",
 ];
-/// Round-trip time above which a transfer is slow over any transport.
-const RTT_MAX_MILLIS: u64 = 1000;
 /// Packet of IPv6 that every link passes (RFC 8200, section 5). QUIC's packets have at least 1,200
 /// bytes of payload (RFC 9000, section 14).
 const MTU_MIN_BYTES: u32 = 1280;

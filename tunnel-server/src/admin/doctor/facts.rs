@@ -18,7 +18,8 @@ use tunnel_proto::wire::name::NodeName;
 use self::dialed::DialedFacts;
 use self::kubelets::KubeletProbe;
 use super::report::Fault;
-use crate::admin::status::NodeStatus;
+use super::survey::{NodeSurvey, SurveySettings};
+use crate::admin::pages::PageQuery;
 use crate::admin::{AdminClient, AdminError};
 use crate::cluster::doctor::{ClusterFacts, ClusterObjects, Fact};
 use crate::config::{Capacity, Config, DescriptorUses};
@@ -39,15 +40,12 @@ pub(super) struct Facts {
     /// Connections to kubelets of connected edge nodes.
     pub(super) kubelets: Fact<Vec<KubeletProbe>>,
     pub(super) dialed: DialedFacts,
-    /// Remaining validity of a certificate below which its renewal is overdue.
-    pub(super) renewal_margin: Duration,
-    pub(super) now: SystemTime,
 }
 
 /// The answer of the running server.
 pub(super) enum ServerAnswer {
-    /// The list of nodes.
-    Nodes(Vec<NodeStatus>),
+    /// The nodes of the server.
+    Nodes(NodeSurvey),
     /// No server runs with the data directory.
     NotRunning,
     /// A server is there and gives no answer.
@@ -90,8 +88,13 @@ pub(super) async fn gather(config: &Config, only_nodes: &[NodeName], limit: Dura
     // The report is printed within the limit too.
     let limit = limit.saturating_sub(RESERVE).max(limit / 2);
     let end = Instant::now() + limit;
+    let settings = SurveySettings {
+        only_nodes: only_nodes.to_vec(),
+        renewal_margin: (config.limits.certificate_life / 4).min(RENEWAL_MARGIN_MAX),
+        now: SystemTime::now(),
+    };
     let (server, readiness, host, dialed, objects) = tokio::join!(
-        Box::pin(server(&config.data_dir, limit)),
+        Box::pin(server(&config.data_dir, settings, limit)),
         Box::pin(readiness(config.meta_listen, limit)),
         Box::pin(host(config, limit)),
         Box::pin(DialedFacts::gather(config)),
@@ -113,8 +116,6 @@ pub(super) async fn gather(config: &Config, only_nodes: &[NodeName], limit: Dura
         cluster,
         kubelets,
         dialed,
-        renewal_margin: (config.limits.certificate_life / 4).min(RENEWAL_MARGIN_MAX),
-        now: SystemTime::now(),
     }
 }
 
@@ -163,27 +164,42 @@ impl Facts {
 impl ServerAnswer {
     fn is_connected(&self, name: &str) -> bool {
         match self {
-            Self::Nodes(nodes) => nodes.iter().any(|node| node.connected && node.node == name),
+            Self::Nodes(survey) => survey.is_connected(name),
             Self::NotRunning | Self::NoAnswer(_) | Self::Unknown(_) => false,
         }
     }
 }
 
-async fn server(data_dir: &Path, limit: Duration) -> ServerAnswer {
-    let answer = timeout(limit, ask(data_dir)).await;
+async fn server(data_dir: &Path, settings: SurveySettings, limit: Duration) -> ServerAnswer {
+    let answer = timeout(limit, ask(data_dir, settings)).await;
     answer.unwrap_or_else(|_elapsed| ServerAnswer::NoAnswer(NO_ANSWER.to_owned()))
 }
 
-async fn ask(data_dir: &Path) -> ServerAnswer {
+async fn ask(data_dir: &Path, settings: SurveySettings) -> ServerAnswer {
     let client = match connect(data_dir).await {
         Ok(Some(client)) => client,
         Ok(None) => return ServerAnswer::NotRunning,
         Err(ConnectFailure::Forbidden(reason)) => return ServerAnswer::Unknown(reason),
         Err(ConnectFailure::Other(reason)) => return ServerAnswer::NoAnswer(reason),
     };
-    match client.nodes().await {
-        Ok(nodes) => ServerAnswer::Nodes(nodes),
+    match survey(&client, settings).await {
+        Ok(survey) => ServerAnswer::Nodes(survey),
         Err(error) => ServerAnswer::NoAnswer(error.to_string()),
+    }
+}
+
+/// Reads the nodes of the server, page by page.
+async fn survey(client: &AdminClient, settings: SurveySettings) -> Result<NodeSurvey, AdminError> {
+    let (mut survey, mut query) = (NodeSurvey::new(settings), PageQuery::default());
+    loop {
+        let page = client.nodes(&query).await?;
+        for node in &page.nodes {
+            survey.add(node);
+        }
+        query.after = page.next()?;
+        if query.after.is_none() {
+            return Ok(survey);
+        }
     }
 }
 

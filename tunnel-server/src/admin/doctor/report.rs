@@ -1,14 +1,95 @@
 //! What the checks look at, what a fault means, and how it is fixed.
 
+use std::collections::BTreeMap;
+
 use tunnel_proto::process::doctor::{Explanation, Finding, Severity};
+use tunnel_proto::process::name_list::NameList;
 
 /// A fault in a place.
+#[derive(Debug, Clone)]
 pub(super) struct Fault {
     pub(super) severity: Severity,
     /// The object that has the fault.
     pub(super) place: String,
     pub(super) what: String,
     pub(super) fix: String,
+}
+
+/// What faults of one kind have in common.
+#[derive(Debug, Clone)]
+pub(super) struct FaultKind {
+    /// What the objects are, as in `nodes`.
+    pub(super) noun: &'static str,
+    /// The fault, without what differs between the objects.
+    pub(super) what: String,
+    pub(super) fix: &'static str,
+}
+
+/// Faults of which those of one kind are one finding, however many objects have them. A kind that one
+/// object has is reported with the details of that object.
+#[derive(Debug, Clone, Default)]
+pub(super) struct FaultGroups(BTreeMap<(Severity, String), FaultGroup>);
+
+#[derive(Debug, Clone)]
+struct FaultGroup {
+    kind: FaultKind,
+    first: Fault,
+    names: NameList,
+}
+
+impl FaultGroups {
+    /// Adds the fault of the object with this name.
+    pub(super) fn add(&mut self, kind: FaultKind, name: &str, fault: Fault) {
+        let key = (fault.severity, kind.what.clone());
+        let group = self.0.entry(key).or_insert_with(|| FaultGroup {
+            kind,
+            first: fault,
+            names: NameList::default(),
+        });
+        group.names.push(name);
+    }
+
+    /// Adds a fault that is a finding of its own.
+    pub(super) fn add_alone(&mut self, fault: Fault) {
+        let kind = FaultKind {
+            noun: "faults",
+            what: format!("{}: {}", fault.place, fault.what),
+            fix: "",
+        };
+        let place = fault.place.clone();
+        self.add(kind, &place, fault);
+    }
+
+    pub(super) fn is_empty(&self) -> bool {
+        self.0.is_empty()
+    }
+
+    /// Adds the faults of other groups.
+    pub(super) fn extend(&mut self, others: Self) {
+        self.0.extend(others.0);
+    }
+
+    /// Returns the findings of a check.
+    pub(super) fn findings(&self, check: &Explanation) -> Vec<Finding> {
+        let findings = self.0.values().map(|group| {
+            let FaultGroup { kind, first, names } = group;
+            let fault = if names.count() == 1 {
+                first.clone()
+            } else {
+                Fault {
+                    severity: first.severity,
+                    place: format!("{} {}", names.count(), kind.noun),
+                    what: format!("{}: {names}", kind.what),
+                    fix: kind.fix.to_owned(),
+                }
+            };
+            Finding {
+                objects: names.clone(),
+                ..fault.of(check)
+            }
+        });
+        findings.collect()
+    }
 }
 
 impl Fault {
@@ -18,6 +99,7 @@ impl Fault {
             id: check.id,
             severity: self.severity,
             what: self.what,
+            objects: NameList::of(&[&self.place]),
             place: self.place,
             consequence: check.consequence,
             fix: self.fix,
@@ -197,6 +279,52 @@ mod tests {
     use std::path::Path;
 
     use super::*;
+
+    #[test]
+    fn fault_of_many_objects_is_one_finding_and_that_of_one_has_its_details() {
+        let mut groups = FaultGroups::default();
+        let away = |number: usize| Fault {
+            severity: Severity::Error,
+            place: format!("n{number}"),
+            what: format!("no agent is connected; last seen {number}"),
+            fix: format!("on n{number}"),
+        };
+        let kind = || FaultKind {
+            noun: "nodes",
+            what: "no agent is connected".to_owned(),
+            fix: "on each node",
+        };
+        groups.add(kind(), "n0", away(0));
+        let [one] = &groups.findings(&D09)[..] else {
+            panic!("{groups:?}");
+        };
+        assert_eq!((one.place.as_str(), one.fix.as_str()), ("n0", "on n0"));
+        assert_eq!(
+            (one.objects.count(), one.objects.shown()),
+            (1, &["n0".to_owned()][..])
+        );
+        for number in 1..20_000 {
+            groups.add(kind(), &format!("n{number}"), away(number));
+        }
+        groups.add_alone(away(7));
+        let [alone, many] = &groups.findings(&D09)[..] else {
+            panic!("{groups:?}");
+        };
+        assert_eq!(
+            (many.place.as_str(), many.fix.as_str()),
+            ("20000 nodes", "on each node")
+        );
+        assert!(
+            many.what.ends_with("n8, n9 and 19990 more"),
+            "{}",
+            many.what
+        );
+        assert_eq!(
+            (many.objects.count(), many.objects.shown().len()),
+            (20_000, 10)
+        );
+        assert_eq!(alone.place, "n7");
+    }
 
     #[test]
     fn ids_are_unique_and_pages_exist() {

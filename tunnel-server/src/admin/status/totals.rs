@@ -22,16 +22,21 @@ pub struct NodeTotals {
 impl NodeTotals {
     #[must_use]
     pub fn of(nodes: &[NodeStatus]) -> Self {
-        let count = |is_counted: fn(&NodeStatus) -> bool| {
-            nodes.iter().filter(|node| is_counted(node)).count()
-        };
-        Self {
-            nodes: nodes.len(),
-            connected: count(|node| node.connected),
-            suspect: count(|node| node.state.as_deref() == Some("suspect")),
-            away: count(|node| !node.connected),
-            revoked: count(NodeStatus::is_revoked),
+        let mut totals = Self::default();
+        for node in nodes {
+            totals.add(node);
         }
+        totals
+    }
+
+    /// Counts a node by its status.
+    pub fn add(&mut self, node: &NodeStatus) {
+        let is_suspect = node.state.as_deref() == Some("suspect");
+        self.nodes += 1;
+        self.connected += usize::from(node.connected);
+        self.suspect += usize::from(is_suspect);
+        self.away += usize::from(!node.connected);
+        self.revoked += usize::from(node.is_revoked());
     }
 }
 

@@ -96,6 +96,9 @@ pub struct NodesArgs {
     /// Nodes to list; exit code 1 if one of them is not known [default: all]
     #[arg(value_name = "NAME")]
     pub names: Vec<NodeName>,
+    /// File with more names, one a line, with comments after #; - is standard input
+    #[arg(short, long, value_name = "FILE")]
+    pub file: Option<PathBuf>,
     /// Output format of the list
     #[arg(short, long, value_enum, default_value = "table")]
     pub output: NodesOutput,
@@ -114,7 +117,18 @@ pub struct NodesArgs {
     pub data_dir: DataDirArg,
 }
 
-/// Actions on a node.
+/// The nodes that an action is for.
+#[derive(Debug, Clone, clap::Args)]
+pub struct NodeNames {
+    /// Names of the nodes
+    #[arg(value_name = "NAME", required_unless_present = "file")]
+    pub names: Vec<NodeName>,
+    /// File with more names, one a line, with comments after #; - is standard input
+    #[arg(short, long, value_name = "FILE")]
+    pub file: Option<PathBuf>,
+}
+
+/// Actions on one node or several.
 #[derive(Debug, Clone, clap::Subcommand)]
 pub enum NodesVerb {
     /// Refuse nodes until unrevoke, and close their sessions: for a stolen or compromised edge
@@ -122,21 +136,21 @@ pub enum NodesVerb {
     /// No certificate and no token admits the nodes. The order is in force at once, and reaches the
     /// other servers over their connections and in a cluster through the API server.
     Revoke {
-        /// Names of the nodes
-        #[arg(required = true, value_name = "NAME")]
-        names: Vec<NodeName>,
+        /// Nodes of the order.
+        #[command(flatten)]
+        names: NodeNames,
     },
     /// Accept the certificates of revoked nodes again; join tokens of before stay void
     Unrevoke {
-        /// Names of the nodes
-        #[arg(required = true, value_name = "NAME")]
-        names: Vec<NodeName>,
+        /// Nodes of the order.
+        #[command(flatten)]
+        names: NodeNames,
     },
     /// Refuse the certificates and tokens that nodes have; new tokens admit them again
     Reissue {
-        /// Names of the nodes
-        #[arg(required = true, value_name = "NAME")]
-        names: Vec<NodeName>,
+        /// Nodes of the order.
+        #[command(flatten)]
+        names: NodeNames,
     },
     /// List the revoked nodes, and since when
     Revocations {
@@ -144,10 +158,11 @@ pub enum NodesVerb {
         #[arg(short, long, value_enum, default_value = "table")]
         output: OutputFormat,
     },
-    /// Forget a node that will not come back; its certificates stay valid unless they are revoked
+    /// Forget nodes that will not come back; their certificates stay valid unless they are revoked
     Forget {
-        /// Name of the node
-        name: NodeName,
+        /// Nodes that are gone for good.
+        #[command(flatten)]
+        names: NodeNames,
     },
 }
 

@@ -11,6 +11,7 @@ use tunnel_proto::wire::PORT_SERVER_META;
 
 use super::VerbError;
 use crate::admin::AdminClient;
+use crate::admin::pages::PageQuery;
 use crate::config::{Config, DATA_DIR};
 use crate::store::data_dir::DataDir;
 
@@ -35,8 +36,10 @@ async fn running(data_dir: &Path) -> Result<Value, VerbError> {
     as_json(&client(data_dir).await?.diag().await?)
 }
 
+/// Returns the first nodes. A report has no room for a large fleet.
 async fn nodes(data_dir: &Path) -> Result<Value, VerbError> {
-    as_json(&client(data_dir).await?.nodes().await?)
+    let first = PageQuery::default();
+    as_json(&client(data_dir).await?.nodes(&first).await?.nodes)
 }
 
 async fn client(data_dir: &Path) -> Result<AdminClient, VerbError> {

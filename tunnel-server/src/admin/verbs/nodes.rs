@@ -1,228 +1,332 @@
 //! The command `nodes`: lists the known nodes and the revocations, and revokes, unrevokes, reissues or
-//! forgets nodes.
+//! forgets nodes. Lists are printed page by page.
 
 use std::collections::{BTreeMap, BTreeSet};
-use std::io;
-use std::net::IpAddr;
+use std::hash::{DefaultHasher, Hash as _, Hasher as _};
+use std::io::{self, Write};
 use std::time::{Duration, SystemTime};
 
-use serde::Serialize;
-use tokio::time::{MissedTickBehavior, interval};
+use tokio::time::{Instant, sleep};
+use tunnel_proto::process::name_list::NameList;
 use tunnel_proto::wire::name::NodeName;
 
-use super::table::{self, NodeColumns};
+use super::json_list::JsonList;
+use super::table::{NodeColumns, NodeTable, RevocationTable};
 use super::{
-    NodesArgs, NodesOutput, NodesVerb, OutputFormat, VerbError, VerbOutput, json,
-    require_standalone, write_all,
+    NodeNames, NodesArgs, NodesOutput, NodesVerb, OutputFormat, VerbError, VerbOutput, load_names,
+    require_standalone,
 };
-use crate::admin::status::{CONFLICTS_MAX, NodeStatus, NodeTotals};
-use crate::admin::{AdminClient, NodesOrder, ORDER_NODES_MAX, OrderOutcome, RevocationInfo};
+use crate::admin::pages::{NodesPage, PAGE_MAX, PageQuery, RevocationsPage, revocations_page};
+use crate::admin::status::{NodeSources, NodeStatus, NodeTotals};
+use crate::admin::{AdminClient, AdminError, ForgetOutcome, NodesOrder, OrderOutcome};
 use crate::ca::revocation::{OrderAction, Revocations};
 use crate::routing::known_nodes::KnownNodes;
-use crate::store::data_dir::{DataDir, rfc3339};
+use crate::store::data_dir::DataDir;
 
 impl NodesArgs {
-    /// Runs the command and prints the result.
+    /// Runs the command and prints the result. A reader that closes the pipe early is not an error.
     ///
     /// # Errors
     /// Returns a [`VerbError`].
     pub async fn run(self) -> Result<(), VerbError> {
-        if self.watch && self.verb.is_none() {
-            return self.print_changes().await;
+        let mut out = io::stdout();
+        let done = if self.watch && self.verb.is_none() {
+            self.print_changes(&mut out).await.map(|()| None)
+        } else {
+            self.execute(&mut out).await.map(Some)
+        };
+        match done {
+            Ok(None) => Ok(()),
+            Ok(Some(output)) => output.print(),
+            Err(VerbError::File(error)) if error.kind() == io::ErrorKind::BrokenPipe => Ok(()),
+            Err(error) => Err(error),
         }
-        self.execute().await?.print()
     }
 
     /// Prints the list of the running server, and later the nodes that changed, until the output is
     /// closed or no server runs.
-    async fn print_changes(self) -> Result<(), VerbError> {
+    async fn print_changes(self, out: &mut impl Write) -> Result<(), VerbError> {
         let dir = DataDir::open_existing(&self.data_dir.data_dir)?;
+        let names = load_names(&self.names, self.file.as_deref())?;
         let mut watch = NodesWatch::default();
-        let mut ticks = interval(WATCH_INTERVAL);
-        ticks.set_missed_tick_behavior(MissedTickBehavior::Delay);
         let mut is_first = true;
         loop {
-            ticks.tick().await;
+            let began = Instant::now();
             let Some(server) = AdminClient::connect(&dir).await? else {
                 let path = dir.path().display();
                 let text = format!("no tunnel-server runs with {path}");
                 return Err(VerbError::NotReady(text));
             };
-            let nodes = self.listed(&server).await?;
-            let totals = NodeTotals::of(&nodes);
-            let changed = watch.observe(nodes);
-            if changed.is_empty() && !is_first {
-                continue;
+            let source = ListSource::Server(server);
+            let mut printer = NodePrinter::new(self.output, SystemTime::now());
+            let totals = self
+                .for_each_page(&source, &names, |mut page| {
+                    page.nodes.retain(|node| watch.observe(node));
+                    printer.page(out, &page)
+                })
+                .await?;
+            watch.end_pass();
+            if printer.has_nodes || std::mem::take(&mut is_first) {
+                printer.finish(out, &totals, self.none_text())?;
             }
-            is_first = false;
-            let text = self.format(&changed, totals, SystemTime::now())?;
-            match write_all(&mut io::stdout(), &text) {
-                Ok(()) => {}
-                Err(error) if error.kind() == io::ErrorKind::BrokenPipe => return Ok(()),
-                Err(error) => return Err(error.into()),
-            }
+            // The server makes the list again each time.
+            sleep(WATCH_INTERVAL.max(WATCH_PAUSE_FACTOR * began.elapsed())).await;
         }
     }
 
-    pub(super) async fn execute(self) -> Result<VerbOutput, VerbError> {
+    /// Runs the command. A list is written to `out`, anything else is returned.
+    pub(super) async fn execute(self, out: &mut impl Write) -> Result<VerbOutput, VerbError> {
         let dir = DataDir::open_existing(&self.data_dir.data_dir)?;
         let server = AdminClient::connect(&dir).await?;
-        match &self.verb {
-            None => self.list(&dir, server).await,
-            Some(NodesVerb::Revoke { names }) => {
-                order(&dir, server, OrderAction::Revoke, names).await
+        let load = |names: &NodeNames| load_names(&names.names, names.file.as_deref());
+        let (action, names) = match &self.verb {
+            None => return self.list(&dir, server, out).await,
+            Some(NodesVerb::Revocations { output }) => {
+                return revocations(&dir, server, *output, out).await;
             }
-            Some(NodesVerb::Unrevoke { names }) => {
-                order(&dir, server, OrderAction::Unrevoke, names).await
-            }
-            Some(NodesVerb::Reissue { names }) => {
-                order(&dir, server, OrderAction::Reissue, names).await
-            }
-            Some(NodesVerb::Revocations { output }) => revocations(&dir, server, *output).await,
-            Some(NodesVerb::Forget { name }) => forget(&dir, server, name).await,
-        }
+            Some(NodesVerb::Forget { names }) => return forget(&dir, server, &load(names)?).await,
+            Some(NodesVerb::Revoke { names }) => (OrderAction::Revoke, names),
+            Some(NodesVerb::Unrevoke { names }) => (OrderAction::Unrevoke, names),
+            Some(NodesVerb::Reissue { names }) => (OrderAction::Reissue, names),
+        };
+        order(&dir, server, action, &load(names)?).await
     }
 
     async fn list(
         &self,
         dir: &DataDir,
         server: Option<AdminClient>,
+        out: &mut impl Write,
     ) -> Result<VerbOutput, VerbError> {
-        let is_running = server.is_some();
-        let nodes = match server {
-            Some(server) => self.listed(&server).await?,
+        let names = load_names(&self.names, self.file.as_deref())?;
+        let mut output = VerbOutput::out(String::new());
+        let source = match server {
+            Some(server) => ListSource::Server(server),
             None if self.selector.is_some() => {
                 return Err(VerbError::NotRunning(dir.path().to_owned()));
             }
             None => {
-                let known = KnownNodes::open(dir)?;
-                self.select(stored_nodes(&known, &stored_revocations(dir)?))?
+                output.err = format!("no tunnel-server runs with {}\n", dir.path().display());
+                let (nodes, orders) = (KnownNodes::open(dir)?, Revocations::open(dir, true)?);
+                ListSource::Files(NodeSources::of_files(nodes, orders))
             }
         };
-        Ok(VerbOutput {
-            out: self.format(&nodes, NodeTotals::of(&nodes), SystemTime::now())?,
-            err: if is_running {
-                String::new()
-            } else {
-                format!("no tunnel-server runs with {}\n", dir.path().display())
-            },
-        })
+        self.print_list(&source, &names, out).await?;
+        Ok(output)
     }
 
-    /// Returns the nodes of the running server that the arguments select.
-    async fn listed(&self, server: &AdminClient) -> Result<Vec<NodeStatus>, VerbError> {
-        if let Some(selector) = &self.selector {
+    async fn print_list(
+        &self,
+        source: &ListSource,
+        names: &[NodeName],
+        out: &mut impl Write,
+    ) -> Result<(), VerbError> {
+        let mut printer = NodePrinter::new(self.output, SystemTime::now());
+        let totals = self
+            .for_each_page(source, names, |page| printer.page(out, &page))
+            .await?;
+        Ok(printer.finish(out, &totals, self.none_text())?)
+    }
+
+    /// Reads the nodes that the arguments select, page by page, and returns their totals. If a name
+    /// is not known, nothing is read.
+    async fn for_each_page(
+        &self,
+        source: &ListSource,
+        names: &[NodeName],
+        mut each: impl FnMut(NodesPage) -> io::Result<()>,
+    ) -> Result<NodeTotals, VerbError> {
+        if let (Some(selector), ListSource::Server(server)) = (&self.selector, source) {
             selector.check(&server.node_labels().await?)?;
         }
-        self.select(server.nodes().await?)
+        if !names.is_empty() {
+            let mut unknown: BTreeSet<&str> = names.iter().map(NodeName::as_str).collect();
+            let mut pages = NodePages::new(source, names);
+            while let Some(page) = pages.next().await? {
+                for node in page.nodes {
+                    unknown.remove(node.node.as_str());
+                }
+            }
+            if !unknown.is_empty() {
+                return Err(VerbError::UnknownNodes(unknown.into_iter().collect()));
+            }
+        }
+        let mut totals = NodeTotals::default();
+        let mut pages = NodePages::new(source, names);
+        while let Some(mut page) = pages.next().await? {
+            page.nodes.retain(|node| {
+                let selector = self.selector.as_ref();
+                (!self.away || !node.connected)
+                    && selector.is_none_or(|selector| selector.matches(&node.labels))
+            });
+            for node in &page.nodes {
+                totals.add(node);
+            }
+            each(page)?;
+        }
+        Ok(totals)
     }
 
-    /// Returns the nodes that the arguments select, in the order of the list.
-    fn select(&self, mut nodes: Vec<NodeStatus>) -> Result<Vec<NodeStatus>, VerbError> {
-        if !self.names.is_empty() {
-            let wanted: BTreeSet<&str> = self.names.iter().map(NodeName::as_str).collect();
-            nodes.retain(|node| wanted.contains(node.node.as_str()));
-            let found: BTreeSet<&str> = nodes.iter().map(|node| node.node.as_str()).collect();
-            let unknown = self
-                .names
-                .iter()
-                .find(|name| !found.contains(name.as_str()));
-            if let Some(name) = unknown {
-                return Err(VerbError::UnknownNode(name.clone()));
-            }
+    /// Returns the text of a table without nodes.
+    fn none_text(&self) -> &'static str {
+        match &self.selector {
+            Some(_) => NONE_SELECTED,
+            None if self.away => NONE_AWAY,
+            None => NONE_KNOWN,
         }
-        if self.away {
-            nodes.retain(|node| !node.connected);
-        }
-        if let Some(selector) = &self.selector {
-            nodes.retain(|node| selector.matches(&node.labels));
-        }
-        Ok(nodes)
-    }
-
-    /// Formats nodes with the totals of all nodes that the arguments select.
-    fn format(
-        &self,
-        nodes: &[NodeStatus],
-        totals: NodeTotals,
-        now: SystemTime,
-    ) -> Result<String, VerbError> {
-        Ok(match self.output {
-            NodesOutput::Table | NodesOutput::Wide if nodes.is_empty() => {
-                let text = match &self.selector {
-                    Some(_) => NONE_SELECTED,
-                    None if self.away => NONE_AWAY,
-                    None => NONE_KNOWN,
-                };
-                text.to_owned()
-            }
-            NodesOutput::Table => {
-                format!("{}{totals}\n", table::nodes(nodes, NodeColumns::Usual, now))
-            }
-            NodesOutput::Wide => {
-                format!("{}{totals}\n", table::nodes(nodes, NodeColumns::All, now))
-            }
-            NodesOutput::Json => json(&NodeListDocument {
-                schema_version: SCHEMA_VERSION,
-                totals,
-                nodes,
-            })?,
-            NodesOutput::Name => nodes
-                .iter()
-                .flat_map(|node| [node.node.as_str(), "\n"])
-                .collect(),
-        })
     }
 }
 
-/// The nodes as they were last observed, without what changes all the time.
+/// Where lists come from.
+enum ListSource {
+    Server(AdminClient),
+    /// The files of a data directory with which no server runs.
+    Files(NodeSources),
+}
+
+/// The pages of all nodes, or of some.
+struct NodePages<'a> {
+    source: &'a ListSource,
+    query: PageQuery,
+    /// The names that have not been looked up, if only some nodes are read.
+    names: Option<&'a [NodeName]>,
+    is_done: bool,
+}
+
+impl<'a> NodePages<'a> {
+    /// Creates the pages of the nodes with these names, or without names of all.
+    fn new(source: &'a ListSource, names: &'a [NodeName]) -> Self {
+        Self {
+            source,
+            query: PageQuery::default(),
+            names: (!names.is_empty()).then_some(names),
+            is_done: false,
+        }
+    }
+
+    /// Returns the next page, or `None` at the end.
+    async fn next(&mut self) -> Result<Option<NodesPage>, VerbError> {
+        if self.is_done {
+            return Ok(None);
+        }
+        let page = if let Some(names) = self.names {
+            let (asked, later) = names.split_at(names.len().min(PAGE_MAX));
+            let page = match self.source {
+                ListSource::Server(server) => server.named_nodes(asked).await?,
+                ListSource::Files(files) => files.page_of(asked, PAGE_MAX),
+            };
+            let last = page.r#continue.as_deref();
+            let answered = asked.iter().position(|name| Some(name.as_str()) == last);
+            let left = answered.map_or(later, |index| names.split_at(index + 1).1);
+            self.names = Some(left);
+            self.is_done = left.is_empty();
+            page
+        } else {
+            let page = match self.source {
+                ListSource::Server(server) => server.nodes(&self.query).await?,
+                ListSource::Files(files) => files.page(&self.query),
+            };
+            self.query.after = page.next().map_err(AdminError::from)?;
+            self.is_done = self.query.after.is_none();
+            page
+        };
+        Ok(Some(page))
+    }
+}
+
+/// Prints nodes page by page.
+struct NodePrinter {
+    output: NodesOutput,
+    now: SystemTime,
+    table: NodeTable,
+    document: JsonList,
+    has_nodes: bool,
+}
+
+impl NodePrinter {
+    fn new(output: NodesOutput, now: SystemTime) -> Self {
+        let columns = match output {
+            NodesOutput::Wide => NodeColumns::All,
+            NodesOutput::Table | NodesOutput::Json | NodesOutput::Name => NodeColumns::Usual,
+        };
+        Self {
+            output,
+            now,
+            table: NodeTable::new(columns),
+            document: JsonList::new("nodes"),
+            has_nodes: false,
+        }
+    }
+
+    fn page(&mut self, out: &mut impl Write, page: &NodesPage) -> io::Result<()> {
+        if page.nodes.is_empty() {
+            return Ok(());
+        }
+        self.has_nodes = true;
+        match self.output {
+            NodesOutput::Table | NodesOutput::Wide => {
+                out.write_all(self.table.rows(page, self.now).as_bytes())?;
+            }
+            NodesOutput::Json => {
+                for node in &page.nodes {
+                    self.document.entry(out, node)?;
+                }
+            }
+            NodesOutput::Name => {
+                for node in &page.nodes {
+                    writeln!(out, "{}", node.node)?;
+                }
+            }
+        }
+        out.flush()
+    }
+
+    /// Prints the totals. Without nodes a table is the text `none`.
+    fn finish(self, out: &mut impl Write, totals: &NodeTotals, none: &str) -> io::Result<()> {
+        match self.output {
+            NodesOutput::Table | NodesOutput::Wide if !self.has_nodes => {
+                out.write_all(none.as_bytes())?;
+            }
+            NodesOutput::Table | NodesOutput::Wide => {
+                writeln!(out, "{}{totals}", self.table.conflicts())?;
+            }
+            NodesOutput::Json => self.document.finish(out, Some(("totals", totals)))?,
+            NodesOutput::Name => {}
+        }
+        out.flush()
+    }
+}
+
+/// The nodes as they were last observed, without what changes all the time: a hash of each.
 #[derive(Debug, Default)]
 struct NodesWatch {
-    observed: BTreeMap<String, NodeStatus>,
+    observed: BTreeMap<String, u64>,
+    /// The nodes of the pass so far.
+    pass: BTreeMap<String, u64>,
 }
 
 impl NodesWatch {
-    /// Returns the nodes that are new or have changed since the last call.
-    fn observe(&mut self, nodes: Vec<NodeStatus>) -> Vec<NodeStatus> {
-        let mut observed = BTreeMap::new();
-        let mut changed = Vec::new();
-        for node in nodes {
-            let lasting = NodeStatus {
-                last_seen: None,
-                rtt_millis: None,
-                streams: 0,
-                bytes_in: 0,
-                bytes_out: 0,
-                ..node.clone()
-            };
-            let is_changed = self.observed.get(&node.node) != Some(&lasting);
-            observed.insert(node.node.clone(), lasting);
-            if is_changed {
-                changed.push(node);
-            }
-        }
-        self.observed = observed;
-        changed
+    /// Returns whether a node is new or has changed since the last pass.
+    fn observe(&mut self, node: &NodeStatus) -> bool {
+        let lasting = NodeStatus {
+            last_seen: None,
+            rtt_millis: None,
+            streams: 0,
+            bytes_in: 0,
+            bytes_out: 0,
+            ..node.clone()
+        };
+        let mut hasher = DefaultHasher::new();
+        format!("{lasting:?}").hash(&mut hasher);
+        let hash = hasher.finish();
+        self.pass.insert(node.node.clone(), hash);
+        self.observed.get(&node.node) != Some(&hash)
     }
-}
 
-/// The output of `nodes revocations -o json`.
-#[derive(Debug, Serialize)]
-#[serde(rename_all = "camelCase")]
-struct RevocationListDocument<'a> {
-    /// Raised when a field is removed or changes its meaning.
-    schema_version: u32,
-    revocations: &'a [RevocationInfo],
-}
-
-/// The output of `nodes -o json`.
-#[derive(Debug, Serialize)]
-#[serde(rename_all = "camelCase")]
-struct NodeListDocument<'a> {
-    /// Raised when a field is removed or changes its meaning.
-    schema_version: u32,
-    totals: NodeTotals,
-    nodes: &'a [NodeStatus],
+    /// Forgets the nodes that the pass did not have.
+    fn end_pass(&mut self) {
+        self.observed = std::mem::take(&mut self.pass);
+    }
 }
 
 /// Orders something about nodes, and says where that is in force and saved.
@@ -233,18 +337,16 @@ async fn order(
     names: &[NodeName],
 ) -> Result<VerbOutput, VerbError> {
     let is_running = server.is_some();
+    let mut unchecked = None;
     let outcome = if let Some(server) = server {
         let mut outcome = OrderOutcome::default();
-        for names in names.chunks(ORDER_NODES_MAX) {
+        for names in names.chunks(PAGE_MAX) {
             let nodes = names.iter().map(NodeName::to_string).collect();
-            let OrderOutcome {
-                changed,
-                in_force,
-                pending,
-            } = server.order(&NodesOrder { action, nodes }).await?;
-            outcome.changed.extend(changed);
+            let more = server.order(&NodesOrder { action, nodes }).await?;
+            outcome.changed.extend(more.changed);
+            outcome.unknown.extend(more.unknown);
             // The server answers for all of its orders.
-            (outcome.in_force, outcome.pending) = (in_force, pending);
+            (outcome.in_force, outcome.pending) = (more.in_force, more.pending);
         }
         outcome
     } else {
@@ -252,19 +354,25 @@ async fn order(
         let revocations = Revocations::open(require_standalone(dir)?, true)?;
         let changed = revocations.order(action, names, SystemTime::now());
         revocations.flush()?;
+        // The order is in force, whatever becomes of this check.
+        let known = KnownNodes::open(dir).map_err(|error| unchecked = Some(error));
+        let is_unknown = |node: &&NodeName| known.as_ref().is_ok_and(|known| !known.knows(node));
+        let unknown = changed.iter().filter(is_unknown);
         OrderOutcome {
+            unknown: unknown.map(NodeName::to_string).collect(),
             changed: changed.iter().map(NodeName::to_string).collect(),
             ..OrderOutcome::default()
         }
     };
     let changed: BTreeSet<&str> = outcome.changed.iter().map(String::as_str).collect();
+    let unchanged = names.iter().filter(|name| !changed.contains(name.as_str()));
+    let unchanged: NameList = unchanged.collect();
+    if changed.is_empty() && !unchanged.is_empty() {
+        return Err(VerbError::NotRevoked(unchanged));
+    }
     let (mut out, mut err) = (String::new(), String::new());
-    // The order is in force, whatever becomes of this check.
-    let known = KnownNodes::open(dir);
-    for name in names {
-        let is_changed = changed.contains(name.as_str());
-        let line = match action {
-            _ if !is_changed => format!("note: {}\n", VerbError::NotRevoked(name.clone())),
+    for name in &outcome.changed {
+        out.push_str(&match action {
             OrderAction::Revoke => format!("node {name} revoked\n"),
             OrderAction::Unrevoke => format!(
                 "node {name} is no longer revoked; an agent that runs connects within about half a minute\n"
@@ -272,21 +380,20 @@ async fn order(
             OrderAction::Reissue => format!(
                 "certificates of node {name} revoked; a new token admits it: tunnel-server token create --node {name}\n"
             ),
-        };
-        if is_changed { &mut out } else { &mut err }.push_str(&line);
-        let is_unknown = known.as_ref().is_ok_and(|known| !known.knows(name));
-        if is_changed && action != OrderAction::Unrevoke && is_unknown {
-            let hint = format!("note: no node of this name is known: {name}; check the spelling\n");
-            err.push_str(&hint);
-        }
+        });
     }
-    if let Err(error) = known {
+    if !unchanged.is_empty() {
+        err.push_str(&format!("note: {}\n", VerbError::NotRevoked(unchanged)));
+    }
+    if action != OrderAction::Unrevoke && !outcome.unknown.is_empty() {
+        let unknown = NameList::of(&outcome.unknown);
+        let hint = format!("note: no node of this name is known: {unknown}; check the spelling\n");
+        err.push_str(&hint);
+    }
+    if let Some(error) = unchecked {
         err.push_str(&format!(
             "note: whether the names are known was not checked: {error}\n"
         ));
-    }
-    if let (true, Some(name)) = (changed.is_empty(), names.first()) {
-        return Err(VerbError::NotRevoked(name.clone()));
     }
     out.push_str(&if is_running {
         format!("in force at {}\n", outcome.in_force.join(", "))
@@ -307,87 +414,106 @@ async fn revocations(
     dir: &DataDir,
     server: Option<AdminClient>,
     output: OutputFormat,
+    out: &mut impl Write,
 ) -> Result<VerbOutput, VerbError> {
-    let revocations = match server {
-        Some(server) => server.revocations().await?,
-        None => stored_revocations(require_standalone(dir)?)?,
+    let files = match &server {
+        Some(_) => None,
+        None => Some(Revocations::open(require_standalone(dir)?, true)?),
     };
-    Ok(VerbOutput::out(match output {
-        OutputFormat::Table => table::revocations(&revocations),
-        OutputFormat::Json => json(&RevocationListDocument {
-            schema_version: SCHEMA_VERSION,
-            revocations: &revocations,
-        })?,
-    }))
-}
-
-async fn forget(
-    dir: &DataDir,
-    server: Option<AdminClient>,
-    node: &NodeName,
-) -> Result<VerbOutput, VerbError> {
-    let found = if let Some(server) = server {
-        server.forget_node(node).await?
-    } else {
-        let nodes = KnownNodes::open(dir)?;
-        let found = nodes.forget(node);
-        nodes.save()?;
-        found
-    };
-    if found {
-        Ok(VerbOutput::out(format!("node {node} forgotten\n")))
-    } else {
-        Err(VerbError::UnknownNode(node.clone()))
+    let (mut table, mut document) = (RevocationTable::default(), JsonList::new("revocations"));
+    let (mut query, mut is_empty) = (PageQuery::default(), true);
+    loop {
+        let page = match (&server, &files) {
+            (Some(server), _) => server.revocations(&query).await?,
+            (None, Some(files)) => revocations_page(files, &query),
+            (None, None) => RevocationsPage::default(),
+        };
+        is_empty &= page.revocations.is_empty();
+        match output {
+            OutputFormat::Table if is_empty => {}
+            OutputFormat::Table => out.write_all(table.rows(&page.revocations).as_bytes())?,
+            OutputFormat::Json => {
+                for revocation in &page.revocations {
+                    document.entry(out, revocation)?;
+                }
+            }
+        }
+        query.after = page.next().map_err(AdminError::from)?;
+        if query.after.is_none() {
+            break;
+        }
+    }
+    match output {
+        OutputFormat::Table if is_empty => Ok(VerbOutput::out("no node is revoked\n".to_owned())),
+        OutputFormat::Table => Ok(VerbOutput::out(String::new())),
+        OutputFormat::Json => {
+            document.finish(out, None::<(&str, &())>)?;
+            Ok(VerbOutput::out(String::new()))
+        }
     }
 }
 
-/// Returns the revocations in the files of a directory.
-fn stored_revocations(dir: &DataDir) -> Result<Vec<RevocationInfo>, VerbError> {
-    let in_force = Revocations::open(dir, true)?.in_force().into_iter();
-    Ok(in_force.map(RevocationInfo::from).collect())
-}
-
-/// Returns the known nodes as a running server without connected agents would list them.
-pub(super) fn stored_nodes(nodes: &KnownNodes, revocations: &[RevocationInfo]) -> Vec<NodeStatus> {
-    let revoked: BTreeMap<&NodeName, SystemTime> = revocations
-        .iter()
-        .map(|revocation| (&revocation.node, revocation.revoked_at))
-        .collect();
-    let conflicts = nodes.conflicts();
-    let shared = |address: &IpAddr| {
-        let names = conflicts.get(address)?.iter().take(CONFLICTS_MAX);
-        Some((*address, names.map(NodeName::to_string).collect()))
-    };
-    nodes
-        .snapshot()
-        .iter()
-        .map(|(name, node)| NodeStatus {
-            node: name.to_string(),
-            is_edge: true,
-            last_seen: node.last_seen.map(rfc3339),
-            revoked_at: revoked.get(name).copied().map(rfc3339),
-            enrollment: node.enrollment,
-            certificate_not_after: node.certificate_not_after.map(rfc3339),
-            address_conflicts: node.addresses.iter().filter_map(shared).collect(),
-            addresses: node.addresses.clone(),
-            ..NodeStatus::default()
-        })
-        .collect()
+/// Forgets the nodes that are known and not connected, and names the others.
+async fn forget(
+    dir: &DataDir,
+    server: Option<AdminClient>,
+    names: &[NodeName],
+) -> Result<VerbOutput, VerbError> {
+    let mut outcome = ForgetOutcome::default();
+    if let Some(server) = server {
+        for names in names.chunks(PAGE_MAX) {
+            let more = server.forget_nodes(names).await?;
+            outcome.forgotten.extend(more.forgotten);
+            outcome.unknown.extend(more.unknown);
+            outcome.connected.extend(more.connected);
+        }
+    } else {
+        let nodes = KnownNodes::open(dir)?;
+        let (forgotten, unknown): (Vec<_>, Vec<_>) =
+            names.iter().partition(|name| nodes.forget(name));
+        nodes.save()?;
+        outcome.forgotten = forgotten.into_iter().map(NodeName::to_string).collect();
+        outcome.unknown = unknown.into_iter().map(NodeName::to_string).collect();
+    }
+    let mut refusals = Vec::new();
+    if !outcome.connected.is_empty() {
+        refusals.push(VerbError::ConnectedNodes(NameList::of(&outcome.connected)));
+    }
+    if !outcome.unknown.is_empty() {
+        refusals.push(VerbError::UnknownNodes(NameList::of(&outcome.unknown)));
+    }
+    if outcome.forgotten.is_empty()
+        && let Some(refusal) = refusals.pop()
+    {
+        return Err(refusal);
+    }
+    let forgotten = outcome.forgotten.iter();
+    let notes = refusals.iter();
+    Ok(VerbOutput {
+        out: forgotten
+            .map(|name| format!("node {name} forgotten\n"))
+            .collect(),
+        err: notes.map(|refusal| format!("note: {refusal}\n")).collect(),
+    })
 }
 
 const NONE_KNOWN: &str = "no node is known; 'tunnel-server token create --node NAME' makes one\n";
 const NONE_SELECTED: &str = "no such node has these labels\n";
 const NONE_AWAY: &str = "no node is away\n";
-/// Interval at which `--watch` asks the server.
+/// Shortest pause of `--watch` between two lists.
 const WATCH_INTERVAL: Duration = Duration::from_secs(2);
-/// Version of the documents that `nodes -o json` and `nodes revocations -o json` print.
-const SCHEMA_VERSION: u32 = 1;
+/// The pause is this many times as long as the list took, so that the list of a large fleet costs at
+/// most a fifth of one processor.
+const WATCH_PAUSE_FACTOR: u32 = 4;
 
 #[cfg(test)]
 mod tests {
     use clap::Parser;
 
     use super::*;
+    use crate::routing::routes::{RouteNode, RouteSource};
+    use crate::store::data_dir::rfc3339;
+    use crate::testing::{assert_contains, node_sources};
 
     #[derive(Parser, Debug)]
     struct Cli {
@@ -395,28 +521,51 @@ mod tests {
         nodes: NodesArgs,
     }
 
-    fn listed(arguments: &str) -> Result<String, VerbError> {
+    fn args(arguments: &str) -> NodesArgs {
         let words = ["nodes"].into_iter().chain(arguments.split_whitespace());
-        let args = Cli::try_parse_from(words).unwrap().nodes;
-        let status = |name: &str, connected, state: Option<&str>| NodeStatus {
-            node: name.to_owned(),
-            connected,
-            state: state.map(str::to_owned),
-            labels: [("zone".into(), name.into())].into(),
-            // The session of the first node has a later certificate.
-            revoked_at: (name != "worker-2").then(|| rfc3339(SystemTime::UNIX_EPOCH)),
-            ..NodeStatus::default()
-        };
-        let nodes = args.select(vec![
-            status("worker-1", true, Some("live")),
-            status("worker-2", true, Some("suspect")),
-            status("worker-3", false, None),
-        ])?;
-        args.format(&nodes, NodeTotals::of(&nodes), SystemTime::UNIX_EPOCH)
+        Cli::try_parse_from(words).unwrap().nodes
     }
 
-    #[test]
-    fn names_and_state_select_nodes() {
+    /// A writer that fails like a closed pipe after some bytes.
+    struct ClosedPipe(usize);
+
+    impl Write for ClosedPipe {
+        fn write(&mut self, bytes: &[u8]) -> io::Result<usize> {
+            self.0 = self
+                .0
+                .checked_sub(bytes.len())
+                .ok_or(io::ErrorKind::BrokenPipe)?;
+            Ok(bytes.len())
+        }
+
+        fn flush(&mut self) -> io::Result<()> {
+            Ok(())
+        }
+    }
+
+    /// Prints the list of `worker-1` and `worker-2`, which another server holds, and `worker-3`,
+    /// which is away; the first and the last one are revoked.
+    async fn listed(arguments: &str) -> Result<String, VerbError> {
+        let held = ["worker-1", "worker-2"];
+        let (sources, _scratch) = node_sources(&["worker-3"], &["worker-1", "worker-2"], &held);
+        let revoked = ["worker-1", "worker-3"].map(|name| name.parse().unwrap());
+        let at = SystemTime::UNIX_EPOCH;
+        sources.revocations.order(OrderAction::Revoke, &revoked, at);
+        let cluster = sources.routes.of(RouteSource::Cluster);
+        let labeled = cluster.iter().map(|node| RouteNode {
+            labels: [("zone".into(), node.name.as_str().into())].into(),
+            ..node.clone()
+        });
+        sources.routes.set(RouteSource::Cluster, labeled.collect());
+        let (args, mut out) = (args(arguments), Vec::new());
+        let names = load_names(&args.names, None)?;
+        let source = ListSource::Files(sources);
+        args.print_list(&source, &names, &mut out).await?;
+        Ok(String::from_utf8(out).unwrap())
+    }
+
+    #[tokio::test]
+    async fn names_and_state_select_nodes() {
         for (arguments, expected) in [
             ("-o name", "worker-1\nworker-2\nworker-3\n"),
             ("-o name --away", "worker-3\n"),
@@ -428,38 +577,62 @@ mod tests {
             ("-o name -l zone!=worker-2 --away", "worker-3\n"),
             ("-l zone=a", "no such node has these labels\n"),
         ] {
-            assert_eq!(listed(arguments).unwrap(), expected, "{arguments}");
+            assert_eq!(listed(arguments).await.unwrap(), expected, "{arguments}");
         }
     }
 
-    #[test]
-    fn unknown_name_fails_and_prints_no_other_node() {
+    #[tokio::test]
+    async fn unknown_name_fails_and_prints_no_other_node() {
         for output in ["table", "wide", "json", "name"] {
-            let error = listed(&format!("-o {output} worker-1 worker-9")).unwrap_err();
-            assert!(matches!(&error, VerbError::UnknownNode(name) if name.as_str() == "worker-9"));
+            let error = listed(&format!("-o {output} worker-1 worker-9")).await;
+            let error = error.unwrap_err();
+            let VerbError::UnknownNodes(names) = &error else {
+                panic!("{error}");
+            };
+            assert_eq!(names.shown(), ["worker-9"]);
             assert_eq!(error.exit_code(), 1);
         }
+        let many: Vec<String> = (10..1400).map(|number| format!("x{number}")).collect();
+        let error = listed(&many.join(" ")).await.unwrap_err();
+        assert_contains(&error, "x1006, x1007 and 1380 more; 'tunnel-server nodes'");
     }
 
-    #[test]
-    fn tables_end_in_the_totals_of_what_they_list() {
+    #[tokio::test]
+    async fn tables_end_in_the_totals_of_what_they_list() {
+        let all = "total: 3; connected: 2 (suspect: 0); away: 1 (revoked: 1)";
         for (arguments, totals) in [
-            (
-                "",
-                "total: 3; connected: 2 (suspect: 1); away: 1 (revoked: 1)",
-            ),
-            (
-                "-o wide",
-                "total: 3; connected: 2 (suspect: 1); away: 1 (revoked: 1)",
-            ),
+            ("", all),
+            ("-o wide", all),
             (
                 "--away",
                 "total: 1; connected: 0 (suspect: 0); away: 1 (revoked: 1)",
             ),
         ] {
-            let text = listed(arguments).unwrap();
+            let text = listed(arguments).await.unwrap();
             assert_eq!(text.lines().last(), Some(totals), "{text}");
         }
+    }
+
+    #[tokio::test]
+    async fn hundred_thousand_nodes_are_printed_while_they_are_read() {
+        let scratch = crate::store::data_dir::testing::Scratch::new();
+        let nodes = KnownNodes::open(&scratch.0).unwrap();
+        for number in 0..100_000 {
+            nodes.record(&format!("edge-{number:06}").parse().unwrap(), &[]);
+        }
+        let revocations = Revocations::open(&scratch.0, true).unwrap();
+        let source = ListSource::Files(NodeSources::of_files(nodes, revocations));
+        let (args, mut printed) = (args("-o json"), Vec::new());
+        args.print_list(&source, &[], &mut printed).await.unwrap();
+        let document: serde_json::Value = serde_json::from_slice(&printed).unwrap();
+        assert_eq!(document["totals"]["nodes"], 100_000);
+        assert_eq!(document["nodes"][99_999]["node"], "edge-099999");
+        // What a page prints is written before the next one is read.
+        let closed = args.print_list(&source, &[], &mut ClosedPipe(2000)).await;
+        let Err(VerbError::File(error)) = closed else {
+            panic!("{closed:?}");
+        };
+        assert_eq!(error.kind(), io::ErrorKind::BrokenPipe);
     }
 
     #[test]
@@ -472,8 +645,10 @@ mod tests {
         };
         let mut watch = NodesWatch::default();
         let mut names = |nodes: Vec<NodeStatus>| -> Vec<String> {
-            let changed = watch.observe(nodes).into_iter();
-            changed.map(|node| node.node).collect()
+            let changed = nodes.into_iter().filter(|node| watch.observe(node));
+            let changed = changed.map(|node| node.node).collect();
+            watch.end_pass();
+            changed
         };
         let both = |streams| vec![status("a", true, streams), status("b", true, streams)];
         assert_eq!(names(both(0)), ["a", "b"]);
@@ -490,15 +665,19 @@ mod tests {
         );
     }
 
-    #[test]
-    fn document_has_a_version_and_totals() {
-        let document: serde_json::Value =
-            serde_json::from_str(&listed("-o json --away").unwrap()).unwrap();
+    #[tokio::test]
+    async fn document_has_a_version_and_totals() {
+        let document = listed("-o json --away").await.unwrap();
+        let document: serde_json::Value = serde_json::from_str(&document).unwrap();
         assert_eq!(document["schemaVersion"], 1);
         assert_eq!(document["totals"]["nodes"], 1);
         assert_eq!(document["totals"]["away"], 1);
         assert_eq!(document["totals"]["revoked"], 1);
         assert_eq!(document["nodes"][0]["node"], "worker-3");
+        assert_eq!(
+            document["nodes"][0]["revokedAt"],
+            rfc3339(SystemTime::UNIX_EPOCH)
+        );
         assert_eq!(document["nodes"][0]["lastClose"], serde_json::Value::Null);
     }
 }

@@ -5,10 +5,10 @@ use std::fmt::Write as _;
 use std::net::IpAddr;
 use std::time::{Duration, SystemTime};
 
-use comfy_table::Table;
-use comfy_table::presets::NOTHING;
+use tunnel_proto::process::name_list::NAMES_SHOWN_MAX;
 
 use crate::admin::RevocationInfo;
+use crate::admin::pages::NodesPage;
 use crate::admin::status::NodeStatus;
 use crate::ca::tokens::{TokenInfo, TokenState};
 use crate::routing::known_nodes::EnrollmentKind;
@@ -21,35 +21,92 @@ pub(super) enum NodeColumns {
     All,
 }
 
-/// Formats the nodes, with a line for each address that several of them have. Nodes of several
-/// servers are shown with the name of the server that carries requests to them.
-pub(super) fn nodes(nodes: &[NodeStatus], columns: NodeColumns, now: SystemTime) -> String {
-    let has_replicas = nodes.iter().any(|node| node.replica.is_some());
-    let columns: Vec<&Column> = COLUMNS
-        .iter()
-        .filter(|column| match column.shown {
-            Shown::Always => true,
-            Shown::WithReplicas => has_replicas,
-            Shown::Wide => columns == NodeColumns::All,
-        })
-        .collect();
-    let header: Vec<&str> = columns.iter().map(|column| column.header).collect();
-    let mut table = new_table(&header);
-    let mut conflicts: BTreeMap<IpAddr, &[String]> = BTreeMap::new();
-    for node in nodes {
-        for (address, names) in &node.address_conflicts {
-            conflicts.insert(*address, names);
+/// A table of nodes that is printed page by page. Columns are as wide as the entries so far need, so
+/// a page may be wider than the one before it. Nodes of several servers are shown with the name of the
+/// server that carries requests to them.
+#[derive(Debug)]
+pub(super) struct NodeTable {
+    columns: NodeColumns,
+    widths: Vec<usize>,
+    /// Addresses that several nodes have, with some of these.
+    conflicts: BTreeMap<IpAddr, Vec<String>>,
+    has_more_conflicts: bool,
+}
+
+impl NodeTable {
+    pub(super) fn new(columns: NodeColumns) -> Self {
+        Self {
+            columns,
+            widths: Vec::new(),
+            conflicts: BTreeMap::new(),
+            has_more_conflicts: false,
         }
-        table.add_row(columns.iter().map(|column| (column.cell)(node, now)));
     }
-    let mut text = finish(&table);
-    for (address, names) in conflicts {
-        let names: Vec<String> = names.iter().map(|name| clean(name)).collect();
-        let _infallible = writeln!(
-            text,
-            "{address} is the address of {}: reach them by name",
-            names.join(", ")
-        );
+
+    /// Returns the rows of some nodes, the first time below the header.
+    pub(super) fn rows(&mut self, page: &NodesPage, now: SystemTime) -> String {
+        let columns = COLUMNS.iter().filter(|column| match column.shown {
+            Shown::Always => true,
+            Shown::WithReplicas => page.has_replicas,
+            Shown::Wide => self.columns == NodeColumns::All,
+        });
+        let header = columns.clone().map(|column| column.header.to_owned());
+        let header = self.widths.is_empty().then(|| header.collect());
+        let rows = page.nodes.iter().map(|node| {
+            let cells = columns.clone().map(|column| (column.cell)(node, now));
+            cells.collect()
+        });
+        let rows: Vec<Vec<String>> = header.into_iter().chain(rows).collect();
+        for (address, names) in page.nodes.iter().flat_map(|node| &node.address_conflicts) {
+            if self.conflicts.len() < CONFLICTS_MAX || self.conflicts.contains_key(address) {
+                self.conflicts.insert(*address, names.clone());
+            } else {
+                self.has_more_conflicts = true;
+            }
+        }
+        aligned(&rows, &mut self.widths)
+    }
+
+    /// Returns a line for each address that several nodes have.
+    pub(super) fn conflicts(&self) -> String {
+        let mut text = String::new();
+        for (address, names) in &self.conflicts {
+            let names: Vec<String> = names.iter().map(|name| clean(name)).collect();
+            let more = if names.len() < NAMES_SHOWN_MAX {
+                ""
+            } else {
+                ", ..."
+            };
+            let _infallible = writeln!(
+                text,
+                "{address} is the address of {}{more}: reach them by name",
+                names.join(", ")
+            );
+        }
+        if self.has_more_conflicts {
+            text.push_str("more addresses are shared; -o json has them with each node\n");
+        }
+        text
+    }
+}
+
+/// Returns rows whose cells begin below each other, two spaces apart. Raises `widths` to those of the
+/// cells.
+fn aligned(rows: &[Vec<String>], widths: &mut Vec<usize>) -> String {
+    for row in rows {
+        widths.resize(widths.len().max(row.len()), 0);
+        for (width, cell) in widths.iter_mut().zip(row) {
+            *width = (*width).max(cell.chars().count());
+        }
+    }
+    let mut text = String::new();
+    for row in rows {
+        let mut line = String::new();
+        for (width, cell) in widths.iter().zip(row) {
+            let _infallible = write!(line, "{cell:<width$}  ");
+        }
+        text.push_str(line.trim_end());
+        text.push('\n');
     }
     text
 }
@@ -146,22 +203,32 @@ const COLUMNS: &[Column] = &[
     }),
 ];
 
-pub(super) fn revocations(revocations: &[RevocationInfo]) -> String {
-    if revocations.is_empty() {
-        return "no node is revoked\n".into();
+/// A table of revocations that is printed page by page.
+#[derive(Debug, Default)]
+pub(super) struct RevocationTable {
+    widths: Vec<usize>,
+}
+
+impl RevocationTable {
+    /// Returns the rows of some revocations, the first time below the header.
+    pub(super) fn rows(&mut self, revocations: &[RevocationInfo]) -> String {
+        let is_first = self.widths.is_empty();
+        let header = is_first.then(|| vec!["NODE".to_owned(), "REVOKED".to_owned()]);
+        let rows = revocations.iter().map(|revocation| {
+            let at = rfc3339(revocation.revoked_at);
+            vec![revocation.node.to_string(), at]
+        });
+        let rows: Vec<_> = header.into_iter().chain(rows).collect();
+        aligned(&rows, &mut self.widths)
     }
-    let mut table = new_table(&["NODE", "REVOKED"]);
-    for revocation in revocations {
-        table.add_row([revocation.node.to_string(), rfc3339(revocation.revoked_at)]);
-    }
-    finish(&table)
 }
 
 pub(super) fn tokens(tokens: &[TokenInfo]) -> String {
     if tokens.is_empty() {
         return "there are no join tokens\n".into();
     }
-    let mut table = new_table(&["ID", "NODE", "STATE", "EXPIRES", "USED BY KEY", "ADDRESSES"]);
+    let header = ["ID", "NODE", "STATE", "EXPIRES", "USED BY KEY", "ADDRESSES"];
+    let mut rows = vec![header.map(str::to_owned).to_vec()];
     for token in tokens {
         let state = match token.state {
             TokenState::Active => "active",
@@ -173,7 +240,7 @@ pub(super) fn tokens(tokens: &[TokenInfo]) -> String {
             .used_by
             .as_deref()
             .and_then(|key| key.get(..KEY_SHOWN));
-        table.add_row([
+        rows.push(vec![
             clean(&token.id),
             token.node.to_string(),
             state.to_owned(),
@@ -182,22 +249,7 @@ pub(super) fn tokens(tokens: &[TokenInfo]) -> String {
             addresses(&token.ips),
         ]);
     }
-    finish(&table)
-}
-
-fn new_table(header: &[&str]) -> Table {
-    let mut table = Table::new();
-    table.load_style(NOTHING).set_header(header);
-    for column in table.column_iter_mut() {
-        column.set_padding((0, 2));
-    }
-    table
-}
-
-fn finish(table: &Table) -> String {
-    let mut text = table.trim_fmt();
-    text.push('\n');
-    text
+    aligned(&rows, &mut Vec::new())
 }
 
 fn absent() -> String {
@@ -294,6 +346,8 @@ fn short(duration: Duration) -> String {
     }
 }
 
+/// Number of shared addresses that a table shows.
+const CONFLICTS_MAX: usize = 100;
 /// Number of characters of a key's hash that are shown.
 const KEY_SHOWN: usize = 16;
 /// Maximum length of a peer's text that is shown.
@@ -303,6 +357,59 @@ const TEXT_MAX: usize = 253;
 mod tests {
     use super::*;
     use crate::admin::status::{CloseStatus, VersionSkew};
+
+    fn nodes(nodes: Vec<NodeStatus>, columns: NodeColumns, now: SystemTime) -> String {
+        let mut table = NodeTable::new(columns);
+        let page = NodesPage {
+            has_replicas: nodes.iter().any(|node| node.replica.is_some()),
+            nodes,
+            r#continue: None,
+        };
+        let rows = table.rows(&page, now);
+        format!("{rows}{}", table.conflicts())
+    }
+
+    #[test]
+    fn pages_have_one_header_and_columns_that_become_wider() {
+        let mut table = NodeTable::new(NodeColumns::Usual);
+        let page = |node: &str| NodesPage {
+            nodes: vec![NodeStatus {
+                node: node.to_owned(),
+                ..NodeStatus::default()
+            }],
+            ..NodesPage::default()
+        };
+        let now = SystemTime::UNIX_EPOCH;
+        let first = table.rows(&page("a"), now);
+        assert!(first.starts_with("NODE  CONNECTED") && first.lines().count() == 2);
+        assert_eq!(table.rows(&page("worker-1"), now).find("no"), Some(10));
+        assert_eq!(table.rows(&page("b"), now).find("no"), Some(10));
+        assert_eq!(table.conflicts(), "");
+    }
+
+    #[test]
+    fn shared_addresses_are_a_bounded_number_of_lines() {
+        let mut table = NodeTable::new(NodeColumns::Usual);
+        for number in 0..150_u32 {
+            let names: Vec<String> = (0..10).map(|other| format!("n{other}")).collect();
+            let node = NodeStatus {
+                address_conflicts: [(IpAddr::from(number.to_be_bytes()), names)].into(),
+                ..NodeStatus::default()
+            };
+            let page = NodesPage {
+                nodes: vec![node],
+                ..NodesPage::default()
+            };
+            table.rows(&page, SystemTime::UNIX_EPOCH);
+        }
+        let text = table.conflicts();
+        assert_eq!(text.lines().count(), CONFLICTS_MAX + 1);
+        assert!(text.contains("n8, n9, ...: reach"), "{text}");
+        assert!(
+            text.ends_with("-o json has them with each node\n"),
+            "{text}"
+        );
+    }
 
     #[test]
     fn nodes_are_shown_with_shared_addresses_below() {
@@ -343,7 +450,7 @@ mod tests {
             state: Some("suspect".into()),
             ..NodeStatus::default()
         };
-        let text = nodes(&[connected, absent, suspect], NodeColumns::Usual, now);
+        let text = nodes(vec![connected, absent, suspect], NodeColumns::Usual, now);
         let expected = "\
 NODE      CONNECTED  TRANSPORT  ADDRESS            VERSION                 SINCE  LAST SEEN  LAST CLOSE  RTT    STREAMS  CERTIFICATE  ADDRESSES
 worker-1  yes        quic       203.0.113.7:40000  culvert?[31m/1 (older)  2h 5m  2s         -           12 ms  3        30d 0h left  192.168.33.221
@@ -380,7 +487,7 @@ worker-3  suspect    h2         -                  -                       -    
             ..NodeStatus::default()
         };
         let now = SystemTime::UNIX_EPOCH;
-        let text = nodes(&[own, of_other, absent], NodeColumns::Usual, now);
+        let text = nodes(vec![own, of_other, absent], NodeColumns::Usual, now);
         let expected = "\
 NODE      CONNECTED  REPLICA   TRANSPORT  ADDRESS  VERSION  SINCE  LAST SEEN  LAST CLOSE  RTT  STREAMS  CERTIFICATE  ADDRESSES
 worker-1  yes        server-1  quic       -        -        -      -          -           -    2        -            -
@@ -399,7 +506,7 @@ worker-3  no         -         -          -        -        -      -          - 
             revoked_at: Some(rfc3339(now)),
             ..NodeStatus::default()
         };
-        let text = nodes(&[absent], NodeColumns::All, now);
+        let text = nodes(vec![absent], NodeColumns::All, now);
         let row = squeeze(&text).pop().unwrap();
         assert!(row.starts_with("worker-2 revoked"), "{text}");
         assert!(row.ends_with("30s this end no sign?of life"), "{text}");

@@ -4,11 +4,10 @@ use clap::Parser;
 use tunnel_proto::process::shutdown::Shutdown;
 use tunnel_proto::process::terminal::Answer;
 
-use super::nodes::stored_nodes;
 use super::*;
-use crate::admin::status::NodeList;
 use crate::admin::{self, AdminState};
 use crate::ca::tokens::{TokenInfo, TokenState};
+use crate::routing::routes::RouteSource;
 use crate::store::data_dir::testing::Scratch;
 use crate::testing::assert_contains;
 
@@ -27,7 +26,15 @@ async fn verb(scratch: &Scratch, line: &str) -> Result<VerbOutput, VerbError> {
     let words = words.split(' ');
     match Cli::try_parse_from(words).unwrap() {
         Cli::Token(verb) => verb.execute().await,
-        Cli::Nodes(args) => args.execute().await,
+        Cli::Nodes(args) => {
+            let mut list = Vec::new();
+            let output = args.execute(&mut list).await?;
+            let list = String::from_utf8(list).unwrap();
+            Ok(VerbOutput {
+                out: list + &output.out,
+                err: output.err,
+            })
+        }
         Cli::Ca(args) => args.execute(|_question| Ok(Answer::NoTerminal)).await,
         Cli::Healthcheck(_) => unreachable!("has no data directory"),
     }
@@ -48,8 +55,14 @@ async fn tokens(scratch: &Scratch) -> Vec<TokenInfo> {
 fn start(scratch: &Scratch, shutdown: &Shutdown) -> AdminState {
     let dir = &scratch.0;
     let mut state = admin::tests::state(dir);
-    let listed = state.nodes.clone();
-    state.status = NodeList::new(move || stored_nodes(&listed, &[]), shutdown);
+    state.sources.sessions = None;
+    let (nodes, routes) = (state.nodes.clone(), state.sources.routes.clone());
+    let mut changed = nodes.changed();
+    shutdown.spawn_service(async move {
+        while changed.changed().await.is_ok() {
+            routes.set(RouteSource::Known, nodes.routes());
+        }
+    });
     state.node_labels = vec!["zone".into()];
     state.advertised = vec!["running.example:10262".into()];
     admin::start(state.clone(), dir, shutdown).unwrap();
@@ -85,9 +98,9 @@ async fn tour(scratch: &Scratch, server: &str) {
     assert_contains(&out(scratch, "nodes").await, shared);
     out(scratch, "nodes forget worker-2").await;
     let again = error(scratch, "nodes forget worker-2").await;
-    assert!(matches!(again, VerbError::UnknownNode(_)));
+    assert!(matches!(again, VerbError::UnknownNodes(_)));
     let unknown = error(scratch, "nodes worker-1 worker-9").await;
-    assert!(matches!(unknown, VerbError::UnknownNode(_)));
+    assert!(matches!(unknown, VerbError::UnknownNodes(_)));
     assert_eq!(
         out(scratch, "nodes -o name --away worker-1").await,
         "worker-1\n"
@@ -284,6 +297,32 @@ async fn verbs_work_through_a_running_server() {
     let names = names.collect::<Vec<_>>().join(" ");
     let revoked = out(&scratch, &format!("nodes revoke {names}")).await;
     assert_eq!(revoked.matches(" revoked\n").count(), 1100);
+    // Names in a file, of which two are listed and one is not revoked.
+    let file = scratch.0.path().join("names");
+    std::fs::write(&file, "# a site\nworker-1\nworker-3\n").unwrap();
+    let file = file.display();
+    let listed = verb(&scratch, &format!("nodes -o name -f {file}")).await;
+    assert!(matches!(listed, Err(VerbError::UnknownNodes(_))));
+    let revoked = verb(&scratch, &format!("nodes revoke worker-2 -f {file}"))
+        .await
+        .unwrap();
+    assert_eq!(revoked.out.matches(" revoked\n").count(), 3);
+    assert_contains(
+        &revoked.err,
+        "no node of this name is known: worker-2, worker-3;",
+    );
+    out(&scratch, &format!("nodes unrevoke --file {file}")).await;
+    let forgotten = verb(&scratch, &format!("nodes forget -f {file}"))
+        .await
+        .unwrap();
+    assert_eq!(forgotten.out, "node worker-1 forgotten\n");
+    assert_contains(&forgotten.err, "no node has the name worker-3;");
+    let listed = out(&scratch, "nodes revocations").await;
+    assert_eq!(
+        listed.lines().count(),
+        1 + 1100 + 1,
+        "in pages, with one header"
+    );
     out(&scratch, "nodes -l !zone").await;
     let refused = error(&scratch, "nodes -l rack").await;
     assert_contains(&refused, "it stores only zone");
@@ -313,6 +352,7 @@ fn bad_arguments_are_explained() {
         ("token create --node a --ttl soon", "--ttl"),
         ("token create --node a --ip 300.0.0.1", "--ip"),
         ("token create", "--node"),
+        ("nodes revoke", "<NAME>"),
         ("nodes -o yaml", "possible values: table, wide, json, name"),
     ] {
         let words_in = ["tunnel-server"].into_iter().chain(line.split(' '));
@@ -363,7 +403,7 @@ async fn looking_makes_no_data_directory() {
     let Ok(Cli::Nodes(args)) = args else {
         panic!("{args:?}");
     };
-    let error = args.execute().await.err().unwrap();
+    let error = args.execute(&mut Vec::new()).await.err().unwrap();
     assert_contains(&error, "/nonexistent/culvert");
 }
 

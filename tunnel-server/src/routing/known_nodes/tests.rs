@@ -29,26 +29,18 @@ fn nodes_survive_a_restart_until_they_are_forgotten() {
 }
 
 #[test]
-fn shared_addresses_are_conflicts_in_any_notation() {
+fn addresses_are_canonical_and_stay_without_others() {
     let scratch = Scratch::new();
     let nodes = KnownNodes::open(&scratch.0).unwrap();
-    for (node, address) in [
-        ("worker-1", "192.168.33.221"),
-        ("worker-2", "::ffff:192.168.33.221"),
-        ("worker-3", "192.168.33.222"),
-    ] {
-        nodes.record(&name(node), &[address.parse().unwrap()]);
-    }
-    let conflicts = nodes.conflicts();
-    assert_eq!(conflicts.len(), 1);
+    let addresses = |node: &str| nodes.get(&name(node)).unwrap().addresses;
+    nodes.record(&name("a"), &["::ffff:192.168.33.221".parse().unwrap()]);
     assert_eq!(
-        conflicts[&"192.168.33.221".parse::<IpAddr>().unwrap()],
-        [name("worker-1"), name("worker-2")]
+        addresses("a"),
+        ["192.168.33.221".parse::<IpAddr>().unwrap()]
     );
-    nodes.record(&name("worker-2"), &["10.0.0.9".parse().unwrap()]);
-    assert!(nodes.conflicts().is_empty());
-    nodes.record(&name("worker-2"), &[]);
-    assert_eq!(nodes.snapshot()[&name("worker-2")].addresses.len(), 1);
+    nodes.record(&name("a"), &["10.0.0.9".parse().unwrap()]);
+    nodes.record(&name("a"), &[]);
+    assert_eq!(addresses("a"), ["10.0.0.9".parse::<IpAddr>().unwrap()]);
 }
 
 #[test]

@@ -5,6 +5,7 @@ use std::collections::BTreeMap;
 use std::time::Duration;
 
 use tokio::time::Instant;
+use tunnel_proto::process::name_list::NameList;
 use tunnel_proto::wire::name::{NodeName, ReplicaId};
 
 /// The nodes whose live sessions this server closed in the last minute, by the server that holds the
@@ -55,18 +56,13 @@ impl NamesUsedTwice {
     /// Returns the line for operators, or `None` if no name was used twice for a while.
     pub(super) fn condition(&mut self, now: Instant) -> Option<String> {
         self.expire(now);
-        let shown: Vec<_> = (self.0.iter().take(SHOWN_MAX))
+        let names: NameList = (self.0.iter())
             .map(|(node, twice)| format!("{node} (here and at {})", twice.replica))
             .collect();
-        let more = match self.0.len().saturating_sub(SHOWN_MAX) {
-            0 => String::new(),
-            more => format!(" and {more} more"),
-        };
-        (!shown.is_empty()).then(|| {
+        (!names.is_empty()).then(|| {
             format!(
-                "name used twice: {}{more}; both agents answered, and one session is closed; a cloned disk or a stolen \
-                 certificate looks like this",
-                shown.join(", ")
+                "name used twice: {names}; both agents answered, and one session is closed; a cloned disk or a stolen \
+                 certificate looks like this"
             )
         })
     }
@@ -88,11 +84,11 @@ const SERVERS_MAX: usize = 256;
 /// Time for which a name is reported after it was last used twice.
 const REPORTED_FOR: Duration = Duration::from_secs(600);
 const NAMES_MAX: usize = 1024;
-/// Maximum number of names that the condition has.
-const SHOWN_MAX: usize = 8;
 
 #[cfg(test)]
 mod tests {
+    use tunnel_proto::process::name_list::NAMES_SHOWN_MAX;
+
     use super::*;
 
     fn replica(name: &str) -> ReplicaId {
@@ -141,7 +137,7 @@ mod tests {
         }
         let line = names.condition(start).unwrap();
         assert!(
-            line.contains(&format!(" and {} more;", NAMES_MAX - SHOWN_MAX)),
+            line.contains(&format!(" and {} more;", NAMES_MAX - NAMES_SHOWN_MAX)),
             "{line}"
         );
     }

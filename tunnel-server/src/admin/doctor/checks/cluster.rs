@@ -5,11 +5,13 @@ use std::net::IpAddr;
 
 use serde_json::json;
 use tunnel_proto::process::doctor::Severity;
+use tunnel_proto::process::name_list::NameList;
 
 use crate::admin::doctor::facts::{Facts, ServerAnswer};
-use crate::admin::doctor::report::Fault;
+use crate::admin::doctor::report::{Fault, FaultGroups, FaultKind};
+use crate::admin::doctor::survey::shared_address;
 use crate::admin::render::shell;
-use crate::cluster::doctor::{ClusterFacts, Fact, ServiceFacts};
+use crate::cluster::doctor::{ClusterFacts, Fact, NodesFacts, ServiceFacts};
 
 /// D04: the Service of the listeners.
 pub(super) fn service(facts: &Facts) -> Fact<Vec<Fault>> {
@@ -157,34 +159,44 @@ pub(super) fn port_lists(facts: &Facts) -> Fact<Vec<Fault>> {
 }
 
 /// D08: names and addresses of the nodes.
-pub(super) fn node_names(facts: &Facts) -> Fact<Vec<Fault>> {
-    let mut faults = of_conditions(facts, &["node claims"]);
+pub(super) fn node_names(facts: &Facts) -> Fact<FaultGroups> {
+    let mut groups = FaultGroups::default();
+    for fault in of_conditions(facts, &["node claims"]) {
+        groups.add_alone(fault);
+    }
     let cluster = match &facts.cluster {
         Ok(cluster) => cluster,
         Err(reason) => {
-            faults.extend(of_conditions(facts, &["node names"]));
-            faults.extend(known_addresses(facts));
-            return if faults.is_empty() {
+            for fault in of_conditions(facts, &["node names"]) {
+                groups.add_alone(fault);
+            }
+            if let ServerAnswer::Nodes(survey) = &facts.server {
+                groups.extend(survey.addresses().clone());
+            }
+            return if groups.is_empty() {
                 Err(reason.clone())
             } else {
-                Ok(faults)
+                Ok(groups)
             };
         }
     };
     let nodes = cluster.nodes.as_ref().map_err(Clone::clone)?;
-    faults.extend(nodes.refused.iter().map(|what| Fault {
-        severity: Severity::Warning,
-        place: "Nodes".to_owned(),
-        what: what.clone(),
-        fix: "rename the Node, or allow its host name with --record-names".to_owned(),
-    }));
-    let mut owners: BTreeMap<IpAddr, Vec<&str>> = BTreeMap::new();
-    for node in &nodes.nodes {
-        for address in &node.internal {
-            owners.entry(*address).or_default().push(&node.name);
-        }
+    for what in &nodes.refused {
+        let fix = "rename the Node, or allow its host name with --record-names";
+        let fault = Fault {
+            severity: Severity::Warning,
+            place: what.clone(),
+            what: "the name or the host name is refused".to_owned(),
+            fix: fix.to_owned(),
+        };
+        let kind = FaultKind {
+            noun: "Nodes",
+            what: "the names or the host names are refused".to_owned(),
+            fix,
+        };
+        groups.add(kind, what, fault);
     }
-    faults.extend(shared_addresses(facts, &owners));
+    add_shared_addresses(facts, nodes, &mut groups);
     for node in nodes
         .nodes
         .iter()
@@ -192,52 +204,48 @@ pub(super) fn node_names(facts: &Facts) -> Fact<Vec<Fault>> {
     {
         let hostname = node.hostname.as_ref();
         if let Some(hostname) = hostname.filter(|hostname| **hostname != node.name) {
-            faults.push(Fault {
+            let fault = Fault {
                 severity: Severity::Info,
                 place: format!("Node {}", node.name),
                 what: format!("the host name {hostname} differs from the name of the Node"),
                 fix: "use the name of the Node; the host name is an alias".to_owned(),
-            });
+            };
+            let kind = FaultKind {
+                noun: "Nodes",
+                what: "the host names differ from the names of the Nodes".to_owned(),
+                fix: "use the names of the Nodes; the host names are aliases",
+            };
+            groups.add(kind, &node.name, fault);
         }
     }
-    faults.extend(service_name_faults(facts, cluster));
-    Ok(faults)
+    add_service_names(facts, cluster, &mut groups);
+    Ok(groups)
 }
 
-/// Returns a fault for each address that several nodes have.
-fn shared_addresses(facts: &Facts, owners: &BTreeMap<IpAddr, Vec<&str>>) -> Vec<Fault> {
+/// Adds a fault for each address that several nodes have.
+fn add_shared_addresses(facts: &Facts, nodes: &NodesFacts, groups: &mut FaultGroups) {
+    let mut owners: BTreeMap<IpAddr, Vec<&str>> = BTreeMap::new();
+    for node in &nodes.nodes {
+        for address in &node.internal {
+            owners.entry(*address).or_default().push(&node.name);
+        }
+    }
     let shared = owners
         .iter()
         .filter(|(_, names)| names.len() > 1 && names.iter().any(|name| facts.is_selected(name)));
-    let faults = shared.map(|(address, names)| {
-        let shown: Vec<&str> = names.iter().take(SHOWN_MAX).copied().collect();
-        Fault {
-            severity: Severity::Warning,
-            place: format!("address {address}"),
-            what: format!("{} nodes have it: {}", names.len(), shown.join(", ")),
-            fix: "reach them by name; requests by this address are refused".to_owned(),
-        }
-    });
-    faults.collect()
+    for (address, names) in shared {
+        let names = NameList::of(names).to_string();
+        let address = address.to_string();
+        let (kind, fault) = shared_address(&address, &names);
+        groups.add(kind, &address, fault);
+    }
 }
 
-/// Returns the faults of addresses that the running server knows.
-fn known_addresses(facts: &Facts) -> Vec<Fault> {
-    let ServerAnswer::Nodes(nodes) = &facts.server else {
-        return Vec::new();
-    };
-    let conflicts = nodes.iter().flat_map(|node| &node.address_conflicts);
-    let owners: BTreeMap<IpAddr, Vec<&str>> = conflicts
-        .map(|(address, names)| (*address, names.iter().map(String::as_str).collect()))
-        .collect();
-    shared_addresses(facts, &owners)
-}
-
-/// Returns a fault for each edge node that has the name of a Service. In the Service's namespace,
-/// or with it as a second label, the name resolves to the Service.
-fn service_name_faults(facts: &Facts, cluster: &ClusterFacts) -> Vec<Fault> {
+/// Adds a fault for each edge node that has the name of a Service. In the Service's namespace, or with
+/// it as a second label, the name resolves to the Service.
+fn add_service_names(facts: &Facts, cluster: &ClusterFacts, groups: &mut FaultGroups) {
     let (Ok(nodes), Ok(services)) = (&cluster.nodes, &cluster.service_names) else {
-        return Vec::new();
+        return;
     };
     let mut by_name: BTreeMap<&str, &str> = BTreeMap::new();
     for full in services {
@@ -250,16 +258,24 @@ fn service_name_faults(facts: &Facts, cluster: &ClusterFacts) -> Vec<Fault> {
         .nodes
         .iter()
         .filter(|node| node.is_edge && facts.is_selected(&node.name));
-    let faults = edges.filter_map(|node| {
-        let service = by_name.get(node.name.as_str())?;
-        Some(Fault {
+    for node in edges {
+        let Some(service) = by_name.get(node.name.as_str()) else {
+            continue;
+        };
+        let fix = "rename the Service, or use the long name of the node (--dns-zone)";
+        let fault = Fault {
             severity: Severity::Warning,
             place: format!("Node {}", node.name),
             what: format!("Service {service} has the same short name, and Pods may resolve it"),
-            fix: "rename the Service, or use the long name of the node (--dns-zone)".to_owned(),
-        })
-    });
-    faults.collect()
+            fix: fix.to_owned(),
+        };
+        let kind = FaultKind {
+            noun: "Nodes",
+            what: "Services have the same short names, and Pods may resolve them".to_owned(),
+            fix,
+        };
+        groups.add(kind, &node.name, fault);
+    }
 }
 
 /// D11: the rights of the credentials of this command.

@@ -6,6 +6,8 @@ use super::*;
 use crate::admin::doctor::facts::dialed::{Dialed, DialedFacts};
 use crate::admin::doctor::facts::kubelets::{KubeletAnswer, KubeletProbe};
 use crate::admin::doctor::facts::{HostFacts, UdpBuffer};
+use crate::admin::doctor::survey::{NodeSurvey, SurveySettings};
+use crate::admin::status::{NodeStatus, VersionSkew};
 use crate::cluster::doctor::{
     AddonFacts, ApiServerFacts, ClusterDnsFacts, ClusterFacts, NodesFacts, PortListsFacts,
     RecordsFacts, ReportedNode, ServiceFacts,
@@ -26,6 +28,19 @@ fn node(name: &str) -> NodeStatus {
         certificate_not_after: Some("2026-01-21T00:00:00Z".to_owned()),
         ..NodeStatus::default()
     }
+}
+
+/// Returns what a server with these nodes answers.
+fn answer(nodes: &[NodeStatus]) -> ServerAnswer {
+    let mut survey = NodeSurvey::new(SurveySettings {
+        only_nodes: Vec::new(),
+        renewal_margin: Duration::from_secs(7 * 24 * 60 * 60),
+        now: humantime::parse_rfc3339(NOW).unwrap(),
+    });
+    for node in nodes {
+        survey.add(node);
+    }
+    ServerAnswer::Nodes(survey)
 }
 
 fn reported(name: &str, address: &str) -> ReportedNode {
@@ -99,7 +114,7 @@ fn healthy() -> Facts {
     Facts {
         only_nodes: Vec::new(),
         data_dir: "/data".into(),
-        server: ServerAnswer::Nodes(vec![node("a"), node("b")]),
+        server: answer(&[node("a"), node("b")]),
         readiness: Ok(vec!["[+] nodes".to_owned(), "ok".to_owned()]),
         host: HostFacts {
             buffers: vec![buffer("net.core.rmem_max"), buffer("net.core.wmem_max")],
@@ -126,8 +141,6 @@ fn healthy() -> Facts {
             resolvers: Ok(Vec::new()),
             has_dns: true,
         },
-        renewal_margin: Duration::from_secs(7 * 24 * 60 * 60),
-        now: humantime::parse_rfc3339(NOW).unwrap(),
     }
 }
 
@@ -148,7 +161,7 @@ fn of_node(change: impl FnOnce(&mut NodeStatus)) -> Vec<Finding> {
     findings(|facts| {
         let mut first = node("a");
         change(&mut first);
-        facts.server = ServerAnswer::Nodes(vec![first, node("b")]);
+        facts.server = answer(&[first, node("b")]);
     })
 }
 
@@ -388,6 +401,56 @@ fn d09_server_that_is_absent_silent_or_not_ready_is_found() {
     ensure_only(&condition, "D09", Severity::Warning);
     let unknown = findings(|facts| facts.only_nodes = vec!["x".parse().unwrap()]);
     ensure_only(&unknown, "D09", Severity::Error);
+}
+
+#[test]
+fn faults_of_twenty_thousand_nodes_are_a_few_lines_with_counts() {
+    let report = {
+        let mut facts = healthy();
+        let numbers = 0..20_000;
+        let away = numbers.clone().map(|number| NodeStatus {
+            connected: false,
+            ..node(&format!("n{number:05}"))
+        });
+        facts.server = answer(&away.collect::<Vec<_>>());
+        let nodes = facts.cluster.as_mut().unwrap().nodes.as_mut().unwrap();
+        nodes.nodes = numbers
+            .clone()
+            .map(|number| ReportedNode {
+                hostname: Some("other".to_owned()),
+                ..reported(&format!("n{number:05}"), "192.0.2.1")
+            })
+            .collect();
+        nodes.refused = numbers
+            .map(|number| format!("node \"N{number}\": capital"))
+            .collect();
+        examine(&facts)
+    };
+    let mut text = Vec::new();
+    report.print(false, &mut text).unwrap();
+    let text = String::from_utf8(text).unwrap();
+    assert!(text.lines().count() < 40, "{text}");
+    assert!(
+        text.contains("error D09 20000 nodes: no agent is connected; never seen: n00000, n00001, "),
+        "{text}"
+    );
+    assert!(text.contains("n00009 and 19990 more"), "{text}");
+    let mut json = Vec::new();
+    report.print(true, &mut json).unwrap();
+    let document: serde_json::Value = serde_json::from_slice(&json).unwrap();
+    let findings = document["findings"].as_array().unwrap();
+    let agents = findings
+        .iter()
+        .find(|finding| finding["id"] == "D09")
+        .unwrap();
+    assert_eq!(agents["count"], 20_000);
+    assert_eq!(agents["names"].as_array().unwrap().len(), 10);
+    assert_eq!(agents["names"][9], "n00009");
+    let of_names = findings.iter().filter(|finding| finding["id"] == "D08");
+    let counts: Vec<_> = of_names
+        .map(|finding| finding["count"].as_u64().unwrap())
+        .collect();
+    assert_eq!(counts, [20_000, 1, 20_000], "names, an address, host names");
 }
 
 #[test]

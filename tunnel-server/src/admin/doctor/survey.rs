@@ -1,0 +1,280 @@
+//! What the checks need of the nodes, gathered page by page: their names, and the faults of each kind.
+//! No status is stored. Pure.
+
+use std::collections::BTreeMap;
+use std::time::{Duration, SystemTime};
+
+use tunnel_proto::process::doctor::Severity;
+use tunnel_proto::process::name_list::NAMES_SHOWN_MAX;
+use tunnel_proto::wire::name::NodeName;
+
+use super::report::{Fault, FaultGroups, FaultKind};
+use crate::admin::status::{NodeStatus, VersionSkew};
+
+/// What is looked for.
+#[derive(Debug, Clone)]
+pub(super) struct SurveySettings {
+    /// Nodes to check; all if there is none.
+    pub(super) only_nodes: Vec<NodeName>,
+    /// Remaining validity of a certificate below which its renewal is overdue.
+    pub(super) renewal_margin: Duration,
+    pub(super) now: SystemTime,
+}
+
+/// The nodes of the running server.
+#[derive(Debug, Clone)]
+pub(super) struct NodeSurvey {
+    settings: SurveySettings,
+    /// All nodes, and whether their agents are connected.
+    nodes: BTreeMap<String, bool>,
+    agents: FaultGroups,
+    addresses: FaultGroups,
+}
+
+impl NodeSurvey {
+    pub(super) fn new(settings: SurveySettings) -> Self {
+        Self {
+            settings,
+            nodes: BTreeMap::new(),
+            agents: FaultGroups::default(),
+            addresses: FaultGroups::default(),
+        }
+    }
+
+    /// Adds a node. Nodes are added in the order of their names.
+    pub(super) fn add(&mut self, node: &NodeStatus) {
+        self.nodes.insert(node.node.clone(), node.connected);
+        let mut only = self.settings.only_nodes.iter();
+        let is_named = only.any(|name| name.as_str() == node.node);
+        if !is_named && !self.settings.only_nodes.is_empty() {
+            return;
+        }
+        for (address, names) in &node.address_conflicts {
+            // An address counts once, with its first node.
+            if is_named || names.first() == Some(&node.node) {
+                let others = if names.len() < NAMES_SHOWN_MAX {
+                    ""
+                } else {
+                    ", ..."
+                };
+                let names = format!("{}{others}", names.join(", "));
+                let address = address.to_string();
+                let (kind, fault) = shared_address(&address, &names);
+                self.addresses.add(kind, &address, fault);
+            }
+        }
+        if !node.is_edge {
+            return;
+        }
+        if node.connected {
+            self.add_session(node);
+        } else {
+            let (kind, fault) = away(node);
+            self.agents.add(kind, &node.node, fault);
+        }
+    }
+
+    pub(super) fn is_known(&self, name: &str) -> bool {
+        self.nodes.contains_key(name)
+    }
+
+    pub(super) fn is_connected(&self, name: &str) -> bool {
+        self.nodes.get(name).copied().unwrap_or(false)
+    }
+
+    /// Returns the faults of agents and their sessions.
+    pub(super) fn agents(&self) -> &FaultGroups {
+        &self.agents
+    }
+
+    /// Returns the addresses that several nodes have.
+    pub(super) fn addresses(&self) -> &FaultGroups {
+        &self.addresses
+    }
+
+    /// Adds the faults of a node with a connected agent. Another server may hold it, which alone knows
+    /// the session.
+    fn add_session(&mut self, node: &NodeStatus) {
+        let certificate = self.certificate_fault(node);
+        let mut add = |severity, several: &str, what: String, fix: &'static str| {
+            let kind = FaultKind {
+                noun: "nodes",
+                what: several.to_owned(),
+                fix,
+            };
+            let fault = Fault {
+                severity,
+                place: node.node.clone(),
+                what,
+                fix: fix.to_owned(),
+            };
+            self.agents.add(kind, &node.node, fault);
+        };
+        if node.state.as_deref().is_some_and(|state| state != "live") {
+            let what = "the agent does not answer, and requests are refused until it does";
+            let fix = "check the network of the node";
+            add(Severity::Error, what, what.to_owned(), fix);
+        }
+        if let Some(millis) = node.rtt_millis.filter(|millis| *millis > RTT_MAX_MILLIS) {
+            let several = "the round trip takes more than 1 s";
+            let what = format!("the round trip takes {millis} ms");
+            let fix = "check the network of the node for loss and queues";
+            add(Severity::Warning, several, what, fix);
+        }
+        if node.version_skew == Some(VersionSkew::Unsupported) {
+            let several = "the agents have versions that this server does not support";
+            let version = node.version.as_deref().unwrap_or("unknown");
+            let what =
+                format!("the agent has version {version}, which this server does not support");
+            let fix = "upgrade the agent to the version of the server";
+            add(Severity::Warning, several, what, fix);
+        }
+        if let Some((severity, several, what)) = certificate {
+            let fix =
+                "on the node: journalctl -u tunnel-agent; with an ended certificate, a new token";
+            add(severity, several, what, fix);
+        }
+    }
+
+    fn certificate_fault(&self, node: &NodeStatus) -> Option<(Severity, &'static str, String)> {
+        let text = node.certificate_not_after.as_deref()?;
+        let end: SystemTime = humantime::parse_rfc3339(text).ok()?;
+        match end.duration_since(self.settings.now) {
+            Err(_past) => {
+                let what = format!("the certificate of the agent ended {text}");
+                Some((
+                    Severity::Error,
+                    "the certificates of the agents ended",
+                    what,
+                ))
+            }
+            Ok(left) if left < self.settings.renewal_margin => {
+                let several = "the certificates of the agents end soon and were not renewed";
+                let what = format!("the certificate of the agent ends {text} and was not renewed");
+                Some((Severity::Warning, several, what))
+            }
+            Ok(_enough) => None,
+        }
+    }
+}
+
+/// Returns the fault of a node without a connected agent.
+fn away(node: &NodeStatus) -> (FaultKind, Fault) {
+    if let Some(at) = node.revoked_at.as_ref().filter(|_| node.is_revoked()) {
+        let kind = FaultKind {
+            noun: "nodes",
+            what: "the nodes are revoked".to_owned(),
+            fix: "if that was a mistake: tunnel-server nodes unrevoke NAME...",
+        };
+        let fault = Fault {
+            severity: Severity::Info,
+            place: node.node.clone(),
+            what: format!("the node was revoked at {at}"),
+            fix: format!(
+                "if that was a mistake: tunnel-server nodes unrevoke {}",
+                node.node
+            ),
+        };
+        return (kind, fault);
+    }
+    let close = node.last_close.as_ref();
+    let seen = node.last_seen.as_ref();
+    let seen_at = seen.map_or_else(|| "never seen".to_owned(), |at| format!("last seen {at}"));
+    let ended = close.map(|close| format!("; last close: {} by {}", close.code, close.by));
+    let ended = ended.unwrap_or_default();
+    let reason = close.map(|close| &close.reason);
+    let reason = reason.filter(|reason| !reason.is_empty());
+    let reason = reason.map_or_else(String::new, |reason| format!(" ({reason})"));
+    let several = if seen.is_some() {
+        "seen before"
+    } else {
+        "never seen"
+    };
+    let kind = FaultKind {
+        noun: "nodes",
+        what: format!("no agent is connected; {several}{ended}"),
+        fix: "tunnel-server nodes --away -o wide; on a node: tunnel-agent status",
+    };
+    let fault = Fault {
+        severity: Severity::Error,
+        place: node.node.clone(),
+        what: format!("no agent is connected; {seen_at}{ended}{reason}"),
+        fix: "on the node: tunnel-agent status; journalctl -u tunnel-agent".to_owned(),
+    };
+    (kind, fault)
+}
+
+/// Returns the fault of an address that several nodes have.
+pub(super) fn shared_address(address: &str, names: &str) -> (FaultKind, Fault) {
+    let kind = FaultKind {
+        noun: "addresses",
+        what: "several nodes have each of them".to_owned(),
+        fix: "reach the nodes by name; requests by these addresses are refused",
+    };
+    let fault = Fault {
+        severity: Severity::Warning,
+        place: format!("address {address}"),
+        what: format!("several nodes have it: {names}"),
+        fix: "reach them by name; requests by this address are refused".to_owned(),
+    };
+    (kind, fault)
+}
+
+/// Round-trip time above which a transfer is slow over any transport.
+const RTT_MAX_MILLIS: u64 = 1000;
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::admin::doctor::report::D09;
+
+    #[test]
+    fn twenty_thousand_nodes_without_agents_are_a_few_findings() {
+        let mut survey = NodeSurvey::new(SurveySettings {
+            only_nodes: Vec::new(),
+            renewal_margin: Duration::from_secs(60),
+            now: SystemTime::UNIX_EPOCH + Duration::from_secs(1_750_000_000),
+        });
+        for number in 0..20_000 {
+            let is_shared = number < 4000;
+            let address = std::net::IpAddr::from([10, 0, (number / 512) as u8, (number / 2) as u8]);
+            let twins = [number & !1, number | 1].map(|number| format!("edge-{number:05}"));
+            survey.add(&NodeStatus {
+                node: format!("edge-{number:05}"),
+                is_edge: true,
+                connected: number % 10 == 0,
+                rtt_millis: Some(2000 + number),
+                last_seen: (number % 2 == 0).then(|| "2025-01-01T00:00:00Z".to_owned()),
+                revoked_at: (number % 50 == 1).then(|| "2025-01-01T00:00:00Z".to_owned()),
+                address_conflicts: if is_shared {
+                    [(address, twins.to_vec())].into()
+                } else {
+                    BTreeMap::new()
+                },
+                ..NodeStatus::default()
+            });
+        }
+        let agents = survey.agents().findings(&D09);
+        let counts: Vec<_> = agents
+            .iter()
+            .map(|finding| (finding.severity, finding.objects.count()))
+            .collect();
+        let expected = [
+            (Severity::Error, 9600),
+            (Severity::Error, 8000),
+            (Severity::Warning, 2000),
+            (Severity::Info, 400),
+        ];
+        assert_eq!(counts, expected, "{agents:#?}");
+        assert!(
+            agents[0]
+                .what
+                .contains("never seen: edge-00003, edge-00005"),
+            "{agents:#?}"
+        );
+        let shared = survey.addresses().findings(&D09);
+        assert_eq!(shared.len(), 1, "{shared:#?}");
+        assert_eq!(shared[0].objects.count(), 2000);
+        assert!(survey.is_connected("edge-00010") && !survey.is_connected("edge-00011"));
+    }
+}
