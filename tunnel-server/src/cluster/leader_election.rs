@@ -12,7 +12,7 @@ use tokio_util::sync::CancellationToken;
 use tracing::{info, warn};
 
 use super::client::ClusterHandle;
-use super::failure::{ApiError, ApiErrorKind, Throttle};
+use super::failure::{ApiError, ApiErrorKind};
 use super::lease::{LeaseHandle, spec_for};
 use super::metrics::ClusterMetrics;
 use super::objects::Object;
@@ -22,6 +22,9 @@ use crate::cluster::conditions::{Condition, Conditions};
 const RENEW_DEADLINE: Duration = Duration::from_secs(10);
 /// Time between attempts to acquire or renew the Lease.
 const RETRY_PERIOD: Duration = Duration::from_secs(2);
+/// Longest pause after a refusal that asks for one, so that a term of [`RENEW_DEADLINE`] has another
+/// attempt.
+const ASKED_PAUSE_MAX: Duration = Duration::from_secs(4);
 /// Limit for one attempt, shorter than that of its calls.
 const TRY_LIMIT: Duration = Duration::from_secs(4);
 
@@ -119,7 +122,6 @@ pub(super) struct Election {
     until: watch::Sender<Option<Instant>>,
     metrics: ClusterMetrics,
     conditions: Conditions,
-    throttle: Throttle,
 }
 
 impl Election {
@@ -133,7 +135,6 @@ impl Election {
             until: watch::Sender::new(None),
             metrics: cluster.metrics.clone(),
             conditions: cluster.conditions.clone(),
-            throttle: cluster.connection.throttle.clone(),
         }
     }
 
@@ -152,6 +153,8 @@ impl Election {
                 () = stop.cancelled() => return,
                 tried = tokio::time::timeout(TRY_LIMIT, self.attempt(begun)) => tried,
             };
+            // A pause that the API server asks of other requests is not waited for: the term ends.
+            let mut asked = Duration::ZERO;
             match tried.unwrap_or_else(|_elapsed| Err(ApiError::timeout())) {
                 Ok(is_leader) => {
                     last_logged = None;
@@ -160,6 +163,7 @@ impl Election {
                     self.set_leader(is_leader.then(|| begun + RENEW_DEADLINE));
                 }
                 Err(failure) => {
+                    asked = failure.retry_after.unwrap_or_default();
                     self.metrics
                         .record_write(Object::Lease, failure.kind.label());
                     let is_new_kind = last_logged.replace(failure.kind) != Some(failure.kind);
@@ -185,7 +189,7 @@ impl Election {
             let pause = RETRY_PERIOD.mul_f64(0.9 + rand::random::<f64>() * 0.2);
             let wait = pause
                 .saturating_sub(now - begun)
-                .max(self.throttle.remaining(now));
+                .max(asked.min(ASKED_PAUSE_MAX));
             // The end of the term takes effect when it occurs, not at the next attempt.
             let term = *self.until.borrow();
             tokio::select! {

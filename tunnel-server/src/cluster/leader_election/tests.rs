@@ -5,6 +5,7 @@ use tunnel_proto::process::meta::Readiness;
 
 use super::super::client::Connection;
 use super::super::clock::ApiServerClock;
+use super::super::failure::Throttle;
 use super::super::testing::{ApiServer, NAMESPACE, api_server};
 use super::*;
 use crate::testing::assert_contains;
@@ -72,10 +73,15 @@ async fn own_and_free_leases_are_taken_at_once() {
 }
 
 fn election() -> (Election, ApiServer) {
+    election_beside(Throttle::default())
+}
+
+/// Creates an election of a server to which the API server has said `throttle`.
+fn election_beside(throttle: Throttle) -> (Election, ApiServer) {
     let (client, server) = api_server();
     let connection = Connection {
         client,
-        throttle: Throttle::default(),
+        throttle,
         clock: ApiServerClock::default(),
         namespace: NAMESPACE.into(),
     };
@@ -198,6 +204,32 @@ async fn lease_that_may_not_be_created_is_a_condition_with_the_command() {
         leadership.changed().await;
         assert!(leadership.until(Instant::now()).is_some());
         assert_eq!(lease_conditions(), Vec::<String>::new());
+        stop.cancel();
+    };
+    tokio::join!(election.run(&stop), playing);
+}
+
+#[tokio::test(start_paused = true)]
+async fn refusals_of_other_requests_do_not_end_the_term() {
+    let throttle = Throttle::default();
+    let (mut election, mut server) = election_beside(throttle.clone());
+    let (mut leadership, stop) = (election.leadership(), CancellationToken::new());
+    let playing = async {
+        server.call().await.refuse(404, "NotFound");
+        server.call().await.answer(&lease("me", "1"));
+        leadership.changed().await;
+        let mut headers = http::HeaderMap::new();
+        headers.insert(http::header::RETRY_AFTER, 30.into());
+        throttle.observe(http::StatusCode::TOO_MANY_REQUESTS, &headers);
+        for version in 1..10 {
+            server
+                .expect(ONE)
+                .await
+                .answer(&lease("me", &version.to_string()));
+            server.call().await.accept();
+            leadership.changed().await;
+            assert!(leadership.until(Instant::now()).is_some(), "{version}");
+        }
         stop.cancel();
     };
     tokio::join!(election.run(&stop), playing);
