@@ -15,6 +15,7 @@
 use std::sync::Arc;
 use std::time::Duration;
 
+use parking_lot::Mutex;
 use tokio::sync::watch;
 use tracing::info;
 use tunnel_proto::process::shutdown::Shutdown;
@@ -99,6 +100,7 @@ impl ClusterHandle {
             secret: names.ca_secret.clone(),
             map: names.ca_config_map.clone(),
             current: current.clone(),
+            rotation: Mutex::default(),
             changes,
         };
         ca_reconciler.start(shutdown);

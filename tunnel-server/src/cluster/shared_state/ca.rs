@@ -7,10 +7,12 @@ use std::time::{Duration, SystemTime};
 use k8s_openapi::ByteString;
 use k8s_openapi::api::core::v1::{ConfigMap, Secret};
 use kube::api::PostParams;
+use parking_lot::Mutex;
 use tokio::sync::watch;
 use tokio::time::Instant;
 use tracing::info;
 use tunnel_proto::process::shutdown::Shutdown;
+use zeroize::Zeroizing;
 
 use super::super::api_call::{CALL_LIMIT, count_write, with_limit};
 use super::super::failure::{ApiError, ApiErrorKind, Backoff};
@@ -46,6 +48,8 @@ pub(super) struct CaReconciler {
     /// Name of the ConfigMap.
     pub(super) map: String,
     pub(super) current: watch::Sender<Option<Arc<CaMaterial>>>,
+    /// The rotation in progress of the last CA that was adopted. It alone has the key of the other CA.
+    pub(super) rotation: Mutex<Option<Rotation>>,
     /// Is sent to after `current` changed.
     pub(super) changes: watch::Sender<()>,
 }
@@ -168,7 +172,10 @@ impl CaReconciler {
                         .as_ref()
                         .filter(|used| !may_replace(&secret, &ca.material, used));
                     return match unconfirmed {
-                        None => Ok(ca.material),
+                        None => {
+                            *self.rotation.lock() = ca.rotation;
+                            Ok(ca.material)
+                        }
                         Some(used) => Err(self.other_ca(&ca.material, used)),
                     };
                 }
@@ -192,7 +199,12 @@ impl CaReconciler {
                         .map_err(|error| ApiError::new(ApiErrorKind::Invalid, error.to_string()))?,
                 ),
             };
-            put(&mut secret, &material, None);
+            let rotation = self.rotation_of(&material)?;
+            put(
+                &mut secret,
+                &material,
+                rotation.as_ref().map(|content| content.as_slice()),
+            );
             // The resource version makes the API server reject this write if another writer was
             // faster.
             let parameters = PostParams::default();
@@ -211,6 +223,17 @@ impl CaReconciler {
 }
 
 impl CaReconciler {
+    /// Returns the content of the rotation in progress, if it is that of this CA.
+    fn rotation_of(&self, material: &CaMaterial) -> Result<Option<Zeroizing<Vec<u8>>>, ApiError> {
+        let rotation = self.rotation.lock();
+        let content = rotation.as_ref().map(|rotation| {
+            let is_same = rotation.material()?.is_same(material);
+            is_same.then(|| rotation.to_json()).transpose()
+        });
+        let invalid = |error: CaError| ApiError::new(ApiErrorKind::Invalid, error.to_string());
+        Ok(content.transpose().map_err(invalid)?.flatten())
+    }
+
     /// Returns the error for a CA that would end all tunnels. A Secret that was restored or applied
     /// by mistake looks like this.
     fn other_ca(&self, other: &CaMaterial, used: &CaMaterial) -> ApiError {
@@ -305,6 +328,13 @@ pub(super) fn put(secret: &mut Secret, material: &CaMaterial, rotation: Option<&
 
 #[cfg(test)]
 mod tests {
+    use prometheus_client::registry::Registry as MetricsRegistry;
+    use serde_json::json;
+    use tunnel_proto::process::meta::Readiness;
+
+    use super::super::super::client::{ClusterHandle, Connection};
+    use super::super::super::failure::Throttle;
+    use super::super::super::testing::{NAMESPACE, api_server};
     use super::*;
 
     fn secret(values: &[(&str, &str)]) -> Secret {
@@ -344,6 +374,48 @@ mod tests {
         assert!(matches!(plan(&blank, ""), Plan::Fill));
         put(&mut empty, &ca, None);
         assert!(adopted(&empty).material.is_same(&ca));
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn secret_that_is_emptied_during_a_rotation_is_filled_with_both_keys() {
+        let (old, new) = (generate(), generate());
+        let rotation = Rotation::new(&old, &new, SystemTime::now()).unwrap();
+        let (client, mut server) = api_server();
+        let connection = Connection {
+            client,
+            throttle: Throttle::default(),
+            namespace: NAMESPACE.into(),
+        };
+        let mut metrics = MetricsRegistry::default();
+        let cluster =
+            ClusterHandle::with_connection(connection, &Readiness::default(), &mut metrics);
+        let reconciler = CaReconciler {
+            cluster_objects: ClusterObjects::new(&cluster),
+            secret: "ca".into(),
+            map: "ca".into(),
+            current: watch::Sender::new(Some(Arc::new(old))),
+            rotation: Mutex::default(),
+            changes: watch::Sender::new(()),
+        };
+        let mut filled = secret(&[]);
+        filled.metadata.resource_version = Some("1".into());
+        let (both, content) = (rotation.material().unwrap(), rotation.to_json().unwrap());
+        put(&mut filled, &both, Some(content.as_slice()));
+        let playing = async {
+            server.call().await.answer(&json!(filled));
+        };
+        let (adopted, ()) = tokio::join!(reconciler.adopt(), playing);
+        reconciler.current.send_replace(Some(adopted.unwrap()));
+        let playing = async {
+            let empty = json!({"metadata": {"name": "ca", "resourceVersion": "2"}});
+            server.call().await.answer(&empty);
+            let put = server.call().await;
+            assert!(put.what.starts_with("PUT "), "{}", put.what);
+            assert_eq!(put.body["data"], json!(filled.data), "both keys");
+            put.accept();
+        };
+        let (written, ()) = tokio::join!(reconciler.adopt(), playing);
+        assert!(written.unwrap().is_same(&both));
     }
 
     #[test]
