@@ -218,25 +218,34 @@ impl PeerEndpoint {
         }
     }
 
-    /// Returns whether another agent process than the asked one keeps the name of a node here. A
-    /// process whose session answers, or is silent for a moment, gives the name up only to one that
-    /// the other server has admitted: a question before the admission closes no session.
-    pub(super) async fn keeps_name(&self, replica: &ReplicaId, ask: &Ask) -> bool {
+    /// Returns whether another agent process than the asked one keeps the name of a node here, or
+    /// `None` while that is not clear. A process whose session answers gives the name up only to one
+    /// that the other server has admitted: a question before the admission closes no session. A session
+    /// without an answer is closed when its own monitor suspects it, or after 10 s of silence.
+    pub(super) async fn keeps_name(&self, replica: &ReplicaId, ask: &Ask) -> Option<bool> {
         let mut rivals = self.registry.of_node(&ask.node);
         rivals.retain(|agent| agent.instance != ask.instance && !agent.is_withdrawn());
         let answers = join_all(rivals.iter().map(|agent| answers_probe(&agent.session))).await;
         if !answers.contains(&true) {
-            let silent = rivals.into_iter().filter(|_| ask.is_admitted);
-            for old in silent {
+            if !ask.is_admitted {
+                return Some(false);
+            }
+            let now = Instant::now();
+            let is_lost = |agent: &Arc<AgentSession>| {
+                agent.suspect_reason().is_some()
+                    || now.saturating_duration_since(agent.session.stats().received_at) >= SILENCE
+            };
+            let (lost, unclear): (Vec<_>, Vec<_>) = rivals.into_iter().partition(is_lost);
+            for old in lost {
                 warn!(node = %old.node, session = old.id.0, "silent session is superseded by an agent process at another server");
                 old.withdraw();
                 self.shutdown
                     .spawn_service(async move { old.close_superseded().await });
             }
-            return false;
+            return unclear.is_empty().then_some(false);
         }
         if !ask.is_admitted {
-            return true;
+            return Some(true);
         }
         self.peers.record_used_twice(&ask.node, replica);
         let keeps = |agent: &Arc<AgentSession>| {
@@ -245,12 +254,12 @@ impl PeerEndpoint {
         };
         if rivals.iter().any(keeps) || !self.peers.may_yield(&ask.node, replica) {
             rivals.iter().for_each(|agent| agent.keep_name());
-            return true;
+            return Some(true);
         }
         for agent in rivals {
             yield_to(agent, replica, &self.shutdown);
         }
-        false
+        Some(false)
     }
 }
 
@@ -267,6 +276,9 @@ fn yield_to(agent: Arc<AgentSession>, replica: &ReplicaId, shutdown: &Shutdown) 
     });
 }
 
+/// Silence after which a session that does not answer is given up: two keep-alives of the agent. An
+/// idle session is silent for one of them, and a moment of a slow path is shorter than the other.
+const SILENCE: Duration = Duration::from_secs(10);
 /// Pause before a server that did not answer is asked again.
 const ASK_AGAIN: Duration = Duration::from_millis(500);
 /// Time within which two admissions can have crossed, and for which two servers compare their

@@ -215,7 +215,8 @@ impl PeerListener {
         Ok(())
     }
 
-    /// Answers a question in a task of its own, because a probe takes up to a second.
+    /// Answers a question in a task of its own, because a probe takes up to a second. Without an answer
+    /// the other server asks again.
     fn answer(
         &self,
         replica: &ReplicaId,
@@ -229,11 +230,11 @@ impl PeerListener {
         let (endpoint, outbox) = (self.endpoint.clone(), outbox.clone());
         let replica = replica.clone();
         self.endpoint.shutdown.spawn_service(async move {
-            let alive = Alive {
-                id: ask.id,
-                is_alive: endpoint.keeps_name(&replica, &ask).await,
-            };
-            let _connection_is_gone = outbox.send(PeerMessage::Alive(alive)).await;
+            if let Some(is_alive) = endpoint.keeps_name(&replica, &ask).await {
+                let id = ask.id;
+                let alive = PeerMessage::Alive(Alive { id, is_alive });
+                let _connection_is_gone = outbox.send(alive).await;
+            }
             drop(permit);
         });
     }

@@ -16,6 +16,7 @@ use super::fixture::{
 use crate::routing::peers::PeerEndpoint;
 use crate::routing::peers::link::{Link, PendingAsk};
 use crate::routing::peers::owner::CROSSING;
+use crate::routing::registry::SuspectReason;
 use crate::testing::eventually;
 
 #[tokio::test]
@@ -45,7 +46,9 @@ async fn question_is_answered_by_a_probe_and_a_silent_session_yields_to_the_newc
     };
     eventually("the announcement of the newcomer", is_announced).await;
     assert!(!agent.session().is_withdrawn());
-    // A server compares what it has admitted.
+    // A server compares what it has admitted, and the monitor of the session says that it is silent.
+    let silent = SuspectReason::PeerHearsNothing;
+    agent.session().set_suspect_reason(Some(silent));
     check_owner(&a, &newcomer);
     let is_withdrawn = || agent.session().is_withdrawn();
     eventually("silent session yields", is_withdrawn).await;
@@ -114,6 +117,8 @@ async fn admission_that_missed_an_announcement_is_checked_again() {
     assert_eq!(reason.code, CloseCode::NameInUse);
     assert!(!first.session().is_withdrawn());
     first.near.script().is_silent = true;
+    let silent = SuspectReason::PeerHearsNothing;
+    first.session().set_suspect_reason(Some(silent));
     let third = a.agent("x", 3);
     check_owner(&a, &third);
     let is_withdrawn = || first.session().is_withdrawn();
@@ -193,14 +198,15 @@ async fn live_session_yields_to_no_announcement_and_to_no_claim_of_another_serve
     assert_eq!(b.claims_all().await, 0);
     for is_admitted in [false, true] {
         let ask = b.ask("x", is_admitted);
-        assert!(b.endpoint.keeps_name(&id("b"), &ask).await);
+        assert_eq!(b.endpoint.keeps_name(&id("b"), &ask).await, Some(true));
     }
     // A session that replaces another one is no later admission.
     let newer = a.agent("x", 1);
     agent.session().withdraw();
     b.announce("x");
     assert_eq!(b.claims_all().await, 0);
-    assert!(b.endpoint.keeps_name(&id("b"), &b.ask("x", true)).await);
+    let ask = b.ask("x", true);
+    assert_eq!(b.endpoint.keeps_name(&id("b"), &ask).await, Some(true));
     assert!(!newer.session().is_withdrawn());
 }
 
@@ -216,7 +222,8 @@ async fn after_a_connection_is_back_sessions_are_compared_again_and_few_yield_to
     sleep(CROSSING).await;
     let mut b = Hostile::connecting(&installation, &a);
     // A question about a process that is not admitted changes nothing, however new the connection.
-    assert!(b.endpoint.keeps_name(&id("b"), &b.ask("x0", false)).await);
+    let ask = b.ask("x0", false);
+    assert_eq!(b.endpoint.keeps_name(&id("b"), &ask).await, Some(true));
     for number in 0..15 {
         b.announce(&format!("x{number}"));
     }
@@ -238,7 +245,38 @@ async fn after_a_connection_is_back_sessions_are_compared_again_and_few_yield_to
         .find(|agent| !agent.session().is_withdrawn())
         .unwrap();
     let ask = b.ask(next.session().node.as_str(), true);
-    assert!(!b.endpoint.keeps_name(&id("b"), &ask).await);
+    assert_eq!(b.endpoint.keeps_name(&id("b"), &ask).await, Some(false));
+    assert!(next.session().is_withdrawn());
+}
+
+#[tokio::test(start_paused = true)]
+async fn session_that_is_silent_for_the_time_of_a_probe_is_not_closed_and_a_lost_one_is() {
+    let installation = Installation::new();
+    let a = installation.server("a").await;
+    let b = Hostile::connected(&installation, &a).await;
+    let agent = a.agent("x", 1);
+    let ask = b.ask("x", true);
+    sleep(CROSSING).await;
+    assert_eq!(b.endpoint.keeps_name(&id("b"), &ask).await, Some(true));
+    agent.near.script().is_silent = true;
+    assert_eq!(b.endpoint.keeps_name(&id("b"), &ask).await, None);
+    assert!(!agent.session().is_withdrawn());
+    agent.near.script().is_silent = false;
+    assert_eq!(b.endpoint.keeps_name(&id("b"), &ask).await, Some(true));
+    // By its own monitor, or by as long a silence.
+    agent.near.script().is_silent = true;
+    let mut asked = 0;
+    while b.endpoint.keeps_name(&id("b"), &ask).await.is_none() {
+        asked += 1;
+    }
+    assert!((7..11).contains(&asked), "{asked} probes of a second");
+    assert!(agent.session().is_withdrawn());
+    let next = a.agent("y", 1);
+    next.near.script().is_silent = true;
+    let silent = SuspectReason::PeerHearsNothing;
+    next.session().set_suspect_reason(Some(silent));
+    let ask = b.ask("y", true);
+    assert_eq!(b.endpoint.keeps_name(&id("b"), &ask).await, Some(false));
     assert!(next.session().is_withdrawn());
 }
 
@@ -253,7 +291,7 @@ async fn higher_instance_of_a_server_that_is_back_yields_to_the_lower_one() {
         instance: instance(2),
         ..b.ask("x", true)
     };
-    assert!(b.endpoint.keeps_name(&id("b"), &ask).await);
+    assert_eq!(b.endpoint.keeps_name(&id("b"), &ask).await, Some(true));
     let claim = claim("x");
     b.endpoint.peers.apply(&id("b"), claim.clone());
     b.endpoint.compare_announced(&id("b"), &claim.added);
