@@ -507,7 +507,7 @@ async fn bytes_before_the_loss_of_a_session_are_read_behind_its_cut(pair: Pair) 
     }
     pair.opener.close(CloseCode::Dead, "no answer").await;
     within(poll_fn(|cx| open.poll_cut(cx))).await;
-    poll_fn(|cx| Poll::Ready(drop(complete.poll_cut(cx)))).await;
+    let _seen = poll_fn(|cx| Poll::Ready(complete.poll_cut(cx))).await;
     let mut got = Vec::new();
     let error = within(open.read_to_end(&mut got)).await.unwrap_err();
     assert_eq!(got, b"b");

@@ -188,6 +188,10 @@ async fn unix_closed(socket: &UnixStream) -> io::Result<()> {
     #[cfg(any(target_os = "linux", target_os = "android"))]
     {
         let own = socket.as_fd().try_clone_to_owned()?;
+        #[expect(
+            deprecated,
+            reason = "its replacement is unsafe for types without I/O safety, unlike `OwnedFd`"
+        )]
         let registered = AsyncFd::with_interest(own, Interest::PRIORITY)?;
         let interest = Interest::PRIORITY | Interest::ERROR;
         registered.ready(interest).await.map(drop)
