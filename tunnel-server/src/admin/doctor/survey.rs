@@ -237,7 +237,8 @@ mod tests {
         });
         for number in 0..20_000 {
             let is_shared = number < 4000;
-            let address = std::net::IpAddr::from([10, 0, (number / 512) as u8, (number / 2) as u8]);
+            let pair = u32::try_from(number / 2).unwrap();
+            let address = std::net::IpAddr::from((0x0a00_0000 + pair).to_be_bytes());
             let twins = [number & !1, number | 1].map(|number| format!("edge-{number:05}"));
             survey.add(&NodeStatus {
                 node: format!("edge-{number:05}"),
