@@ -80,7 +80,7 @@ struct NodeRecord {
     own: Option<Addresses>,
 }
 
-/// Sizes of records.
+/// Number and size of the names of edge or of cloud nodes.
 #[derive(Debug, Default, Clone, Copy)]
 struct NameTotals {
     names: usize,
@@ -570,7 +570,7 @@ mod tests {
 
     /// Random changes lead to the records that the last nodes have.
     #[test]
-    fn records_that_are_changed_are_those_that_are_built_anew() {
+    fn changed_records_equal_those_that_are_built_again() {
         let names = ["a", "b", "c", "alias", "shared", "long"];
         let long = "x".repeat(64);
         let names = names.map(|name| if name == "long" { &*long } else { name });

@@ -395,7 +395,7 @@ pub enum RouteSource {
     Cluster,
 }
 
-/// Number of sources.
+/// Number of the sources of a table.
 const SOURCES: usize = 2;
 
 /// The current route table, merged from its sources. Clones share the table.
@@ -639,7 +639,7 @@ mod tests {
 
     /// Random changes of both sources lead to the table of the last nodes.
     #[test]
-    fn changed_table_is_the_one_that_is_built_anew() {
+    fn changed_table_equals_one_that_is_built_again() {
         let names = ["a", "b", "c", "10.0.0.3"];
         let addresses = ["10.0.0.1", "10.0.0.2", "10.0.0.3", "fd00::1"];
         for seed in 0..20 {
