@@ -554,7 +554,7 @@ mod tests {
         let cluster = sources.routes.of(RouteSource::Cluster);
         let labeled = cluster.iter().map(|node| RouteNode {
             labels: [("zone".into(), node.name.as_str().into())].into(),
-            ..node.clone()
+            ..RouteNode::clone(node)
         });
         sources.routes.set(RouteSource::Cluster, labeled.collect());
         let (args, mut out) = (args(arguments), Vec::new());

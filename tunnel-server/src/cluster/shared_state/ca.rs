@@ -384,6 +384,7 @@ mod tests {
         let connection = Connection {
             client,
             throttle: Throttle::default(),
+            clock: crate::cluster::ApiServerClock::default(),
             namespace: NAMESPACE.into(),
         };
         let mut metrics = MetricsRegistry::default();
