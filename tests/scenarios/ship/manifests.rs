@@ -446,7 +446,10 @@ fn pods_have_no_more_than_they_need() -> Result<()> {
             for (probe, path) in [
                 ("startupProbe", "/livez"),
                 ("livenessProbe", "/livez"),
-                ("readinessProbe", if is_server { "/servingz" } else { "/readyz" }),
+                (
+                    "readinessProbe",
+                    if is_server { "/servingz" } else { "/readyz" },
+                ),
             ] {
                 let found = &spec[probe]["httpGet"]["path"];
                 ensure!(*found == path, "{place}: {probe}");

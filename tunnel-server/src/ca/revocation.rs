@@ -297,15 +297,9 @@ impl Revocations {
             }
         }
         state.foreign_bytes = foreign_bytes.unwrap_or(state.foreign_bytes);
-        let received = state.received.entry(replica.clone()).or_default();
-        received.accepted += accepted;
         let announced = self.announced_by(replica);
-        if refused > 0 {
-            let is_same = announced == received.refused_digest;
-            let before = if is_same { received.refused } else { 0 };
-            received.refused = before + refused;
-            received.refused_digest = announced;
-        }
+        let received = state.received.entry(replica.clone()).or_default();
+        received.record(accepted, refused, announced);
         if accepted > 0 {
             info!(
                 peer = %replica,
@@ -745,6 +739,20 @@ impl Revocations {
             pending => pending.max(changed).max(Pending::Received),
         };
         damaged.map_or(Ok(()), Err)
+    }
+}
+
+impl ReceivedOrders {
+    /// Counts the orders of one answer of a server that has announced this digest.
+    fn record(&mut self, accepted: usize, refused: usize, announced: Option<OrdersDigest>) {
+        self.accepted += accepted;
+        if refused > 0 {
+            if announced != self.refused_digest {
+                self.refused = 0;
+            }
+            self.refused += refused;
+            self.refused_digest = announced;
+        }
     }
 }
 

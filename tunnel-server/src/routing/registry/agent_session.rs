@@ -33,7 +33,7 @@ pub struct AgentSession {
     admitted: Instant,
     pub session: Arc<dyn Session>,
     withdrawn: AtomicBool,
-    /// See [`AgentSession::has_kept_name`].
+    /// Whether other servers were answered that this process keeps the name.
     has_kept_name: AtomicBool,
     suspect_reason: Mutex<Option<SuspectReason>>,
     becomes_suspect: Notify,
