@@ -35,7 +35,7 @@ pub(crate) use response_time::response_times;
 pub use server::DnsMetrics;
 pub use udp::DnsSocket;
 
-use crate::tables::SharedMap;
+use crate::store::tables::SharedMap;
 
 /// A node as seen by the records.
 #[derive(Debug, Clone, PartialEq, Eq)]

@@ -23,7 +23,6 @@ pub mod policy;
 pub mod routing;
 pub mod session;
 pub mod store;
-pub mod tables;
 
 #[cfg(test)]
 mod testing;

@@ -15,7 +15,7 @@ use crate::egress::labeled_nodes::LabeledNodes;
 #[cfg(any(test, feature = "test-util"))]
 use crate::routing::dial_policy::ClusterNetworks;
 use crate::routing::routes::RouteNode;
-use crate::tables::{SharedMap, VersionedMap};
+use crate::store::tables::{SharedMap, VersionedMap};
 
 mod aliases;
 mod claims;

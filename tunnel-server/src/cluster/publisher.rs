@@ -273,7 +273,7 @@ mod tests {
     use super::super::service::ListenerPorts;
     use super::*;
     use crate::config::{CloudNodes, CloudTargetSettings};
-    use crate::tables::visits;
+    use crate::store::tables::visits;
     use crate::testing::POOL;
 
     struct Fixture {

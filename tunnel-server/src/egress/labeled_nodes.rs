@@ -8,7 +8,7 @@ use arc_swap::ArcSwap;
 use tunnel_proto::wire::name::NodeName;
 
 use crate::config::{CloudNodes, CloudTargetSettings, NodeLabel};
-use crate::tables::SharedSet;
+use crate::store::tables::SharedSet;
 
 /// The nodes with each label.
 type NodesByLabel = BTreeMap<NodeLabel, SharedSet<NodeName>>;

@@ -19,7 +19,7 @@ use tunnel_proto::wire::name::{NodeName, Port};
 use crate::ingress::error::ProxyError;
 use crate::ingress::outcome::Outcome;
 use crate::routing::routes::{RouteError, RouteTable};
-use crate::tables::SharedMap;
+use crate::store::tables::SharedMap;
 
 /// One entry of `--connect-direct`: a network, and its ports if the entry does not allow all ports.
 #[derive(Debug, Clone, PartialEq, Eq)]

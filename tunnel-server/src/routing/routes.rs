@@ -19,7 +19,7 @@ use parking_lot::Mutex;
 use tunnel_proto::wire::name::{NodeName, Port};
 
 use crate::routing::destination::RequestedPort;
-use crate::tables::{SharedMap, SharedSet};
+use crate::store::tables::{SharedMap, SharedSet};
 
 /// Returns whether another server holds a node.
 pub type IsHeldElsewhere = Arc<dyn Fn(&NodeName) -> bool + Send + Sync>;

@@ -10,7 +10,7 @@ use std::collections::BTreeMap;
 use tunnel_proto::wire::name::NodeName;
 
 use crate::dns::NamePattern;
-use crate::tables::SharedSet;
+use crate::store::tables::SharedSet;
 
 /// Owner nodes by alias.
 pub(in crate::cluster) type AliasOwners = BTreeMap<Box<str>, Box<str>>;

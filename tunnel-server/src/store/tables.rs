@@ -77,7 +77,10 @@ impl<K: Ord, V> SharedMap<K, V> {
     }
 
     /// Returns the entries with these keys, in their order.
-    pub fn range<Q: Ord + ?Sized>(&self, keys: impl RangeBounds<Q>) -> impl Iterator<Item = (&K, &V)>
+    pub fn range<Q: Ord + ?Sized>(
+        &self,
+        keys: impl RangeBounds<Q>,
+    ) -> impl Iterator<Item = (&K, &V)>
     where
         K: Borrow<Q>,
     {
