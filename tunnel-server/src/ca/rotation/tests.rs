@@ -392,6 +392,51 @@ fn wrong_clock_leaves_no_agent_behind() {
 }
 
 #[test]
+fn stage_begins_again_while_a_server_does_not_follow_it() {
+    let now = SystemTime::now();
+    let old = Arc::new(CaMaterial::generate(now).unwrap());
+    let (secret, scratch) = (Arc::new(MemorySecret::new(old.clone())), Scratch::new());
+    let ca = Arc::new(LocalCa::new(old).unwrap());
+    let nodes = Arc::new(KnownNodes::open(&scratch.0).unwrap());
+    let surroundings = Arc::new(Mutex::new(Surroundings::default()));
+    let observed = surroundings.clone();
+    let rotator = CaRotator::of_secret(ca, secret.clone(), nodes)
+        .observing(Arc::new(move || observed.lock().clone()));
+    let since = || rotator.load().unwrap().rotation.unwrap().since;
+    let hours = |hours: u64| now + Duration::from_secs(3600 * hours);
+    let server = |digest| BTreeMap::from([("b".parse().unwrap(), digest)]);
+    rotator.observe_followers_at(now).unwrap();
+    rotator.act_at(Begin, now).unwrap();
+    // The CA of this server was replaced, just as the stage began.
+    rotator.observe_followers_at(now).unwrap();
+    let begun = since();
+    assert!(begun < hours(1));
+    surroundings.lock().cas = server(Some(rotator.ca.digest()));
+    rotator.observe_followers_at(hours(1)).unwrap();
+    assert_eq!(since(), begun, "it follows");
+    surroundings.lock().cas = server(None);
+    rotator.observe_followers_at(hours(2)).unwrap();
+    assert!(
+        since() > hours(2) && since() < hours(3),
+        "it may not follow"
+    );
+    // A wrong clock moves nothing.
+    surroundings.lock().clocks = vec!["ahead".to_owned()];
+    rotator.observe_followers_at(hours(500)).unwrap();
+    assert!(since() < hours(3));
+    surroundings.lock().clocks.clear();
+    // What cannot be written is written later.
+    surroundings.lock().cas = server(Some([7; 32]));
+    secret.writes_by_others.store(1, Ordering::Relaxed);
+    rotator.observe_followers_at(hours(4)).unwrap();
+    assert!(since() < hours(3));
+    secret.writes_by_others.store(0, Ordering::Relaxed);
+    surroundings.lock().cas = server(Some(rotator.ca.digest()));
+    rotator.observe_followers_at(hours(9)).unwrap();
+    assert!(since() > hours(4) && since() < hours(5));
+}
+
+#[test]
 fn servers_with_one_secret_are_in_the_same_stage_and_a_conflict_changes_nothing() {
     let now = SystemTime::now();
     let old = Arc::new(CaMaterial::generate(now).unwrap());
