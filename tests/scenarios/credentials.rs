@@ -8,7 +8,7 @@ mod clocks;
 mod credential_files;
 mod delegation;
 mod diag;
-mod disk;
+pub(crate) mod disk;
 mod distrusted;
 mod enrollment;
 mod impostor;

@@ -14,6 +14,6 @@ pub use fleet::Fleet;
 pub use log::Log;
 pub use peering::{Peering, copy_ca};
 pub use running::{Finished, Piped, Process, Program, Signal};
-pub use scratch::{ScratchDir, next_loopback, own_loopback};
+pub use scratch::{ScratchDir, next_loopback, own_loopback, stored_text};
 pub use shifted_clock::ShiftedClock;
 pub use terminal::Terminal;

@@ -211,10 +211,7 @@ impl App {
         self.context.shutdown.finish().await;
         self.context.drivers.close();
         self.context.drivers.wait().await;
-        if let Err(error) = self.context.nodes.save() {
-            warn!(%error, "cannot save the known nodes");
-        }
-        quic_sessions::clear(&self.context.data);
+        quic_sessions::clear(&self.context.store);
         info!("stopped");
     }
 }

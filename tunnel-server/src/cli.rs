@@ -8,7 +8,7 @@ use clap_complete::Shell;
 use crate::admin::doctor::DoctorOptions;
 use crate::admin::render::RenderVerb;
 use crate::admin::verbs::connect::ConnectArgs;
-use crate::admin::verbs::{CaArgs, HealthcheckArgs, NodesArgs, TokenVerb};
+use crate::admin::verbs::{CaArgs, DataVerb, HealthcheckArgs, NodesArgs, TokenVerb};
 use crate::config::RawConfig;
 
 /// Culvert's cloud side: accepts agents and forwards requests for edge nodes to them
@@ -42,6 +42,9 @@ pub enum Verb {
     /// Print the certificate of the CA that issues the listeners' serving certificates; export or
     /// import the CA
     Ca(CaArgs),
+    /// Print or repair the store of a server that does not run
+    #[command(subcommand)]
+    Data(DataVerb),
     /// Connect standard input and output to a port of a node, as a ProxyCommand of ssh and ansible
     ///
     /// ssh -o ProxyCommand='tunnel-server connect %h %p' worker-1. On the server's host the

@@ -32,6 +32,7 @@ use crate::routing::dial_policy::{ClusterNetworks, LiveClusterNetworks};
 use crate::routing::pod_lookup::PodLookupRequest;
 use crate::routing::routes::Routes;
 use crate::store::data_dir::DataDir;
+use crate::store::state_store::StateStore;
 
 mod api_call;
 mod client;
@@ -78,7 +79,9 @@ pub use client::ClusterHandle;
 use client::Connection;
 pub(crate) use clock::ApiServerClock;
 use events::EventRecorder;
-pub use membership::{OwnMembership, UnknownMembership, follow_peers};
+use kubelet_client_ca::PersistedFile;
+pub(crate) use membership::follow_peers;
+pub use membership::{OwnMembership, UnknownMembership};
 #[cfg(feature = "test-util")]
 pub use metrics::register_example_metrics;
 use nodes::{AliasRules, NodeStore};
@@ -88,6 +91,7 @@ pub use service::ListenerPorts;
 use shared_state::TokenSecrets;
 use signing::KubeletClientCertificateTask;
 pub use signing::SignerConfig;
+use snapshot::Snapshot;
 use state_watches::FirstList;
 use writers::Writers;
 
@@ -105,8 +109,10 @@ pub struct ClusterInputs {
     pub metrics: Metrics,
     /// Receives conditions and readiness.
     pub readiness: Readiness,
-    /// Stores the snapshot of the cluster state.
+    /// Has the files of the kubelet's CA and of the certificate for kubelets.
     pub data: DataDir,
+    /// Stores the snapshot of the cluster state.
+    pub(crate) store: StateStore,
     /// Stops all controllers and their tasks.
     pub shutdown: Shutdown,
     /// Listeners that the ports of the Service target.
@@ -151,7 +157,8 @@ pub fn start(
 ) -> WritersHandle {
     let shutdown = inputs.shutdown.clone();
     let namespace = cluster.connection.namespace.clone();
-    let persisted = snapshot::load(&inputs.data);
+    let snapshot = Snapshot::load(&inputs.store);
+    let persisted = snapshot.state();
     let first_list = FirstList {
         block: (!persisted.is_listed).then(|| inputs.readiness.block("nodes of the cluster")),
         persisted_nodes: persisted.nodes.len(),
@@ -175,7 +182,7 @@ pub fn start(
     let state = watch::Sender::new(ClusterState::persisted(persisted, nodes.nodes()));
     let desired = watch::Sender::new(DesiredState::default());
     let writing = start_writers(settings, &cluster, &state, &desired, &shutdown);
-    snapshot::start(&inputs.data, state.subscribe(), &shutdown);
+    snapshot.start(state.subscribe(), &shutdown);
     shutdown.spawn_service(serving_names::follow(
         inputs.serving_names.clone(),
         namespace,
@@ -345,7 +352,10 @@ fn start_answering(
 /// kubelets.
 fn start_kubelet_credentials(cluster: &ClusterHandle, inputs: &mut ClusterInputs) {
     if let Some(trust) = inputs.kubelet_client_ca.take() {
-        let persisted = inputs.data.kubelet_client_ca();
+        let persisted = PersistedFile {
+            path: inputs.data.kubelet_client_ca(),
+            store: inputs.store.clone(),
+        };
         kubelet_client_ca::start(cluster, trust, persisted, &inputs.shutdown);
     }
     if let Some(signer) = inputs.signer.take() {

@@ -64,6 +64,7 @@ fn run_verb(verb: Verb) -> anyhow::Result<ExitCode> {
         Verb::Token(verb) => block_on(verb.run()),
         Verb::Nodes(arguments) => block_on(arguments.run()),
         Verb::Ca(arguments) => block_on(arguments.run()),
+        Verb::Data(verb) => block_on(verb.run()),
         Verb::Connect(arguments) => block_on(arguments.run()),
         Verb::Healthcheck(arguments) => block_on(arguments.run()),
         Verb::Diag(arguments) => block_on(run_diag(*arguments)),

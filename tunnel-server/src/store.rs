@@ -3,7 +3,16 @@
 
 pub mod data_dir;
 pub(crate) mod document;
-pub(crate) mod file_document;
-pub(crate) mod snapshot;
+pub(crate) mod state_store;
 pub mod tables;
 mod text;
+
+/// Reads a value of the store as each kind of row, for a fuzz target.
+#[cfg(feature = "test-util")]
+pub fn check_rows(content: &[u8]) {
+    state_store::check_value::<crate::ca::revocation::OrderRow>(content);
+    state_store::check_value::<crate::ca::tokens::StoredToken>(content);
+    state_store::check_value::<crate::routing::known_nodes::KnownNode>(content);
+    state_store::check_value::<Vec<std::net::IpAddr>>(content);
+    let _any = state_store::json_text(content);
+}

@@ -183,6 +183,30 @@ fn buffer_for(file: &fs::Metadata, max_bytes: u64) -> Zeroizing<Vec<u8>> {
 }
 
 fn read_no_follow(path: &Path, forbidden: u32) -> io::Result<Option<Zeroizing<Vec<u8>>>> {
+    let Some(file) = open_no_follow(path, OpenOptions::new().read(true), forbidden)? else {
+        return Ok(None);
+    };
+    let opened = file.metadata().map_err(|error| with_path(path, &error))?;
+    if opened.len() > DATA_FILE_MAX_BYTES {
+        return Err(invalid_file(path, "is larger than 64 MiB"));
+    }
+    let mut content = buffer_for(&opened, DATA_FILE_MAX_BYTES);
+    file.take(DATA_FILE_MAX_BYTES)
+        .read_to_end(&mut content)
+        .map_err(|error| with_path(path, &error))?;
+    Ok(Some(content))
+}
+
+/// Opens a file with secrets. Returns `None` if it does not exist. Refuses what [`read_secret`]
+/// refuses.
+///
+/// # Errors
+/// As in [`read`].
+pub fn open_private(path: &Path, how: &OpenOptions) -> io::Result<Option<File>> {
+    open_no_follow(path, how, OTHERS)
+}
+
+fn open_no_follow(path: &Path, how: &OpenOptions, forbidden: u32) -> io::Result<Option<File>> {
     let metadata = match fs::symlink_metadata(path) {
         Ok(metadata) => metadata,
         Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(None),
@@ -194,10 +218,7 @@ fn read_no_follow(path: &Path, forbidden: u32) -> io::Result<Option<Zeroizing<Ve
     if metadata.mode() & forbidden != 0 {
         return Err(invalid_mode(path, &metadata, forbidden));
     }
-    if metadata.len() > DATA_FILE_MAX_BYTES {
-        return Err(invalid_file(path, "is larger than 64 MiB"));
-    }
-    let file = File::open(path).map_err(|error| with_path(path, &error))?;
+    let file = how.open(path).map_err(|error| with_path(path, &error))?;
     let opened = file.metadata().map_err(|error| with_path(path, &error))?;
     if (opened.dev(), opened.ino()) != (metadata.dev(), metadata.ino()) {
         return Err(invalid_file(
@@ -205,11 +226,7 @@ fn read_no_follow(path: &Path, forbidden: u32) -> io::Result<Option<Zeroizing<Ve
             "changed while the server or agent opened it",
         ));
     }
-    let mut content = buffer_for(&opened, DATA_FILE_MAX_BYTES);
-    file.take(DATA_FILE_MAX_BYTES)
-        .read_to_end(&mut content)
-        .map_err(|error| with_path(path, &error))?;
-    Ok(Some(content))
+    Ok(Some(file))
 }
 
 /// Replaces the whole content of a file, with mode 0600. Readers see the old content or the new

@@ -1,14 +1,13 @@
 //! A data directory whose file system does not answer: callers, probes and agents are served from
 //! memory, and a condition says so.
 
-use std::fs;
 use std::path::Path;
 use std::time::Duration;
 
 use anyhow::{Result, ensure};
 use tunnel_tests::eventually::eventually;
 use tunnel_tests::metrics::meta_page;
-use tunnel_tests::process::{Listener, Process, Program, Signal};
+use tunnel_tests::process::{Listener, Process, Program, Signal, stored_text};
 use tunnel_tests::tools::{Skip, Tool, or_skip};
 
 use super::{CONNECT, NODE, Stack};
@@ -20,8 +19,8 @@ async fn server_whose_file_system_does_not_answer_serves_from_memory_and_says_so
     };
     let mut stack = Stack::start(&[], &[]).await?;
     let meta = stack.server.address(Listener::Meta);
-    let revoked = Path::new(stack.server.data_dir()).join("revoked.json");
-    let Some(blocker) = or_skip(block(python, &revoked).await) else {
+    let data_dir = Path::new(stack.server.data_dir()).to_owned();
+    let Some(blocker) = or_skip(block(python, &data_dir.join("state.redb")).await) else {
         return Ok(());
     };
     let condition = "[!] disk: data directory";
@@ -32,7 +31,7 @@ async fn server_whose_file_system_does_not_answer_serves_from_memory_and_says_so
         anyhow::Ok(())
     })
     .await;
-    // Requests, probes and the handshake of an agent ask for revocations.
+    // Requests, probes and the handshake of an agent ask for revocations, which are in memory.
     stack.server.get_ok(&stack.host(), "/metrics").await?;
     meta_page(meta, "/livez").await?;
     stack.agent.signal(Signal::Kill)?;
@@ -56,8 +55,9 @@ async fn server_whose_file_system_does_not_answer_serves_from_memory_and_says_so
     eventually("the end of the condition", HANGING, async || {
         let page = meta_page(meta, "/readyz?verbose").await?;
         ensure!(!page.contains(condition), "{page}");
-        let saved = fs::read_to_string(&revoked)?;
-        ensure!(saved.contains(NODE), "{saved}");
+        // The server writes what the file had that is gone, and what was ordered meanwhile.
+        let saved = stored_text(&data_dir)?;
+        ensure!(saved.contains("\"revoked\":true") && saved.contains("\"usedBy\""));
         anyhow::Ok(())
     })
     .await;
@@ -81,12 +81,11 @@ import fcntl, os, signal, sys, time
 signal.signal(signal.SIGIO, signal.SIG_IGN)
 path = sys.argv[1]
 held = os.open(path + ".held", os.O_RDWR | os.O_CREAT, 0o600)
-os.write(held, b'{"nodes": {}}')
 fcntl.fcntl(held, fcntl.F_SETLEASE, fcntl.F_WRLCK)
 os.rename(path + ".held", path)
 print("held", flush=True)
 time.sleep(600)
 "#;
 
-/// The file is checked every 5 s, has 5 s to answer, and the condition is checked every 10 s.
+/// The server looks every 5 s whether the file is still there, it has 5 s to answer, and the condition is checked every 10 s.
 const HANGING: Duration = Duration::from_secs(30);

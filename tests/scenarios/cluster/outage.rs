@@ -8,7 +8,7 @@ use serde_json::json;
 use tunnel_tests::apiserver::{Cut, FakeApiServer, Fault, Presence, RecordedRequest, Status};
 use tunnel_tests::cluster::{Cluster, Kind, Objects, edge};
 use tunnel_tests::eventually::{eventually, scaled};
-use tunnel_tests::process::{Server, Signal};
+use tunnel_tests::process::{Server, Signal, stored_text};
 
 use super::{
     ClusterEnv, FIRST, GUIDE_RECORDS, READYZ, Site, WITH_WORKER_2, fetch_text, wait_until_gone,
@@ -223,13 +223,11 @@ const BETWEEN_RESTARTS: Duration = Duration::from_secs(12);
 async fn f21_a_server_starts_without_the_api_server_and_serves_what_it_knew() -> Result<()> {
     let mut running = Running::start().await?;
     // The server writes the snapshot some seconds after a change.
-    let snapshot = running.cluster_env.scratch.path().join("a/cluster.json");
+    let data_dir = running.cluster_env.scratch.path().join("a");
     eventually("the snapshot", FIRST, async || {
-        let text = std::fs::read_to_string(&snapshot)?;
-        ensure!(
-            text.contains("worker-1") && text.contains(&running.site.port().to_string()),
-            "{text}"
-        );
+        let text = stored_text(&data_dir)?;
+        let port = running.site.port().to_string();
+        ensure!(text.contains("node/worker-1") && text.contains(&port));
         anyhow::Ok(())
     })
     .await;

@@ -10,7 +10,9 @@ use anyhow::{Context, Result, ensure};
 use tunnel_tests::ca::{Leaf, TestCa, replace};
 use tunnel_tests::client::{RawRequest, request};
 use tunnel_tests::eventually::eventually;
-use tunnel_tests::process::{AgentSetup, Listener, Program, ScratchDir, ServerSetup, Signal};
+use tunnel_tests::process::{
+    AgentSetup, Listener, Program, ScratchDir, ServerSetup, Signal, stored_text,
+};
 use tunnel_tests::targets::Exporter;
 
 use super::metric_at;
@@ -280,10 +282,10 @@ async fn t03_revoke_command_ends_the_session_and_the_agent_logs_why() -> Result<
     ensure!(verb.err.contains("no node of this name"), "{verb}");
     verb.ok()?;
     let server = setup.start().await?;
-    let persisted = std::fs::read_to_string(data.path().join("server").join("revoked.json"))?;
+    let persisted = stored_text(&data.path().join("server"))?;
     ensure!(
         persisted.contains("worker-1") && persisted.contains("worker-2"),
-        "{persisted}"
+        "not persisted"
     );
     let listed = server.nodes().await?;
     let node = listed.iter().find(|node| node["node"] == "worker-1");

@@ -1,15 +1,10 @@
 //! F32: a link that is up for 3 s and down for 3 s, for 10 minutes. The two binaries run as
 //! processes, so that their resource usage can be counted.
 
-use std::fs;
-use std::path::{Path, PathBuf};
-use std::sync::Arc;
-use std::sync::atomic::{AtomicU64, Ordering};
-use std::time::{Duration, SystemTime};
+use std::time::Duration;
 
 use anyhow::{Context, Result, ensure};
-use tokio::task::JoinSet;
-use tokio::time::{Instant, interval, sleep, sleep_until};
+use tokio::time::{Instant, interval, sleep_until};
 use tunnel_tests::eventually::scaled;
 use tunnel_tests::faults::{
     Clocks, ProcessUsage, RequestOutcome, Requester, Run, Runs, Stack, TimedOutcome, TransportMode,
@@ -33,7 +28,6 @@ async fn flapping(run: Run) -> Result<()> {
     // Not divided by ten: a tenth of the times would show little of any growth.
     let length = clocks.pick(LENGTH, LENGTH_SHORT);
     let pipe = stack.node_clients[0].talk().await?;
-    let rewrites = Rewrites::watch(stack.known_nodes());
     let logged = lines(&mut stack);
     let mut samples = Vec::new();
     let mut ups = Ups::default();
@@ -54,7 +48,6 @@ async fn flapping(run: Run) -> Result<()> {
     ensure_no_growth(run, &samples, length)?;
     let most = length.as_secs().div_ceil(10);
     for (what, count) in [
-        ("rewrites of the known nodes", rewrites.count()),
         ("server's log lines, no access log", now[0] - logged[0]),
         ("agent's log lines", now[1] - logged[1]),
     ] {
@@ -210,43 +203,6 @@ fn ensure_no_growth(run: Run, samples: &[(Duration, Sample)], length: Duration) 
     Ok(())
 }
 
-/// Counts how often a file was replaced.
-struct Rewrites {
-    counted: Arc<AtomicU64>,
-    _watching: JoinSet<()>,
-}
-
-impl Rewrites {
-    fn watch(file: PathBuf) -> Self {
-        let counted: Arc<AtomicU64> = Arc::default();
-        let counter = counted.clone();
-        let mut watching = JoinSet::new();
-        watching.spawn(async move {
-            let mut last = changed(&file);
-            loop {
-                sleep(LOOK_EVERY).await;
-                let now = changed(&file);
-                if now != last {
-                    counter.fetch_add(1, Ordering::Relaxed);
-                    last = now;
-                }
-            }
-        });
-        Self {
-            counted,
-            _watching: watching,
-        }
-    }
-
-    fn count(&self) -> u64 {
-        self.counted.load(Ordering::Relaxed)
-    }
-}
-
-fn changed(file: &Path) -> Option<SystemTime> {
-    fs::metadata(file).ok()?.modified().ok()
-}
-
 /// Returns the number of lines in the server's log, without the access log, and in the agent's.
 fn lines(stack: &mut Stack) -> [u64; 2] {
     let count = |lines: Vec<String>| {
@@ -267,8 +223,6 @@ const PART_LEAST: Duration = Duration::from_secs(5);
 /// The memory that an allocator retains varies.
 const MEMORY_NOISE: f64 = 1.1;
 const ASK_EVERY: Duration = Duration::from_millis(50);
-/// Longer than the timestamp granularity of a file system.
-const LOOK_EVERY: Duration = Duration::from_millis(50);
 const SHOWN: usize = 5;
 /// Time limit for the rest of a stream after the last time the link was down.
 const FINISH: Duration = Duration::from_secs(60);

@@ -104,11 +104,6 @@ impl Stack {
     pub async fn agent_metric(&self, name: &str) -> Result<u64> {
         metric(self.agent_meta, name).await
     }
-
-    /// Returns the file of the known nodes of the first server.
-    pub fn known_nodes(&self) -> PathBuf {
-        self.replicas.folder("s0/nodes.json")
-    }
 }
 
 impl ProcessUsage {

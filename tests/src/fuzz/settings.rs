@@ -1,7 +1,6 @@
 //! Names and addresses, configuration files, and the files of the data directory.
 
-use std::net::{IpAddr, SocketAddr};
-use std::time::{Duration, SystemTime};
+use std::net::SocketAddr;
 
 use anyhow::{Context, Result, ensure};
 use tunnel_agent::config::{HttpProxy, ServerAddress};
@@ -10,12 +9,10 @@ use tunnel_proto::process::settings::{PortSet, parse_address, parse_duration, pa
 use tunnel_proto::process::yaml;
 use tunnel_proto::wire::enroll::decode_hex;
 use tunnel_proto::wire::name::{NodeName, Port};
-use tunnel_proto::wire::order::{NodeOrder, Order};
-use tunnel_server::ca::revocation::{OrderAction, Revocations};
-use tunnel_server::ca::tokens::TokenStore;
-use tunnel_server::dns::{NamePattern, Records, restore};
+use tunnel_server::dns::NamePattern;
 use tunnel_server::ingress::connect::basic_auth::BasicAuthUsers;
 use tunnel_server::routing::dial_policy::DirectTarget;
+use tunnel_server::store::check_rows;
 use tunnel_server::store::data_dir::DataDir;
 
 use crate::process::ScratchDir;
@@ -94,62 +91,35 @@ pub(super) fn check_configuration(input: &[u8]) -> Result<()> {
 
 pub(super) fn persisted() -> Result<Vec<Vec<u8>>> {
     let data = Data::new()?;
-    let now = SystemTime::now();
-    let node: NodeName = "worker-1".parse()?;
-    let revocations = Revocations::open(&data.dir, true)?;
-    revocations.order(OrderAction::Revoke, std::slice::from_ref(&node), now);
-    revocations.flush()?;
-    let tokens = TokenStore::open(&data.dir);
-    let ip = IpAddr::from([192, 0, 2, 1]);
-    let token = tokens.create(
-        &NodeOrder::new(&node, Order::default()),
-        Duration::from_secs(60),
-        vec![ip],
-        [0x11; 32],
-        now,
-    )?;
     data.dir
         .set_advertised(&["cloud.example.com:10262".to_owned()])?;
-    let mut corpus = vec![
-        br#"{"worker-1":["192.0.2.1","2001:db8::1"],"worker-2":[]}"#.to_vec(),
+    Ok(vec![
         b"# users\nprometheus:correct horse battery staple\n".to_vec(),
-    ];
-    for file in [
-        data.dir.revoked(),
-        data.dir.tokens().join(format!("{}.json", token.id())),
-        data.dir.advertise(),
-    ] {
-        corpus.push(std::fs::read(file)?);
-    }
-    Ok(corpus)
+        std::fs::read(data.dir.advertise())?,
+        // Rows of the store: DNS records, orders, tokens, and known nodes.
+        b"\x01[\"192.0.2.1\",\"2001:db8::1\"]".to_vec(),
+        b"\x01{\"order\":{\"counter\":3,\"revoked\":true,\"at\":7,\"generation\":1,\"reissuedAt\":5},\"unconfirmed\":{\"isRevoked\":true}}".to_vec(),
+        b"\x01{\"node\":\"worker-1\",\"secretSha256\":\"a5\",\"ips\":[\"192.0.2.1\"],\"counter\":1,\"generation\":0,\"created\":\"2025-01-01T00:00:00Z\",\"ttlSeconds\":60,\"revoked\":false}".to_vec(),
+        b"\x01{\"addresses\":[\"192.0.2.1\"],\"firstSeen\":\"2025-01-01T00:00:00Z\",\"enrollment\":\"joinToken\"}".to_vec(),
+        b"\x02{}".to_vec(),
+    ])
 }
 
-/// Id of the token whose file has the content.
-const FUZZED_ID: &str = "abcdef012345";
-
-/// Reads each file of the data directory, and a password file, with the same content.
+/// Reads each file of the data directory, and a password file, with the same content, and rows of
+/// the store.
 pub(super) fn check_persisted(input: &[u8]) -> Result<()> {
     thread_local! {
         static DATA: Result<Data> = Data::new();
     }
+    check_rows(input);
     DATA.with(|data| {
         let data = data.as_ref().ok().context("a data directory")?;
         let dir = &data.dir;
         let passwords = dir.path().join("passwords");
-        let files = [
-            dir.revoked(),
-            dir.tokens().join(format!("{FUZZED_ID}.json")),
-            dir.dns_records(),
-            dir.advertise(),
-        ];
-        std::fs::create_dir_all(dir.tokens())?;
-        for file in files.iter().chain([&passwords]) {
+        for file in [&dir.advertise(), &passwords] {
             std::fs::write(file, input)?;
         }
-        let _any = TokenStore::open(dir).list(SystemTime::now());
-        let records = Records::default();
-        restore(dir, &records);
-        let _any = (Revocations::open(dir, true), dir.advertised());
+        let _any = dir.advertised();
         let _any = BasicAuthUsers::load(&passwords);
         Ok(())
     })

@@ -26,6 +26,16 @@ pub fn next_loopback() -> Ipv4Addr {
     Ipv4Addr::from(0x7f80_0000 | process | number)
 }
 
+/// Returns what the store of a server's data directory has, as text in which values are whole. The
+/// server may use it meanwhile.
+///
+/// # Errors
+/// Returns an error if there is no store.
+pub fn stored_text(data_dir: &Path) -> io::Result<String> {
+    let bytes = std::fs::read(data_dir.join("state.redb"))?;
+    Ok(String::from_utf8_lossy(&bytes).into_owned())
+}
+
 /// A new directory that is removed with all its content on drop.
 ///
 /// The path is short, so that Unix sockets fit.

@@ -39,7 +39,7 @@ pub(super) fn state(dir: &DataDir) -> AdminState {
             nodes.clone(),
         ))),
         ca,
-        tokens: Arc::new(TokenStore::open(dir)),
+        tokens: Arc::new(TokenStore::open(dir).unwrap()),
         nodes,
         node_labels: vec!["zone".into()],
         advertised: vec!["tunnel.example:10262".into()],

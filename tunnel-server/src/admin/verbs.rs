@@ -1,4 +1,4 @@
-//! The commands `token`, `nodes`, `ca`, `connect`, `healthcheck` and `diag`. They use the running
+//! The commands `token`, `nodes`, `ca`, `data`, `connect`, `healthcheck` and `diag`. They use the running
 //! server if there is one, or else the files of the data directory.
 
 use std::io::{self, Write};
@@ -18,6 +18,7 @@ use crate::store::data_dir::{DataDir, rfc3339};
 mod args;
 mod ca;
 pub mod connect;
+mod data;
 pub mod diag;
 mod healthcheck;
 mod json_list;
@@ -28,8 +29,8 @@ mod selector;
 mod table;
 
 pub use args::{
-    CaArgs, CaVerb, DataDirArg, HealthcheckArgs, NodeNames, NodesArgs, NodesOutput, NodesVerb,
-    OutputFormat, TokenVerb,
+    CaArgs, CaVerb, DataDirArg, DataVerb, HealthcheckArgs, NodeNames, NodesArgs, NodesOutput,
+    NodesVerb, OutputFormat, TokenVerb,
 };
 use connect::ConnectArgs;
 pub use names_file::NamesFileError;
@@ -108,6 +109,13 @@ pub enum VerbError {
         .0.display()
     )]
     ServerRuns(PathBuf),
+    /// A running server uses the store alone.
+    #[error(
+        "a tunnel-server runs with {}, and uses its store alone: stop it first; 'tunnel-server nodes', 'nodes revocations' and \
+         'token list' show what it has",
+        .0.display()
+    )]
+    StoreInUse(PathBuf),
     /// An import would replace another CA, and there is no terminal to ask.
     #[error(
         "{} has another CA, whose agents and join tokens would be refused; to replace it, add --force",
@@ -155,6 +163,7 @@ impl VerbError {
             | Self::CaInCluster(_)
             | Self::ClientCaInCluster(_)
             | Self::ServerRuns(_)
+            | Self::StoreInUse(_)
             | Self::OtherCa(_)
             | Self::FileExists(_)
             | Self::Connect(_)
@@ -193,7 +202,7 @@ impl TokenVerb {
                 let dir = DataDir::open_existing(&data_dir.data_dir)?;
                 let tokens = match AdminClient::connect(&dir).await? {
                     Some(server) => server.tokens().await?,
-                    None => TokenStore::open(require_standalone(&dir)?).list(SystemTime::now())?,
+                    None => TokenStore::open(require_standalone(&dir)?)?.list(SystemTime::now())?,
                 };
                 Ok(VerbOutput::out(match output {
                     OutputFormat::Table => table::tokens(&tokens),
@@ -204,7 +213,7 @@ impl TokenVerb {
                 let dir = DataDir::open_existing(&data_dir.data_dir)?;
                 let found = match AdminClient::connect(&dir).await? {
                     Some(server) => server.revoke_token(&id).await?,
-                    None => TokenStore::open(require_standalone(&dir)?).revoke(&id)?,
+                    None => TokenStore::open(require_standalone(&dir)?)?.revoke(&id)?,
                 };
                 if found {
                     Ok(VerbOutput::out(format!("token {id} revoked\n")))
@@ -281,7 +290,7 @@ async fn create_token(
         let ca = load_ca(require_standalone(dir)?, offline)?;
         let now = SystemTime::now();
         let order = Revocations::open(dir, true)?.of_node(&node);
-        let tokens = TokenStore::open(dir);
+        let tokens = TokenStore::open(dir)?;
         let token = tokens.create(
             &NodeOrder::new(&node, order),
             ttl,

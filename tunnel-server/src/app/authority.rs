@@ -23,7 +23,7 @@ use super::credential_watcher::{CredentialWatcher, read_roots, watch_pair};
 use crate::ca::renewal::Renewals;
 use crate::ca::revocation::Revocations;
 use crate::ca::rotation::CaSecret;
-use crate::ca::tokens::{self, TokenStore};
+use crate::ca::tokens::TokenStore;
 use crate::ca::{LocalCa, distrusted};
 use crate::cluster::{ApiServerClock, ClusterHandle, UnknownMembership};
 use crate::config::{Config, CredentialFiles, KubeletClientCa, KubernetesSettings};
@@ -61,10 +61,10 @@ impl Authority {
             return Self::load_shared(process, settings, meta, registry).await;
         }
         let ca = LocalCa::load_or_create(data)?;
-        tokens::clean(data, &process.shutdown);
         let ca = Arc::new(ca.with_life(config.limits.certificate_life));
+        let tokens = TokenStore::open_cleaned(data, &process.shutdown)?;
         Ok(Self {
-            tokens: Arc::new(TokenStore::open(data).marked_by(ca.clone())),
+            tokens: Arc::new(tokens.marked_by(ca.clone())),
             ca,
             ca_secret: None,
             revocations: Arc::new(Revocations::open(data, is_issuer(config))?),

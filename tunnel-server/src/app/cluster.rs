@@ -65,6 +65,7 @@ pub(super) fn start_cluster(
         metrics: context.metrics.clone(),
         readiness: context.readiness.clone(),
         data: context.data.clone(),
+        store: context.store.clone(),
         shutdown: context.shutdown.clone(),
         listener_ports: ListenerPorts {
             http: bound.http.map_or(PORT_HTTP, |address| address.port()),

@@ -27,11 +27,13 @@ use crate::routing::peers::{PeerLimits, PeerMetrics, Peers};
 use crate::routing::registry::{Registry, RegistryLimits};
 use crate::routing::routes::{RouteSource, Routes};
 use crate::store::data_dir::DataDir;
+use crate::store::state_store::{OnDamage, StateStore};
 
 /// The context of the process before the state of the server is loaded.
 pub(super) struct ProcessContext {
     pub(super) config: Config,
     pub(super) data: DataDir,
+    store: StateStore,
     lock: File,
     pub(super) readiness: Readiness,
     pub(super) shutdown: Shutdown,
@@ -42,6 +44,8 @@ pub(super) struct ProcessContext {
 pub(super) struct ServerContext {
     pub(super) config: Config,
     pub(super) data: DataDir,
+    /// The store of the data directory.
+    pub(super) store: StateStore,
     pub(super) readiness: Readiness,
     pub(super) shutdown: Shutdown,
     pub(super) metrics: Metrics,
@@ -80,6 +84,14 @@ impl ProcessContext {
             bail!("another tunnel-server uses {path}; give this one its own --data-dir");
         };
         let readiness = Readiness::default();
+        // In a cluster a Secret has the orders about nodes.
+        let on_damage = if config.kubernetes.is_some() {
+            OnDamage::SetAside
+        } else {
+            OnDamage::Stop
+        };
+        let store = data.store(on_damage)?;
+        store.report_to(&readiness);
         disk::start(
             config.data_dir.clone(),
             data.activity().clone(),
@@ -88,6 +100,7 @@ impl ProcessContext {
         );
         Ok(Self {
             data,
+            store,
             lock,
             readiness,
             shutdown,
@@ -107,6 +120,7 @@ impl ServerContext {
         let ProcessContext {
             config,
             data,
+            store,
             lock,
             readiness,
             shutdown,
@@ -129,7 +143,6 @@ impl ServerContext {
         let routes = Routes::new(Arc::new(move |node| others.holds(node)));
         let recent = config.status_page.is_some();
         let recent = recent.then(|| Arc::new(RecentRequests::new(RecentRequestLimits::default())));
-        nodes.start(&shutdown);
         follow_nodes(&nodes, &routes, &metrics, &shutdown);
         let labeled_nodes = LabeledNodes::new(&config.cloud);
         Ok(Self {
@@ -141,6 +154,7 @@ impl ServerContext {
             session_settings: session_settings(&config, pool),
             config,
             data,
+            store,
             readiness,
             shutdown,
             metrics,

@@ -36,7 +36,7 @@ pub(super) fn membership(
                 kubernetes,
                 cluster_handle,
                 own,
-                &context.data,
+                &context.store,
                 &context.shutdown,
             );
             authority.unknown_servers = unknown;

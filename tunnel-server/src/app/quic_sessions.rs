@@ -2,31 +2,28 @@
 //! because a killed process saves nothing. At start the server resets their connections, so that
 //! they dial again at once.
 
-use std::io;
 use std::net::SocketAddr;
 use std::sync::Arc;
-use std::time::Duration;
 
+use serde::de::IgnoredAny;
 use tracing::{info, warn};
-use tunnel_proto::process::files;
 use tunnel_proto::transport::quic::{QuicAcceptor, ResetTarget};
+use tunnel_proto::wire::enroll::hex;
 
 use super::context::ServerContext;
 use crate::routing::registry::Registry;
-use crate::store::data_dir::DataDir;
-use crate::store::snapshot::Snapshot;
+use crate::store::state_store::{RowChange, RowSet, StateStore, Table, follow};
 
-/// Agents connect and disconnect in bursts, which are written together.
-const SAVE_PAUSE: Duration = Duration::from_secs(1);
-/// Maximum number of saved connections. The file then has about 6 MiB.
+/// Maximum number of saved connections. They then have about 10 MiB.
 const TARGETS_MAX: usize = 100_000;
 
-/// Resets the connections that the data directory lists, and saves the current ones from then on.
+/// The saved connections by their ids in hexadecimal.
+type SavedTargets = RowSet<String, (SocketAddr, [u8; 12])>;
+
+/// Resets the connections that the store lists, and saves the current ones from then on.
 pub(super) fn start(quic: &Arc<QuicAcceptor>, context: &ServerContext) {
-    let earlier = load(&context.data).unwrap_or_else(|error| {
-        warn!(%error, "cannot reset the connections of the previous process; agents over QUIC notice the restart some seconds later");
-        Vec::new()
-    });
+    let mut saved = SavedTargets::load(&context.store, Table::Sessions, "");
+    let earlier = targets_of(&saved);
     if !earlier.is_empty() {
         info!(
             count = earlier.len(),
@@ -37,94 +34,73 @@ pub(super) fn start(quic: &Arc<QuicAcceptor>, context: &ServerContext) {
             .shutdown
             .spawn_service(async move { quic.reset(&earlier).await });
     }
-    let (data, registry) = (context.data.clone(), context.registry.clone());
+    let registry = context.registry.clone();
     let changed = registry.changed();
-    let snapshot = Snapshot::new(
-        "addresses of agents over QUIC",
-        SAVE_PAUSE,
-        None,
-        move |targets: &Vec<ResetTarget>| save(&data, targets),
-    );
-    let state = move |_changes: &u64| Some(targets(&registry));
-    let drain = context.shutdown.drain().clone();
     context
         .shutdown
-        .spawn_service(snapshot.follow(changed, state, drain));
+        .spawn_service(follow(changed, move |_changes| {
+            save(&mut saved, &targets(&registry));
+        }));
 }
 
 /// Removes the saved connections after all sessions were closed. Their agents need no reset.
-pub(super) fn clear(data: &DataDir) {
-    if let Err(error) = std::fs::remove_file(data.quic_sessions())
-        && error.kind() != io::ErrorKind::NotFound
-    {
-        warn!(%error, "cannot remove the list of connections; the next process resets them in vain");
+pub(super) fn clear(store: &StateStore) {
+    let saved = store.load_observed::<IgnoredAny>(Table::Sessions, "");
+    let removed = saved.keys().map(|key| RowChange::remove(key));
+    store.change(Table::Sessions, removed.collect());
+    if let Err(error) = store.flush(Table::Sessions) {
+        warn!(%error, "cannot save the last changes");
     }
 }
 
 /// Returns the connections of the registered sessions, which are all admitted.
 fn targets(registry: &Registry) -> Vec<ResetTarget> {
-    let mut targets: Vec<ResetTarget> = registry
-        .all()
+    let agents = registry.all();
+    let targets = agents
         .iter()
-        .filter_map(|agent| agent.session.reset_target())
-        .take(TARGETS_MAX)
-        .collect();
-    // Sessions in another order are no change.
-    targets.sort_unstable();
-    targets
+        .filter_map(|agent| agent.session.reset_target());
+    targets.take(TARGETS_MAX).collect()
 }
 
-fn load(data: &DataDir) -> io::Result<Vec<ResetTarget>> {
-    let path = data.quic_sessions();
-    let Some(content) = files::read_secret(&path)? else {
-        return Ok(Vec::new());
-    };
-    let saved: Vec<(SocketAddr, _)> = serde_json::from_slice(&content).map_err(|error| {
-        let message = format!("{} is damaged: {error}", path.display());
-        io::Error::new(io::ErrorKind::InvalidData, message)
-    })?;
-    let targets = saved
-        .into_iter()
-        .take(TARGETS_MAX)
-        .map(|(remote, connection_id)| ResetTarget {
-            remote,
-            connection_id,
-        });
-    Ok(targets.collect())
+fn targets_of(saved: &SavedTargets) -> Vec<ResetTarget> {
+    let saved = saved.values().values().take(TARGETS_MAX);
+    let targets = saved.map(|(remote, connection_id)| ResetTarget {
+        remote: *remote,
+        connection_id: *connection_id,
+    });
+    targets.collect()
 }
 
-fn save(data: &DataDir, targets: &[ResetTarget]) -> io::Result<()> {
-    let saved: Vec<_> = targets
-        .iter()
-        .map(|target| (target.remote, target.connection_id))
-        .collect();
-    let content = serde_json::to_vec(&saved).map_err(io::Error::other)?;
-    files::replace(&data.quic_sessions(), &content)
+fn save(saved: &mut SavedTargets, targets: &[ResetTarget]) {
+    let rows = targets.iter().map(|target| {
+        let key = hex(&target.connection_id);
+        (key, (target.remote, target.connection_id))
+    });
+    saved.replace(rows.collect());
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
     use crate::store::data_dir::testing::Scratch;
+    use crate::store::state_store::OnDamage;
 
     #[test]
-    fn saved_connections_are_loaded_and_a_damaged_file_is_an_error() {
+    fn saved_connections_are_loaded_until_they_are_cleared() {
         let scratch = Scratch::new();
-        assert!(load(&scratch.0).unwrap().is_empty());
-        let target = |remote: &str| ResetTarget {
+        let store = scratch.0.store(OnDamage::Stop).unwrap();
+        let load = || SavedTargets::load(&store, Table::Sessions, "");
+        assert!(targets_of(&load()).is_empty());
+        let target = |remote: &str, id| ResetTarget {
             remote: remote.parse().unwrap(),
-            connection_id: [7; 12],
+            connection_id: [id; 12],
         };
-        let targets = [target("192.0.2.1:4433"), target("[2001:db8::1]:4433")];
-        save(&scratch.0, &targets).unwrap();
-        assert_eq!(load(&scratch.0).unwrap(), targets);
-        clear(&scratch.0);
-        assert!(load(&scratch.0).unwrap().is_empty());
-        clear(&scratch.0);
-        for content in [&b"["[..], br#"[["192.0.2.1:4433",[7]]]"#, br#"[["x",[]]]"#] {
-            files::replace(&scratch.0.quic_sessions(), content).unwrap();
-            let error = load(&scratch.0).unwrap_err().to_string();
-            assert!(error.contains("quic-sessions.json is damaged"), "{error}");
-        }
+        let targets = [target("192.0.2.1:4433", 7), target("[2001:db8::1]:4433", 8)];
+        save(&mut load(), &targets);
+        assert_eq!(targets_of(&load()), targets);
+        save(&mut load(), &targets[1..]);
+        assert_eq!(targets_of(&load()), targets[1..]);
+        clear(&store);
+        assert!(targets_of(&load()).is_empty());
     }
 }

@@ -389,7 +389,9 @@ mod tests {
         pub(super) fn new() -> Self {
             let scratch = Scratch::new();
             let renewals = Renewals::of(&scratch.0);
-            let tokens = TokenStore::open(&scratch.0).marked_by(renewals.ca.clone());
+            let tokens = TokenStore::open(&scratch.0)
+                .unwrap()
+                .marked_by(renewals.ca.clone());
             let enrollment = Enrollment {
                 renewals: Some(renewals),
                 tokens: Arc::new(tokens),

@@ -2,8 +2,8 @@
 //! Every handshake checks them.
 //!
 //! An order is in force as soon as it is made or received, and is written afterwards, until that
-//! succeeds: to a file of the data directory, and in a cluster to a Secret, too. Orders from files,
-//! the cluster and other servers are merged ([`Order::merge`]), so that none is lost on the way.
+//! succeeds: to the store of the data directory, and in a cluster to a Secret, too. Orders from the
+//! store, the cluster and other servers are merged ([`Order::merge`]), so that none is lost on the way.
 
 use std::collections::BTreeMap;
 use std::io;
@@ -28,7 +28,7 @@ use tunnel_proto::wire::order::{NodeOrder, Order};
 use crate::routing::registry::Registry;
 use crate::store::data_dir::{DataDir, rfc3339};
 use crate::store::document::SharedDocument;
-use crate::store::file_document;
+use crate::store::state_store::{OnDamage, RowChange, StateStore, Table};
 
 mod own;
 
@@ -37,8 +37,10 @@ use own::{AnnouncedOrders, OrdersDigest, OwnOrder, PeerCheck};
 /// The orders about nodes of a data directory or of a cluster.
 #[derive(Debug)]
 pub struct Revocations {
-    /// Places where the orders are written, each of which has all of them.
-    stores: Vec<Store>,
+    /// The document that the servers of a cluster share, which has all orders.
+    shared: Option<SharedOrders>,
+    /// Has all orders, too.
+    rows: StateStore,
     state: Mutex<State>,
     version: watch::Sender<u64>,
     /// Whether certificates have a generation.
@@ -47,8 +49,10 @@ pub struct Revocations {
     announced: OnceLock<AnnouncedOrders>,
 }
 
-#[derive(Debug, Default)]
+#[derive(Debug)]
 struct State {
+    /// The rows, which follow the orders.
+    rows: StateStore,
     orders: BTreeMap<NodeName, Order>,
     /// Orders of this server that nobody has confirmed.
     own: BTreeMap<NodeName, OwnOrder>,
@@ -69,7 +73,7 @@ struct ReceivedOrders {
 }
 
 #[derive(Debug)]
-struct Store {
+struct SharedOrders {
     document: SharedDocument,
     progress: Mutex<Progress>,
 }
@@ -85,13 +89,11 @@ struct Progress {
     damage: Option<String>,
 }
 
-/// What a store lacks.
+/// What the document lacks.
 #[derive(Debug, Default, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
 enum Pending {
     #[default]
     Nothing,
-    /// The confirmation of own orders.
-    Confirmation,
     /// Orders that this server received, and that others write, too.
     Received,
     /// Orders that were made here.
@@ -119,9 +121,15 @@ pub struct RevocationInForce {
 #[derive(Debug, PartialEq, Eq, Serialize, Deserialize)]
 struct OrdersDocument {
     nodes: BTreeMap<String, OrderEntry>,
-    /// Own orders that nobody has confirmed; only in a file.
-    #[serde(default, skip_serializing_if = "BTreeMap::is_empty")]
-    unconfirmed: BTreeMap<String, OwnOrder>,
+}
+
+/// An order in the store.
+#[derive(Debug, Serialize, Deserialize)]
+pub(crate) struct OrderRow {
+    order: OrderEntry,
+    /// Own orders that nobody has confirmed.
+    #[serde(default, skip_serializing_if = "is_default")]
+    unconfirmed: OwnOrder,
 }
 
 #[derive(Debug, PartialEq, Eq, Serialize, Deserialize)]
@@ -147,9 +155,9 @@ impl Revocations {
     /// certificates, with generations.
     ///
     /// # Errors
-    /// Returns an error with the path if the file cannot be read or is damaged.
+    /// Returns an error with the path if the store cannot be read, or an order in it is damaged.
     pub fn open(dir: &DataDir, is_local_ca: bool) -> io::Result<Self> {
-        Self::with_stores(vec![file_document::open(dir, dir.revoked())?], is_local_ca)
+        Self::with_stores(dir.store(OnDamage::Stop)?, None, is_local_ca)
     }
 
     /// Opens the orders of a data directory and of a document that other servers share; `is_local_ca`
@@ -162,37 +170,50 @@ impl Revocations {
         shared: SharedDocument,
         is_local_ca: bool,
     ) -> io::Result<Self> {
-        let file = file_document::open(dir, dir.revoked())?;
-        Self::with_stores(vec![shared, file], is_local_ca)
+        Self::with_stores(dir.store(OnDamage::SetAside)?, Some(shared), is_local_ca)
     }
 
-    fn with_stores(documents: Vec<SharedDocument>, is_local_ca: bool) -> io::Result<Self> {
-        let stores = documents.into_iter().map(|document| Store {
-            document,
-            progress: Mutex::default(),
-        });
+    fn with_stores(
+        rows: StateStore,
+        shared: Option<SharedDocument>,
+        is_local_ca: bool,
+    ) -> io::Result<Self> {
+        let state = State::load(&rows, shared.is_some())?;
+        let has_rows = !state.orders.is_empty();
         let revocations = Self {
-            stores: stores.collect(),
-            state: Mutex::default(),
+            shared: shared.map(|document| SharedOrders {
+                document,
+                progress: Mutex::default(),
+            }),
+            rows,
+            state: Mutex::new(state),
             version: watch::Sender::new(0),
             is_local_ca,
             peers: OnceLock::new(),
             announced: OnceLock::new(),
         };
-        let mut state = revocations.state.lock();
-        // The file is the last one. With it the server starts without the document that it shares.
-        let file = revocations.stores.last();
-        let has_file = file.is_some_and(|file| file.document.version().is_some());
-        for store in revocations.stores.iter().rev() {
-            match revocations.refresh(&mut state, store) {
-                Err(error) if store.document.is_shared() && has_file => {
-                    warn!(%error, "cannot read the orders about nodes that servers share; those of the file are in force");
-                }
-                refreshed => refreshed?,
+        // With its rows the server starts without the document that it shares.
+        match revocations.refresh(&mut revocations.state.lock()) {
+            Err(error) if has_rows => {
+                warn!(%error, "cannot read the orders about nodes that servers share; those of the data directory are in force");
             }
+            refreshed => refreshed?,
         }
-        drop(state);
         Ok(revocations)
+    }
+
+    /// Moves orders that cannot be read aside. Returns their names. Blocks the thread.
+    ///
+    /// # Errors
+    /// Returns an error with the path if the store cannot be read or written.
+    pub(crate) fn set_aside_damaged(rows: &StateStore) -> io::Result<Vec<String>> {
+        let loaded = rows.load::<OrderRow>(Table::Orders, "")?;
+        let names = loaded.damaged.iter().map(|damaged| damaged.key.clone());
+        let names = names.collect();
+        rows.set_aside(Table::Orders, loaded.damaged);
+        rows.flush(Table::Damaged)?;
+        rows.flush(Table::Orders)?;
+        Ok(names)
     }
 
     /// Puts an order about nodes in force, and returns the nodes that it changed: all, or those that
@@ -225,7 +246,8 @@ impl Revocations {
         }
         state.own.retain(|_, own| !is_default(&*own));
         if !changed.is_empty() {
-            self.mark(Pending::Own, None);
+            state.save(&changed);
+            self.mark(Pending::Own);
             self.notify();
         }
         changed
@@ -264,7 +286,7 @@ impl Revocations {
         orders: Vec<NodeOrder>,
         is_node: &dyn Fn(&NodeName) -> bool,
     ) {
-        let has_shared = self.stores.iter().any(|store| store.document.is_shared());
+        let has_shared = self.shared.is_some();
         let mut state = self.state.lock();
         self.reload(&mut state);
         let mut logged = Vec::new();
@@ -288,7 +310,7 @@ impl Revocations {
             if !has_room || !order.is_plausible_after(known) {
                 refused += 1;
             } else if known.merge(order) != known || state.own.contains_key(&node) {
-                let merged = state.merge(&node, order, None);
+                let merged = state.merge(&node, order);
                 accepted += usize::from(merged > Pending::Nothing);
                 if merged > Pending::Nothing && logged.len() < LOGGED_MAX {
                     logged.push(format!("{} {node}", change(known, state.order(&node))));
@@ -308,7 +330,7 @@ impl Revocations {
                 detail = logged.join(", "),
                 "orders of another server about nodes are in force"
             );
-            self.mark(changed, None);
+            self.mark(changed);
             self.notify();
         }
     }
@@ -355,25 +377,19 @@ impl Revocations {
         !state.own.is_empty()
     }
 
-    /// Removes own orders that are confirmed, by node and order. The file still has them.
+    /// Removes own orders that are confirmed, by node and order.
     fn confirm(&self, state: &mut State, is_confirmed: impl Fn(&NodeName, Order) -> bool) {
-        let count = state.own.len();
-        let orders = &state.orders;
-        state.own.retain(|node, _| {
-            let order = orders.get(node).copied().unwrap_or_default();
-            !is_confirmed(node, order)
-        });
-        if state.own.len() == count {
+        let own = state.own.keys().cloned();
+        let confirmed: Vec<_> = own
+            .filter(|node| is_confirmed(node, state.order(node)))
+            .collect();
+        if confirmed.is_empty() {
             return;
         }
-        for file in self
-            .stores
-            .iter()
-            .filter(|store| !store.document.is_shared())
-        {
-            let mut progress = file.progress.lock();
-            progress.pending = progress.pending.max(Pending::Confirmation);
+        for node in &confirmed {
+            state.own.remove(node);
         }
+        state.save(&confirmed);
         self.notify();
     }
 
@@ -405,14 +421,17 @@ impl Revocations {
     /// failed.
     #[must_use]
     pub fn unwritten(&self) -> Vec<String> {
-        let unwritten = self.stores.iter().filter_map(|store| {
-            let progress = store.progress.lock();
-            (progress.pending > Pending::Confirmation).then(|| match &progress.problem {
+        let shared = self.shared.as_ref().and_then(|shared| {
+            let progress = shared.progress.lock();
+            (progress.pending > Pending::Nothing).then(|| match &progress.problem {
                 Some(problem) => problem.clone(),
-                None => store.document.name().to_owned(),
+                None => shared.document.name().to_owned(),
             })
         });
-        unwritten.collect()
+        shared
+            .into_iter()
+            .chain(self.rows.unsaved(Table::Orders))
+            .collect()
     }
 
     /// Writes the orders that are not persisted yet. Blocks the thread.
@@ -420,28 +439,32 @@ impl Revocations {
     /// # Errors
     /// Returns an error if the orders cannot be persisted. They stay in force until the process ends.
     pub fn flush(&self) -> io::Result<()> {
-        self.stores.iter().try_for_each(|store| self.write(store))
+        self.write()?;
+        self.rows.flush(Table::Orders)
     }
 
-    /// Writes the orders to a store unless it has all of them. Blocks the thread.
-    fn write(&self, store: &Store) -> io::Result<()> {
-        if store.progress.lock().pending == Pending::Nothing {
+    /// Writes the orders to the document unless it has all of them. Blocks the thread.
+    fn write(&self) -> io::Result<()> {
+        let Some(shared) = &self.shared else {
+            return Ok(());
+        };
+        if shared.progress.lock().pending == Pending::Nothing {
             return Ok(());
         }
         let mut changes = 0;
-        let written = store.document.change(|theirs: Option<OrdersDocument>| {
+        let written = shared.document.change(|theirs: Option<OrdersDocument>| {
             let mut state = self.state.lock();
             if let Some(theirs) = theirs {
-                self.merge_document(&mut state, store, theirs, false)?;
+                self.merge_document(&mut state, shared, theirs)?;
             }
             changes = state.changes;
-            Ok(OrdersDocument::of(&state, store))
+            Ok(OrdersDocument::of(&state))
         });
         let mut state = self.state.lock();
-        if written.is_ok() && store.document.is_shared() && state.changes == changes {
+        if written.is_ok() && state.changes == changes {
             self.confirm(&mut state, |_, _| true);
         }
-        let mut progress = store.progress.lock();
+        let mut progress = shared.progress.lock();
         match written {
             Ok(version) => {
                 progress.last_version = Some(version);
@@ -493,8 +516,8 @@ impl Revocations {
         let known = state.order(node);
         if peer.generation > known.generation {
             let proved = Order::default().with_generation(peer.generation);
-            let changed = state.merge(node, proved, None);
-            self.mark(changed, None);
+            let changed = state.merge(node, proved);
+            self.mark(changed);
             self.notify();
         }
     }
@@ -528,17 +551,17 @@ impl Revocations {
     }
 
     /// Closes live sessions whose certificate is revoked, as soon as this process has made or
-    /// observed the order, whether it is written or not. A file of another process is observed
-    /// within 5 s. Writes the orders until that succeeds, and reports a condition meanwhile.
+    /// observed the order, whether it is written or not. Writes the orders until that succeeds, and
+    /// reports a condition meanwhile.
     pub fn enforce(
         self: &Arc<Self>,
         registry: &Arc<Registry>,
         readiness: &Readiness,
         shutdown: &Shutdown,
     ) {
-        for index in 0..self.stores.len() {
-            self.follow_document(index, shutdown);
-            shutdown.spawn_service(self.clone().write_pending(index));
+        if let Some(shared) = &self.shared {
+            self.follow_document(shared, shutdown);
+            shutdown.spawn_service(self.clone().write_pending());
         }
         let (revocations, registry, tasks) = (self.clone(), registry.clone(), shutdown.clone());
         let (readiness, mut changed) = (readiness.clone(), self.version.subscribe());
@@ -565,19 +588,19 @@ impl Revocations {
 
     /// Returns what an operator should fix.
     fn conditions(&self) -> Vec<String> {
-        let failed = self.stores.iter().filter_map(|store| {
-            let progress = store.progress.lock();
+        let failed = self.shared.iter().filter_map(|shared| {
+            let progress = shared.progress.lock();
             if let Some(damage) = &progress.damage {
                 return Some(format!(
                     "{damage}; the orders about nodes that this server knows stay in force"
                 ));
             }
-            let problem = progress.problem.as_ref();
-            let problem = problem.filter(|_| progress.pending > Pending::Confirmation)?;
-            Some(format!(
-                "orders about nodes are in force here but not saved: {problem}; the server tries again"
-            ))
+            let problem = progress.problem.clone();
+            problem
+                .filter(|_| progress.pending > Pending::Nothing)
+                .map(unsaved)
         });
+        let failed = failed.chain(self.rows.problem(Table::Orders).map(unsaved));
         let mut lines: Vec<_> = failed.collect();
         let state = self.state.lock();
         let refused = state.received.iter().filter(|(replica, received)| {
@@ -594,11 +617,8 @@ impl Revocations {
     }
 
     /// Notifies of each observed change of the document.
-    fn follow_document(self: &Arc<Self>, index: usize, shutdown: &Shutdown) {
-        let Some(store) = self.stores.get(index) else {
-            return;
-        };
-        let (revocations, mut observed) = (self.clone(), store.document.changed());
+    fn follow_document(self: &Arc<Self>, shared: &SharedOrders, shutdown: &Shutdown) {
+        let (revocations, mut observed) = (self.clone(), shared.document.changed());
         shutdown.spawn_service(async move {
             while observed.changed().await.is_ok() {
                 revocations.notify();
@@ -606,21 +626,19 @@ impl Revocations {
         });
     }
 
-    /// Writes to a store what it lacks, until that succeeds: own orders at once, and those of other
+    /// Writes to the document what it lacks, until that succeeds: own orders at once, and those of other
     /// servers after a pause, if they have not written them by then.
-    async fn write_pending(self: Arc<Self>, index: usize) {
+    async fn write_pending(self: Arc<Self>) {
         let mut changed = self.version.subscribe();
         let mut has_failed = false;
         loop {
             // A document that is gone is pending.
             self.reload(&mut self.state.lock());
-            let pending = self
-                .stores
-                .get(index)
-                .map(|store| store.progress.lock().pending);
+            let shared = self.shared.as_ref();
+            let pending = shared.map(|shared| shared.progress.lock().pending);
             let pause = match pending {
                 Some(Pending::Own) if !has_failed => Duration::ZERO,
-                Some(Pending::Confirmation | Pending::Received) if !has_failed => {
+                Some(Pending::Received) if !has_failed => {
                     RECEIVED_PAUSE.mul_f64(1.0 + rand::random::<f64>())
                 }
                 _ => CHECK_INTERVAL,
@@ -638,12 +656,7 @@ impl Revocations {
             }
             // A write blocks.
             let writing = self.clone();
-            let written = tokio::task::spawn_blocking(move || {
-                writing
-                    .stores
-                    .get(index)
-                    .map_or(Ok(()), |store| writing.write(store))
-            });
+            let written = tokio::task::spawn_blocking(move || writing.write());
             has_failed = matches!(written.await, Ok(Err(_)) | Err(_));
             static UNSAVED: LogRateLimit = LogRateLimit::new("orders that cannot be saved");
             if has_failed && UNSAVED.admit() {
@@ -656,84 +669,73 @@ impl Revocations {
         self.version.send_modify(|version| *version += 1);
     }
 
-    /// Records that the stores, except for one, lack orders.
-    fn mark(&self, pending: Pending, except: Option<&Store>) {
-        let is_other = |store: &&Store| except.is_none_or(|except| !std::ptr::eq(*store, except));
-        for store in self.stores.iter().filter(is_other) {
-            let mut progress = store.progress.lock();
+    /// Records that the document lacks orders.
+    fn mark(&self, pending: Pending) {
+        if let Some(shared) = &self.shared {
+            let mut progress = shared.progress.lock();
             progress.pending = progress.pending.max(pending);
         }
     }
 
     /// Loads orders that other processes wrote, and logs an error.
     fn reload(&self, state: &mut State) {
-        for store in &self.stores {
-            if let Err(error) = self.refresh(state, store) {
-                static UNREAD: LogRateLimit = LogRateLimit::new("orders that cannot be reloaded");
-                if UNREAD.admit() {
-                    warn!(%error, "cannot reload the orders about nodes; the known ones stay in force");
-                }
+        if let Err(error) = self.refresh(state) {
+            static UNREAD: LogRateLimit = LogRateLimit::new("orders that cannot be reloaded");
+            if UNREAD.admit() {
+                warn!(%error, "cannot reload the orders about nodes; the known ones stay in force");
             }
         }
     }
 
-    /// Loads orders that other processes wrote. A missing document undoes none, and is written.
-    fn refresh(&self, state: &mut State, store: &Store) -> io::Result<()> {
-        let version = store.document.version();
-        let last_version = {
-            let mut progress = store.progress.lock();
-            if store.document.is_lost() && !state.orders.is_empty() {
+    /// Loads orders that other servers wrote to the document. A missing document undoes none, and is
+    /// written.
+    fn refresh(&self, state: &mut State) -> io::Result<()> {
+        let Some(shared) = &self.shared else {
+            return Ok(());
+        };
+        let version = shared.document.version();
+        {
+            let mut progress = shared.progress.lock();
+            if shared.document.is_lost() && !state.orders.is_empty() {
                 progress.pending = progress.pending.max(Pending::Received);
             }
             if version.is_none() || version == progress.last_version {
                 return Ok(());
             }
             // Damaged content is parsed once.
-            progress.last_version.replace(version.unwrap_or_default())
-        };
-        let content = store.document.read::<OrdersDocument>();
+            progress.last_version = version;
+        }
+        let content = shared.document.read::<OrdersDocument>();
         let merged = content.and_then(|content| match content {
-            Some(content) => self.merge_document(state, store, content, last_version.is_none()),
+            Some(content) => self.merge_document(state, shared, content),
             None => Ok(()),
         });
-        store.progress.lock().damage = merged.as_ref().err().map(io::Error::to_string);
+        shared.progress.lock().damage = merged.as_ref().err().map(io::Error::to_string);
         merged
     }
 
-    /// Merges persisted orders. An invalid name is reported as an error after all other entries are
-    /// merged. `is_first` says that this process has not read the document before.
+    /// Merges the orders of the document. An invalid name is reported as an error after all other
+    /// entries are merged.
     fn merge_document(
         &self,
         state: &mut State,
-        store: &Store,
+        shared: &SharedOrders,
         content: OrdersDocument,
-        is_first: bool,
     ) -> io::Result<()> {
         let (mut damaged, mut changed) = (None, Pending::Nothing);
         for (name, OrderEntry(theirs)) in &content.nodes {
-            let node: NodeName = match name.parse() {
-                Ok(node) => node,
+            match name.parse() {
+                Ok(node) => changed = changed.max(state.merge(&node, *theirs)),
                 Err(error) => {
-                    damaged = Some(store.document.damaged(&format!("{name:?}: {error}")));
-                    continue;
+                    damaged = Some(shared.document.damaged(&format!("{name:?}: {error}")));
                 }
-            };
-            let known = state.order(&node);
-            // What this process has confirmed is in its file until the next write.
-            let is_new = is_first || known.merge(*theirs) != known;
-            let own = content.unconfirmed.get(name).filter(|_| is_new);
-            changed = changed.max(state.merge(&node, *theirs, own.copied()));
+            }
         }
-        if changed > Pending::Nothing {
-            self.mark(changed, Some(store));
-        }
-        if store.document.is_shared() {
-            self.confirm(state, |node, order| {
-                content.nodes.get(node.as_str()) == Some(&OrderEntry(order))
-            });
-        }
-        let lacks = content != OrdersDocument::of(state, store);
-        let mut progress = store.progress.lock();
+        self.confirm(state, |node, order| {
+            content.nodes.get(node.as_str()) == Some(&OrderEntry(order))
+        });
+        let lacks = content != OrdersDocument::of(state);
+        let mut progress = shared.progress.lock();
         progress.pending = match progress.pending {
             _ if !lacks => Pending::Nothing,
             pending => pending.max(changed).max(Pending::Received),
@@ -757,6 +759,51 @@ impl ReceivedOrders {
 }
 
 impl State {
+    /// Loads the orders of a store. A damaged one stops the start, unless servers share a document
+    /// that has it.
+    fn load(rows: &StateStore, is_shared: bool) -> io::Result<Self> {
+        let loaded = rows.load::<OrderRow>(Table::Orders, "")?;
+        if let Some(damaged) = loaded.damaged.first().filter(|_| !is_shared) {
+            return Err(rows.damaged(Table::Orders, damaged));
+        }
+        rows.set_aside(Table::Orders, loaded.damaged);
+        let mut state = Self {
+            rows: rows.clone(),
+            orders: BTreeMap::new(),
+            own: BTreeMap::new(),
+            changes: 0,
+            received: BTreeMap::new(),
+            foreign_bytes: 0,
+        };
+        for (name, row) in loaded.values {
+            // The names were names when they were written.
+            let Ok(node) = name.parse::<NodeName>() else {
+                continue;
+            };
+            let OrderRow {
+                order: OrderEntry(order),
+                unconfirmed,
+            } = row;
+            if !is_default(&unconfirmed) {
+                state.own.insert(node.clone(), unconfirmed);
+            }
+            state.insert(node, order);
+        }
+        Ok(state)
+    }
+
+    /// Makes the rows of nodes follow. Does not wait for the disk.
+    fn save(&self, nodes: &[NodeName]) {
+        let rows = nodes.iter().map(|node| {
+            let row = OrderRow {
+                order: OrderEntry(self.order(node)),
+                unconfirmed: self.own.get(node).copied().unwrap_or_default(),
+            };
+            RowChange::upsert(node.as_str(), &row)
+        });
+        self.rows.change(Table::Orders, rows.collect());
+    }
+
     fn insert(&mut self, node: NodeName, order: Order) {
         self.orders.insert(node, order);
         self.changes += 1;
@@ -772,18 +819,15 @@ impl State {
         names.map(entry_bytes).sum()
     }
 
-    /// Merges an order that a document or another server has, with what the document says of its
-    /// confirmation. Returns whether that changes an order, and whether own orders are repeated.
-    fn merge(&mut self, node: &NodeName, theirs: Order, their_own: Option<OwnOrder>) -> Pending {
+    /// Merges an order that a document or another server has. Returns whether that changes an order,
+    /// and whether own orders are repeated.
+    fn merge(&mut self, node: &NodeName, theirs: Order) -> Pending {
         let known = self.orders.get(node).copied();
         let ours = known.unwrap_or_default();
         let mut own = self.own.get(node).copied().unwrap_or_default();
         let now = seconds(SystemTime::now());
-        let mut merged = own.merge(ours, theirs, now);
-        if let Some(mut added) = their_own {
-            merged = added.merge(theirs, merged, now);
-            own.join(added);
-        }
+        let before = own;
+        let merged = own.merge(ours, theirs, now);
         if is_default(&own) {
             self.own.remove(node);
         } else {
@@ -797,9 +841,13 @@ impl State {
             );
         }
         if known == Some(merged) {
+            if own != before {
+                self.save(std::slice::from_ref(node));
+            }
             return Pending::Nothing;
         }
         self.insert(node.clone(), merged);
+        self.save(std::slice::from_ref(node));
         if is_repeated {
             Pending::Own
         } else {
@@ -817,16 +865,17 @@ impl State {
 }
 
 impl OrdersDocument {
-    /// Returns what a store should have.
-    fn of(state: &State, store: &Store) -> Self {
+    /// Returns what the document should have.
+    fn of(state: &State) -> Self {
         let entry = |(node, order): (&NodeName, &Order)| (node.to_string(), OrderEntry(*order));
-        let own = |(node, own): (&NodeName, &OwnOrder)| (node.to_string(), *own);
-        let own = state.own.iter().map(own);
         Self {
             nodes: state.orders.iter().map(entry).collect(),
-            unconfirmed: own.filter(|_| !store.document.is_shared()).collect(),
         }
     }
+}
+
+fn unsaved(problem: String) -> String {
+    format!("orders about nodes are in force here but not saved: {problem}; the server tries again")
 }
 
 /// Returns whether an order refuses a credential of another issuer, which has no generation, by its

@@ -1,7 +1,7 @@
-//! Join tokens, each of which is an object of its own: a file of the data directory, or a Secret that
-//! all servers of a cluster can read. A token is created for one node and bound to the first key that
-//! uses it, by compare-and-swap on its object alone. Only the hash of its secret is stored. Nobody
-//! keeps tokens in memory: one is read when it is used.
+//! Join tokens, each of which is an object of its own: a row of the store of the data directory, or a
+//! Secret that all servers of a cluster can read. A token is created for one node and bound to the
+//! first key that uses it, by compare-and-swap on its object alone. Only the hash of its secret is
+//! stored.
 
 use std::collections::HashMap;
 use std::io;
@@ -16,6 +16,7 @@ use tokio::sync::{OwnedSemaphorePermit, Semaphore};
 use tokio::time::Instant;
 use tracing::warn;
 use tunnel_proto::identity::sha256;
+use tunnel_proto::process::shutdown::Shutdown;
 use tunnel_proto::process::telemetry::LogRateLimit;
 use tunnel_proto::wire::code::EnrollCode;
 use tunnel_proto::wire::enroll::{JoinToken, TOKEN_ID_LEN, TOKEN_SECRET_BYTES, TokenError, hex};
@@ -25,15 +26,14 @@ use tunnel_proto::wire::order::{NodeOrder, Order};
 use super::LocalCa;
 use crate::store::data_dir::{DataDir, name_text, random, rfc3339, time_text, whole_seconds};
 
-mod files;
 mod object;
 mod pace;
+mod rows;
 
-use files::TokenFiles;
-pub(crate) use files::clean;
 use object::LIFE_MAX;
 pub(crate) use object::{StoredToken, TokenObject, TokenObjects};
 use pace::LookupPace;
+use rows::TokenRows;
 
 /// The join tokens of a data directory or of a cluster. Calls block the thread, unless they are
 /// asynchronous.
@@ -111,9 +111,22 @@ pub enum CreateTokenError {
 
 impl TokenStore {
     /// Opens the tokens of a data directory.
-    #[must_use]
-    pub fn open(dir: &DataDir) -> Self {
-        Self::of(Arc::new(TokenFiles::new(dir)))
+    ///
+    /// # Errors
+    /// Returns an error with the path if the store cannot be opened.
+    pub fn open(dir: &DataDir) -> io::Result<Self> {
+        Ok(Self::of(Arc::new(TokenRows::open(dir)?)))
+    }
+
+    /// Opens the tokens like [`TokenStore::open`], and removes those that have been expired for a day
+    /// until `shutdown` stops.
+    ///
+    /// # Errors
+    /// As in [`TokenStore::open`].
+    pub(crate) fn open_cleaned(dir: &DataDir, shutdown: &Shutdown) -> io::Result<Self> {
+        let rows = Arc::new(TokenRows::open(dir)?);
+        rows::clean(rows.clone(), shutdown);
+        Ok(Self::of(rows))
     }
 
     pub(crate) fn of(objects: Arc<dyn TokenObjects>) -> Self {

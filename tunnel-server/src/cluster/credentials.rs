@@ -238,7 +238,7 @@ mod tests {
     async fn changed_kubeconfig_is_in_use_and_a_damaged_one_is_a_condition() {
         let (scratch, shutdown) = (Scratch::new(), Shutdown::new());
         let server = ApiServer::start(&shutdown).await;
-        let path = scratch.0.cluster();
+        let path = scratch.0.path().join("kubeconfig");
         let write = |text: &str| std::fs::write(&path, text).unwrap();
         write(&server.kubeconfig("first"));
         let settings = settings(path.clone());

@@ -3,12 +3,9 @@
 
 use std::path::PathBuf;
 use std::sync::Arc;
-use std::time::Duration;
 
 use k8s_openapi::api::core::v1::ConfigMap;
 use kube::Api;
-use tokio::sync::watch;
-use tokio_util::sync::CancellationToken;
 use tracing::{info, warn};
 use tunnel_proto::process::files;
 use tunnel_proto::process::shutdown::Shutdown;
@@ -18,14 +15,19 @@ use super::client::ClusterHandle;
 use super::objects::{CLIENT_CA, CLIENT_CA_KEY, Object};
 use super::watches::{Observed, follow_one};
 use crate::cluster::conditions::Condition;
-use crate::store::snapshot::Snapshot;
+use crate::store::state_store::StateStore;
 
-/// Starts with the CA that is persisted at `path`, and follows the CA that the API server
-/// publishes.
+/// The file of the CA that was last observed, and who writes it.
+pub(super) struct PersistedFile {
+    pub(super) path: PathBuf,
+    pub(super) store: StateStore,
+}
+
+/// Starts with the CA that is persisted, and follows the CA that the API server publishes.
 pub(super) fn start(
     cluster: &ClusterHandle,
     trust: Arc<AgentTrust>,
-    path: PathBuf,
+    PersistedFile { path, store }: PersistedFile,
     shutdown: &Shutdown,
 ) {
     let read = files::read(&path).map_err(|error| error.to_string());
@@ -42,14 +44,7 @@ pub(super) fn start(
     let maps = Api::<ConfigMap>::namespaced(cluster.connection.client.clone(), namespace);
     let context = cluster.watch_context(Object::KubeletClientCa);
     let conditions = cluster.conditions.clone();
-    let (latest, updates) = watch::channel(None::<String>);
-    let persisted = persisted.and_then(|pem| String::from_utf8(pem).ok());
-    let snapshot = Snapshot::new("kubelet client CA", Duration::ZERO, persisted, move |pem| {
-        files::replace(&path, pem.as_bytes())
-    });
-    // The CA may change until the process stops.
-    let never = CancellationToken::new();
-    shutdown.spawn_service(snapshot.follow(updates, Option::clone, never));
+    let mut latest = persisted;
     shutdown.spawn_service(async move {
         follow_one(maps, name, context, |observed| {
             let adopted = match published_ca(&observed) {
@@ -59,8 +54,10 @@ pub(super) fn start(
                 PublishedCa::None => Err(format!("no longer has {CLIENT_CA_KEY}")),
                 PublishedCa::Pem(pem) => adopt(&trust, pem.as_bytes()).map(|()| {
                     is_in_use = true;
-                    if latest.send_replace(Some(pem.to_owned())).as_deref() != Some(pem) {
+                    if latest.as_deref() != Some(pem.as_bytes()) {
                         info!("kubelet client CA updated from the cluster");
+                        store.replace_file(path.clone(), pem.as_bytes().to_vec().into());
+                        latest = Some(pem.as_bytes().to_vec());
                     }
                 }),
             };

@@ -5,19 +5,15 @@
 
 use std::collections::BTreeMap;
 use std::net::{IpAddr, SocketAddr};
-use std::path::Path;
 use std::sync::Arc;
 use std::time::Duration;
 
 use k8s_openapi::api::discovery::v1::{Endpoint, EndpointSlice};
 use kube::Api;
 use kube::runtime::watcher::Event;
-use serde::{Deserialize, Serialize};
 use tokio::sync::watch;
 use tokio::time::{Instant, sleep_until};
-use tokio_util::sync::CancellationToken;
-use tracing::{info, warn};
-use tunnel_proto::process::files;
+use tracing::info;
 use tunnel_proto::process::networks::{effective_ip, forbidden_kind};
 use tunnel_proto::process::shutdown::Shutdown;
 use tunnel_proto::wire::REPLICAS_MAX;
@@ -30,8 +26,7 @@ use super::watches::{config, follow};
 use crate::cluster::conditions::{Condition, Conditions};
 use crate::config::KubernetesSettings;
 use crate::routing::peers::PeerAddress;
-use crate::store::data_dir::DataDir;
-use crate::store::snapshot::Snapshot;
+use crate::store::state_store::{RowSet, StateStore, Table, follow as follow_value};
 
 /// This server among the servers of the cluster.
 #[derive(Debug)]
@@ -46,36 +41,32 @@ pub type UnknownMembership = Arc<dyn Fn() -> Option<String> + Send + Sync>;
 
 /// Follows the servers of the cluster, this one included. The receiver has the persisted list until
 /// the API server has answered.
-pub fn follow_peers(
+pub(crate) fn follow_peers(
     settings: &KubernetesSettings,
     cluster: &ClusterHandle,
     own: OwnMembership,
-    data: &DataDir,
+    store: &StateStore,
     shutdown: &Shutdown,
 ) -> (watch::Receiver<Arc<[PeerAddress]>>, UnknownMembership) {
     let Connection {
         client, namespace, ..
     } = &cluster.connection;
-    let path = data.peers();
-    let persisted = load(&path);
-    let on_disk = to_persisted(&persisted);
-    let (published, peers) = watch::channel(Arc::<[PeerAddress]>::from(persisted));
-    let snapshot = Snapshot::new("list of servers", PAUSE, Some(on_disk), move |list| {
-        save(&path, list)
-    });
-    let state = |list: &Arc<[PeerAddress]>| Some(to_persisted(list));
-    // The list may change until the process stops.
-    let never = CancellationToken::new();
-    shutdown.spawn_service(snapshot.follow(peers.clone(), state, never));
+    let mut persisted = RowSet::load(store, Table::Cluster, PREFIX);
+    let (published, peers) = watch::channel(Arc::<[PeerAddress]>::from(restore(&persisted)));
+    shutdown.spawn_service(follow_value(peers.clone(), move |list| {
+        let list = list.iter();
+        let rows = list.map(|peer| (peer.id.to_string(), peer.address.clone()));
+        persisted.replace(rows.collect());
+    }));
     let slices = Api::<EndpointSlice>::namespaced(client.clone(), namespace);
     let service = &settings.names.peer_service;
     let only = config().labels(&format!("{SERVICE_NAME_LABEL}={service}"));
     let context = cluster.watch_context(Object::Peers);
-    let mut store = SliceStore::default();
+    let mut slice_store = SliceStore::default();
     let (observed, listed) = watch::channel(None);
     shutdown.spawn_service(follow(slices, only, context, move |events| {
-        if store.apply(events) {
-            observed.send_replace(Some(Membership::of(&store.observed)));
+        if slice_store.apply(events) {
+            observed.send_replace(Some(Membership::of(&slice_store.observed)));
         }
     }));
     let publisher = ListPublisher {
@@ -349,62 +340,23 @@ impl Membership {
     }
 }
 
-/// A server in the list on disk.
-#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
-struct PersistedPeer {
-    name: String,
-    /// Address and port where it accepts servers.
-    address: String,
-}
-
-impl PersistedPeer {
-    fn restore(self) -> Result<PeerAddress, String> {
-        let id = (self.name.parse::<ReplicaId>()).map_err(|error| error.to_string())?;
-        let address = self.address.parse::<SocketAddr>();
-        let address = address.map_err(|error| error.to_string())?;
-        Ok(PeerAddress {
-            id,
-            address: address.to_string(),
+/// Returns the persisted servers whose rows are valid.
+fn restore(persisted: &RowSet<String, String>) -> Vec<PeerAddress> {
+    let rows = persisted.values().iter().take(REPLICAS_MAX);
+    let peers = rows.filter_map(|(name, address)| {
+        Some(PeerAddress {
+            id: name.parse().ok()?,
+            address: address.parse::<SocketAddr>().ok()?.to_string(),
         })
-    }
-}
-
-fn to_persisted(peers: &[PeerAddress]) -> Vec<PersistedPeer> {
-    let persisted = peers.iter().map(|peer| PersistedPeer {
-        name: peer.id.to_string(),
-        address: peer.address.clone(),
     });
-    persisted.collect()
-}
-
-/// Returns the persisted list. Returns no servers if the file is missing or not valid, because the
-/// cluster provides the list again.
-fn load(path: &Path) -> Vec<PeerAddress> {
-    let read = files::read(path).map_err(|error| error.to_string());
-    let persisted = read.and_then(|content| content.map_or(Ok(Vec::new()), |bytes| parse(&bytes)));
-    persisted.unwrap_or_else(|error| {
-        warn!(error, path = %path.display(), "cannot load the persisted list of servers; waiting for the API server");
-        Vec::new()
-    })
-}
-
-fn parse(content: &[u8]) -> Result<Vec<PeerAddress>, String> {
-    let persisted: Vec<PersistedPeer> =
-        serde_json::from_slice(content).map_err(|error| error.to_string())?;
-    let persisted = persisted.into_iter().take(REPLICAS_MAX);
-    persisted.map(PersistedPeer::restore).collect()
-}
-
-fn save(path: &Path, list: &[PersistedPeer]) -> std::io::Result<()> {
-    let content = serde_json::to_vec(list).map_err(std::io::Error::other)?;
-    files::replace(path, &content)
+    peers.collect()
 }
 
 const NOT_LISTED: &str = "the API server has not listed their EndpointSlices yet";
 /// Time for which this server may be missing from the slices, as a Pod is that starts.
 const MISSING_AFTER: Duration = Duration::from_secs(30);
-/// Changes within this time are written together.
-const PAUSE: Duration = Duration::from_secs(2);
+/// Prefix of the rows with the address of each server, by its name.
+const PREFIX: &str = "peer/";
 /// Maximum number of slices that are used. The controller puts 100 endpoints into a slice, and
 /// makes separate slices for each family, so that two are enough.
 const SLICES_MAX: usize = 16;

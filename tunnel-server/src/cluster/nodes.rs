@@ -23,8 +23,7 @@ mod facts;
 
 use aliases::AliasClaim;
 pub(super) use aliases::{AliasOwners, AliasRules};
-use facts::NodeFacts;
-pub(super) use facts::{ClusterNode, FactMap, NodeObject};
+pub(super) use facts::{ClusterNode, FactMap, NodeFacts, NodeObject};
 
 /// The Nodes as observed by list and watch.
 #[derive(Debug)]

@@ -42,6 +42,7 @@ use ca::CaReconciler;
 use cluster_objects::ClusterObjects;
 use documents::{DocumentsSecret, REVOKED, SharedDocuments};
 use rotated_secret::RotatedSecret;
+use snapshot::SharedSnapshot;
 pub(super) use tokens::TokenSecrets;
 
 /// State that one server shares with the other servers of its cluster.
@@ -70,7 +71,8 @@ impl ClusterHandle {
     ) -> Result<SharedState, CaError> {
         let cluster_objects = ClusterObjects::new(self);
         let names = &settings.names;
-        let persisted = snapshot::load(data, &cluster_objects.describe_secret(&names.ca_secret));
+        let ca_secret = cluster_objects.describe_secret(&names.ca_secret);
+        let persisted = SharedSnapshot::load(data, &ca_secret)?;
         let material = persisted.material().map(Arc::new);
         let (current, changes) = (watch::Sender::new(material), watch::Sender::new(()));
         let secret = DocumentsSecret {
@@ -82,14 +84,12 @@ impl ClusterHandle {
         let revocations = SharedDocuments::new(
             &cluster_objects,
             secret,
-            &persisted.documents,
-            persisted.is_whole,
+            persisted.documents(),
+            persisted.is_whole(),
             changes.clone(),
             shutdown,
         );
-        snapshot::start(
-            data,
-            persisted,
+        persisted.start(
             current.subscribe(),
             revocations.clone(),
             changes.subscribe(),

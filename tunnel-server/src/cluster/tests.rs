@@ -18,6 +18,7 @@ use crate::routing::peers::{PeerAddress, Peers};
 use crate::routing::pod_lookup::{Pod, PodLookupError, PodResolver};
 use crate::routing::registry::{Registry, RegistryLimits};
 use crate::store::data_dir::testing::Scratch;
+use crate::store::state_store::OnDamage;
 use crate::testing::{POOL, eventually};
 
 /// The cluster controllers with their inputs and outputs, and the mock API server.
@@ -66,6 +67,7 @@ fn fixture(data: &DataDir, nodes: &[Value]) -> Fixture {
         metrics: Metrics::new(&mut counters, BufferPool::new(POOL)),
         readiness: Readiness::default(),
         data: data.clone(),
+        store: data.store(OnDamage::Stop).unwrap(),
         shutdown: Shutdown::new(),
         listener_ports: ListenerPorts {
             http: 10264,
@@ -231,8 +233,11 @@ async fn cluster_feeds_routes_records_and_policy_and_a_start_without_it_serves_t
     let shared = first.routes.load().by_address(address);
     assert!(shared.is_err(), "shared by two");
 
-    let path = scratch.0.cluster();
-    let is_on_disk = || std::fs::read_to_string(&path).is_ok_and(|text| text.contains("worker-2"));
+    let is_on_disk = || {
+        let store = scratch.0.store(OnDamage::Stop).unwrap();
+        let persisted = Snapshot::load(&store).state();
+        persisted.nodes.contains_key("worker-2")
+    };
     first.play_until("the last on disk", is_on_disk).await;
     first.shutdown.drain().cancel();
     first.writing.ended().await;

@@ -1,19 +1,14 @@
 //! The sockets of the embedded DNS server, its start, and the snapshot of the last records on disk.
 //! After a cold start the server answers from the snapshot until the nodes are known again.
 
-use std::collections::BTreeMap;
-use std::io;
 use std::net::{IpAddr, SocketAddr};
 use std::path::Path;
 use std::sync::Arc;
-use std::time::Duration;
 
 use tokio::net::TcpListener;
 use tokio::sync::Semaphore;
 use tracing::{debug, info, warn};
-use tunnel_proto::process::files;
 use tunnel_proto::process::shutdown::Shutdown;
-use tunnel_proto::wire::name::NodeName;
 
 use super::limiter::Limiter;
 use super::loop_detection::{LoopDetector, LoopError};
@@ -23,7 +18,7 @@ use super::{
     Addresses, DnsLimits, DnsSettings, Names, RecordSet, Records, Resolvers, tcp, upstream,
 };
 use crate::store::data_dir::DataDir;
-use crate::store::snapshot::Snapshot;
+use crate::store::state_store::{OnDamage, RowSet, Table, follow};
 
 /// The UDP and TCP sockets, bound to one port.
 #[derive(Debug)]
@@ -122,73 +117,55 @@ fn default_resolvers(resolvers: &Resolvers) -> Vec<SocketAddr> {
 
 const RESOLV_CONF: &str = "/etc/resolv.conf";
 
-/// Restores the records of the last run, unless records are already known. A damaged file is
-/// logged and stays in the directory until the next change replaces it. Blocks the thread.
+/// Restores the records of the last run, unless records are already known. Rows that cannot be read
+/// are reported as a condition. Blocks the thread.
 pub fn restore(data: &DataDir, records: &Records) {
-    match read_records(data) {
-        Ok(Some(persisted)) if records.known().is_none() => {
-            info!(
-                records = persisted.len(),
-                "serving the persisted DNS records"
-            );
-            records.replace(persisted);
-        }
-        Ok(_) => {}
-        Err(error) => warn!(%error, "cannot load the persisted DNS records"),
+    let Some(persisted) = rows(data) else { return };
+    let persisted = persisted.values().iter().filter_map(|(name, addresses)| {
+        let addresses = Addresses::first_of(addresses.iter().copied());
+        Some((name.parse().ok()?, addresses))
+    });
+    let persisted = RecordSet::of(persisted);
+    if !persisted.is_empty() && records.known().is_none() {
+        info!(
+            records = persisted.len(),
+            "serving the persisted DNS records"
+        );
+        records.replace(persisted);
     }
 }
 
-/// Writes the records to disk soon after each change, and once more when the drain begins.
+/// Persists the records soon after each change.
 fn persist(data: &DataDir, records: &Records, shutdown: &Shutdown) {
-    let persisted = read_records(data).ok().flatten().unwrap_or_default();
-    let data = data.clone();
-    let snapshot = Snapshot::new(
-        "DNS records",
-        SAVE_PAUSE,
-        Some(Arc::new(persisted)),
-        move |records| write_records(&data, records),
-    );
-    let state = |records: &Option<Arc<RecordSet>>| records.clone();
-    let drain = shutdown.drain().clone();
-    shutdown.spawn_service(snapshot.follow(records.changed(), state, drain));
-}
-
-fn read_records(data: &DataDir) -> io::Result<Option<RecordSet>> {
-    let path = data.dns_records();
-    let Some(content) = files::read(&path)? else {
-        return Ok(None);
+    let Some(mut persisted) = rows(data) else {
+        return;
     };
-    let damaged = |why: String| {
-        let message = format!("{} is damaged: {why}", path.display());
-        io::Error::new(io::ErrorKind::InvalidData, message)
-    };
-    let persisted: BTreeMap<String, Vec<IpAddr>> =
-        serde_json::from_slice(&content).map_err(|error| damaged(error.to_string()))?;
-    let mut records = Vec::with_capacity(persisted.len());
-    for (name, addresses) in persisted {
-        let parsed = name.parse::<NodeName>();
-        let name = parsed.map_err(|error| damaged(format!("{name:?}: {error}")))?;
-        records.push((name, Addresses::first_of(addresses)));
-    }
-    Ok(Some(RecordSet::of(records)))
+    shutdown.spawn_service(follow(
+        records.changed(),
+        move |records: Option<Arc<RecordSet>>| {
+            if let Some(records) = records {
+                let rows = records.iter();
+                let rows = rows.map(|(name, addresses)| {
+                    (name.as_str().to_owned(), addresses.iter().collect())
+                });
+                persisted.replace(rows.collect());
+            }
+        },
+    ));
 }
 
-fn write_records(data: &DataDir, records: &RecordSet) -> io::Result<()> {
-    let persisted: BTreeMap<&str, Vec<IpAddr>> = records
-        .iter()
-        .map(|(name, addresses)| (name.as_str(), addresses.iter().collect()))
-        .collect();
-    let content = serde_json::to_vec(&persisted).map_err(io::Error::other)?;
-    files::replace(&data.dns_records(), &content)
+/// Returns the rows of the persisted records: addresses by name.
+fn rows(data: &DataDir) -> Option<RowSet<String, Vec<IpAddr>>> {
+    let store = data.store(OnDamage::Stop);
+    let store = store.inspect_err(|error| warn!(%error, "cannot use the persisted DNS records"));
+    Some(RowSet::load(&store.ok()?, Table::Records, ""))
 }
-
-/// Nodes change in bursts, which are written together.
-const SAVE_PAUSE: Duration = Duration::from_secs(1);
 
 #[cfg(test)]
 mod tests {
     use super::*;
     use crate::store::data_dir::testing::Scratch;
+    use crate::testing::eventually;
 
     fn records(names: &[(&str, &[&str])]) -> RecordSet {
         RecordSet::of(names.iter().map(|(name, addresses)| {
@@ -197,7 +174,7 @@ mod tests {
         }))
     }
 
-    #[tokio::test(start_paused = true)]
+    #[tokio::test]
     async fn records_outlive_the_process_and_a_new_feed_wins() {
         let scratch = Scratch::new();
         let before = Records::default();
@@ -205,9 +182,8 @@ mod tests {
         persist(&scratch.0, &before, &shutdown);
         let set = records(&[("a", &["10.0.0.1", "fd00::1"]), ("b", &["10.0.0.2"])]);
         before.replace(set.clone());
-        shutdown.drain().cancel();
-        shutdown.drain_within(Duration::from_secs(1)).await;
-        tokio::time::sleep(Duration::from_secs(5)).await;
+        let rows = || rows(&scratch.0).unwrap();
+        eventually("the rows", || rows().values().len() == 2).await;
         shutdown.finish().await;
 
         let after = Records::default();
@@ -217,20 +193,5 @@ mod tests {
         fed.replace(records(&[("c", &["10.0.0.3"])]));
         restore(&scratch.0, &fed);
         assert_eq!(fed.load().len(), 1);
-    }
-
-    #[test]
-    fn damaged_files_are_no_records() {
-        let scratch = Scratch::new();
-        for content in [&b"{"[..], br#"{"a b":["10.0.0.1"]}"#, br#"{"a":["x"]}"#] {
-            files::replace(&scratch.0.dns_records(), content).unwrap();
-            let error = read_records(&scratch.0).unwrap_err().to_string();
-            assert!(error.contains("dns-records.json is damaged"), "{error}");
-            let records = Records::default();
-            restore(&scratch.0, &records);
-            assert!(records.known().is_none());
-        }
-        std::fs::remove_file(scratch.0.dns_records()).unwrap();
-        assert!(read_records(&scratch.0).unwrap().is_none());
     }
 }

@@ -10,26 +10,20 @@ use std::time::{Duration, SystemTime};
 
 use parking_lot::Mutex;
 use serde::{Deserialize, Serialize};
-use tokio::sync::{Notify, watch};
-use tracing::warn;
-use tunnel_proto::process::shutdown::Shutdown;
+use tokio::sync::watch;
 use tunnel_proto::wire::name::NodeName;
 
 use crate::routing::routes::{NodeLabels, RouteNode};
-use crate::store::data_dir::{
-    DataDir, FileStamp, SharedFile, time_text, time_text_option, whole_seconds,
-};
+use crate::store::data_dir::{DataDir, time_text, time_text_option, whole_seconds};
+use crate::store::state_store::{OnDamage, RowChange, StateStore, Table};
 
-/// The known nodes of a data directory. Changes apply in memory at once. [`KnownNodes::save`]
-/// writes them to disk, and [`KnownNodes::start`] calls it soon after each relevant change.
+/// The known nodes of a data directory. Changes apply in memory at once, and are on the disk soon
+/// afterwards, at the latest after [`KnownNodes::save`].
 #[derive(Debug)]
 pub struct KnownNodes {
-    file: SharedFile,
+    store: StateStore,
     state: Mutex<State>,
-    /// Held while writing, so that an older state never replaces a newer one.
-    writing: Mutex<()>,
     version: watch::Sender<u64>,
-    dirty: Notify,
 }
 
 /// The persisted state of one known node.
@@ -87,65 +81,34 @@ impl EnrollmentKind {
 pub type NodeMap = BTreeMap<NodeName, KnownNode>;
 
 impl KnownNodes {
-    /// Opens the known nodes of a data directory.
+    /// Opens the known nodes of a data directory. Rows that cannot be read are set aside.
     ///
     /// # Errors
-    /// Returns an error with the path if the file cannot be read or is damaged.
+    /// Returns an error with the path if the store cannot be opened.
     pub fn open(dir: &DataDir) -> io::Result<Self> {
-        let file = SharedFile::new(dir, dir.nodes());
-        let mut state = State::default();
-        if let Some(changed) = changed_file(&file, None)? {
-            state.merge(changed);
+        let store = dir.store(OnDamage::Stop)?;
+        let mut nodes = NodeMap::new();
+        for (name, node) in store.load_observed(Table::Nodes, "") {
+            // The names were names when they were written.
+            if let Ok(name) = name.parse() {
+                nodes.insert(name, node);
+            }
         }
         Ok(Self {
-            file,
-            state: Mutex::new(state),
-            writing: Mutex::default(),
+            store,
+            state: Mutex::new(State {
+                nodes,
+                shared: None,
+            }),
             version: watch::Sender::new(0),
-            dirty: Notify::new(),
         })
-    }
-
-    /// Starts a task that writes changes to disk soon after they occur, retries after a pause if a
-    /// write failed, and writes once more when the drain begins.
-    pub fn start(self: &Arc<Self>, shutdown: &Shutdown) {
-        let nodes = self.clone();
-        let drain = shutdown.drain().clone();
-        shutdown.spawn_service(async move {
-            let mut has_failed = false;
-            loop {
-                let is_draining = tokio::select! {
-                    () = drain.cancelled() => true,
-                    () = nodes.dirty.notified() => false,
-                    () = tokio::time::sleep(SAVE_RETRY_DELAY), if has_failed => false,
-                };
-                if !is_draining {
-                    // A site that reconnects causes many changes in a row.
-                    tokio::select! {
-                        () = drain.cancelled() => {}
-                        () = tokio::time::sleep(SAVE_DEBOUNCE) => {}
-                    }
-                }
-                let saving = nodes.clone();
-                let saved = tokio::task::spawn_blocking(move || saving.save()).await;
-                has_failed = !matches!(saved, Ok(Ok(())));
-                match saved {
-                    Ok(Ok(())) => {}
-                    Ok(Err(error)) => warn!(%error, "cannot save the known nodes"),
-                    Err(error) => warn!(%error, "task that saves the known nodes failed"),
-                }
-                if is_draining {
-                    return;
-                }
-            }
-        });
     }
 
     /// Adds a node. `addresses` replace the previous addresses of the node. Without `addresses`,
     /// the previous addresses remain.
     pub fn record(&self, node: &NodeName, addresses: &[IpAddr]) {
         let canonical: BTreeSet<IpAddr> = addresses.iter().map(IpAddr::to_canonical).collect();
-        self.change(|state| {
+        self.change(node, |state| {
             let is_new = !state.nodes.contains_key(node);
             let known = entry(&mut state.nodes, node, SystemTime::now());
             let canonical: Vec<IpAddr> = canonical.into_iter().collect();
@@ -163,7 +126,7 @@ impl KnownNodes {
 
     /// Adds a node, and records how its agent enrolled.
     pub fn record_enrollment(&self, node: &NodeName, enrollment: EnrollmentKind) {
-        self.change(|state| {
+        self.change(node, |state| {
             let is_new = !state.nodes.contains_key(node);
             let known = entry(&mut state.nodes, node, SystemTime::now());
             let previous = known.enrollment.replace(enrollment);
@@ -190,7 +153,7 @@ impl KnownNodes {
         now: SystemTime,
     ) {
         let [issued, not_after, now] = [issued, not_after, now].map(whole_seconds);
-        self.change(|state| {
+        self.change(node, |state| {
             let is_new = !state.nodes.contains_key(node);
             let known = entry(&mut state.nodes, node, now);
             let is_recent = known
@@ -216,7 +179,7 @@ impl KnownNodes {
     /// Records that a certificate which ends at `not_after` was issued to a known node.
     pub fn record_renewal(&self, node: &NodeName, not_after: SystemTime) {
         let not_after = whole_seconds(not_after);
-        self.change(|state| match state.nodes.get_mut(node) {
+        self.change(node, |state| match state.nodes.get_mut(node) {
             Some(known) if known.certificate_not_after != Some(not_after) => {
                 known.certificate_not_after = Some(not_after);
                 NodeChange::Details
@@ -228,7 +191,7 @@ impl KnownNodes {
     /// Records the last sign of life of a known node, with the resolution of the persisted time.
     pub fn record_last_seen(&self, node: &NodeName, last_seen: SystemTime) {
         let last_seen = whole_seconds(last_seen);
-        self.change(|state| {
+        self.change(node, |state| {
             let Some(known) = state.nodes.get_mut(node) else {
                 return NodeChange::None;
             };
@@ -246,13 +209,13 @@ impl KnownNodes {
     /// Removes a node. Returns whether the node was known.
     pub fn forget(&self, node: &NodeName) -> bool {
         let mut was_known = false;
-        self.change(|state| {
+        self.change(node, |state| {
             was_known = state.nodes.remove(node).is_some();
-            if !was_known {
-                return NodeChange::None;
+            if was_known {
+                NodeChange::Routes
+            } else {
+                NodeChange::None
             }
-            state.forgotten.insert(node.clone());
-            NodeChange::Routes
         });
         was_known
     }
@@ -308,63 +271,32 @@ impl KnownNodes {
         self.version.subscribe()
     }
 
-    /// Writes all changes to disk. Blocks the thread.
+    /// Waits until all changes are on the disk, for at most 5 s. Blocks the thread.
     ///
     /// # Errors
-    /// Returns an error with the path if the file cannot be read or replaced.
+    /// Returns an error with the path if they cannot be written. They are written when that is
+    /// possible.
     pub fn save(&self) -> io::Result<()> {
-        let _writing = self.writing.lock();
-        if !self.state.lock().is_dirty {
-            return Ok(());
-        }
-        let _changing = self.file.lock()?;
-        // Everybody needs the lock of the state, so the file is accessed without it.
-        let stamp = self.state.lock().stamp;
-        let changed = changed_file(&self.file, stamp)?;
-        let (content, forgotten, has_more) = {
-            let mut state = self.state.lock();
-            let has_more = match changed {
-                Some(changed) => state.merge(changed),
-                None => false,
-            };
-            state.is_dirty = false;
-            let forgotten = state.forgotten.clone();
-            (KnownNodesFile::of(&state.nodes), forgotten, has_more)
-        };
-        let written = content.write(&self.file);
-        let stamp = self.file.stamp();
-        {
-            let mut state = self.state.lock();
-            match written {
-                Ok(()) => {
-                    state.stamp = stamp;
-                    state.forgotten.retain(|node| !forgotten.contains(node));
-                }
-                Err(_) => state.is_dirty = true,
-            }
-        }
-        if has_more {
-            self.version.send_modify(|version| *version += 1);
-        }
-        written
+        self.store.flush(Table::Nodes)
     }
 
-    fn change(&self, change: impl FnOnce(&mut State) -> NodeChange) {
-        let changed = {
-            let mut state = self.state.lock();
-            let changed = change(&mut state);
-            if changed != NodeChange::None {
-                state.is_dirty = true;
-                state.shared = None;
-            }
-            changed
-        };
-        match changed {
-            NodeChange::None => return,
-            NodeChange::Details => {}
-            NodeChange::Routes => self.version.send_modify(|version| *version += 1),
+    fn change(&self, node: &NodeName, change: impl FnOnce(&mut State) -> NodeChange) {
+        let mut state = self.state.lock();
+        let changed = change(&mut state);
+        if changed == NodeChange::None {
+            return;
         }
-        self.dirty.notify_one();
+        state.shared = None;
+        let row = match state.nodes.get(node) {
+            Some(known) => RowChange::upsert(node.as_str(), known),
+            None => RowChange::remove(node.as_str()),
+        };
+        // Under the lock, so that an older state never replaces a newer one.
+        self.store.change(Table::Nodes, vec![row]);
+        drop(state);
+        if changed == NodeChange::Routes {
+            self.version.send_modify(|version| *version += 1);
+        }
     }
 }
 
@@ -373,11 +305,6 @@ struct State {
     nodes: NodeMap,
     /// The last snapshot of `nodes` that was returned. `None` after a change.
     shared: Option<Arc<NodeMap>>,
-    is_dirty: bool,
-    /// Nodes that were removed since the last write. A read of the file skips them.
-    forgotten: BTreeSet<NodeName>,
-    /// Stamp of the file at the last read or write.
-    stamp: Option<FileStamp>,
 }
 
 /// The effect of a change on readers.
@@ -388,73 +315,6 @@ enum NodeChange {
     Details,
     /// Names or addresses have changed.
     Routes,
-}
-
-#[derive(Debug, Serialize, Deserialize)]
-struct KnownNodesFile {
-    nodes: BTreeMap<String, KnownNode>,
-}
-
-impl KnownNodesFile {
-    fn of(nodes: &NodeMap) -> Self {
-        Self {
-            nodes: nodes
-                .iter()
-                .map(|(name, node)| (name.to_string(), node.clone()))
-                .collect(),
-        }
-    }
-
-    fn write(&self, file: &SharedFile) -> io::Result<()> {
-        let mut text = serde_json::to_vec_pretty(self).map_err(io::Error::other)?;
-        text.push(b'\n');
-        file.write(&text)
-    }
-}
-
-impl State {
-    /// Adds nodes that another process has written to the file. Returns whether there were any.
-    fn merge(&mut self, changed: ChangedFile) -> bool {
-        let mut has_more = false;
-        for (name, node) in changed.nodes {
-            if !self.nodes.contains_key(&name) && !self.forgotten.contains(&name) {
-                self.nodes.insert(name, node);
-                has_more = true;
-            }
-        }
-        self.stamp = Some(changed.stamp);
-        if has_more {
-            self.shared = None;
-        }
-        has_more
-    }
-}
-
-/// The content of a file that another process has written.
-struct ChangedFile {
-    stamp: FileStamp,
-    nodes: NodeMap,
-}
-
-/// Reads the file if its stamp is not `stamp`. Blocks the thread.
-fn changed_file(file: &SharedFile, stamp: Option<FileStamp>) -> io::Result<Option<ChangedFile>> {
-    let Some(current) = file.stamp().filter(|current| stamp != Some(*current)) else {
-        return Ok(None);
-    };
-    let Some(content) = file.read()? else {
-        return Ok(None);
-    };
-    let content: KnownNodesFile =
-        serde_json::from_slice(&content).map_err(|error| file.damaged(error))?;
-    let parsed = content.nodes.into_iter().map(|(name, node)| {
-        let parsed = name.parse::<NodeName>();
-        let parsed = parsed.map_err(|error| file.damaged(format_args!("{name:?}: {error}")))?;
-        Ok((parsed, node))
-    });
-    Ok(Some(ChangedFile {
-        stamp: current,
-        nodes: parsed.collect::<io::Result<NodeMap>>()?,
-    }))
 }
 
 fn entry<'a>(nodes: &'a mut NodeMap, node: &NodeName, now: SystemTime) -> &'a mut KnownNode {
@@ -468,10 +328,6 @@ fn entry<'a>(nodes: &'a mut NodeMap, node: &NodeName, now: SystemTime) -> &'a mu
     })
 }
 
-/// Changes within this time are written together.
-const SAVE_DEBOUNCE: Duration = Duration::from_secs(1);
-/// Pause before the next attempt after a failed write.
-const SAVE_RETRY_DELAY: Duration = Duration::from_secs(10);
 /// A reconnect within this time does not change the persisted state.
 const LAST_SEEN_RESOLUTION: Duration = Duration::from_secs(10 * 60);
 

@@ -1,16 +1,18 @@
 //! The data directory: the path of each file of the server, the locks for changing them, and the
 //! QUIC keys that live as long as the directory.
 
-use std::fs::{self, File, Metadata, OpenOptions};
+use std::fs::{self, File, OpenOptions};
 use std::io;
-use std::os::unix::fs::{MetadataExt, OpenOptionsExt};
+use std::os::unix::fs::OpenOptionsExt;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
+use parking_lot::Mutex;
 use tunnel_proto::process::disk::FileActivity;
 use tunnel_proto::process::files;
 use tunnel_proto::transport::quic::QuicKeys;
 
+use crate::store::state_store::{OnDamage, StateStore, WeakStore};
 pub(crate) use crate::store::text::{
     name_text, rfc3339, time_text, time_text_option, whole_seconds, wiped_text,
 };
@@ -20,6 +22,8 @@ pub(crate) use crate::store::text::{
 pub struct DataDir {
     path: Arc<Path>,
     activity: FileActivity,
+    /// The store, while somebody uses it.
+    store: Arc<Mutex<WeakStore>>,
 }
 
 impl DataDir {
@@ -48,6 +52,7 @@ impl DataDir {
                 return Ok(Self {
                     path: path.into(),
                     activity: FileActivity::default(),
+                    store: Arc::default(),
                 });
             }
             Ok(_other) => io::Error::from(io::ErrorKind::NotADirectory),
@@ -83,6 +88,27 @@ impl DataDir {
         &self.activity
     }
 
+    /// Returns the store of this directory, which is opened by the first call and closed when nobody
+    /// uses it. `on_damage` counts when it is opened. Blocks the thread.
+    ///
+    /// # Errors
+    /// Returns an error with the path if the store cannot be opened.
+    pub(crate) fn store(&self, on_damage: OnDamage) -> io::Result<StateStore> {
+        let mut opened = self.store.lock();
+        if let Some(store) = opened.upgrade() {
+            return Ok(store);
+        }
+        let store = StateStore::open(&self.state(), &self.activity, on_damage)?;
+        *opened = store.downgrade();
+        Ok(store)
+    }
+
+    /// Returns the path of the store.
+    #[must_use]
+    pub fn state(&self) -> PathBuf {
+        self.path.join("state.redb")
+    }
+
     /// Returns the path of the local CA's certificate, PEM.
     #[must_use]
     pub fn ca_certificate(&self) -> PathBuf {
@@ -114,24 +140,6 @@ impl DataDir {
         self.path.join("client-ca.key")
     }
 
-    /// Returns the path of the directory of the join tokens.
-    #[must_use]
-    pub fn tokens(&self) -> PathBuf {
-        self.path.join("tokens")
-    }
-
-    /// Returns the path of the last observed nodes, addresses and ports of the cluster.
-    #[must_use]
-    pub fn cluster(&self) -> PathBuf {
-        self.path.join("cluster.json")
-    }
-
-    /// Returns the path of the last observed list of the cluster's servers.
-    #[must_use]
-    pub fn peers(&self) -> PathBuf {
-        self.path.join("peers.json")
-    }
-
     /// Returns the path of the last observed CA of kubelets' client certificates.
     #[must_use]
     pub fn kubelet_client_ca(&self) -> PathBuf {
@@ -152,11 +160,6 @@ impl DataDir {
         self.authority().exists() && !self.ca_key().exists()
     }
 
-    #[must_use]
-    pub fn nodes(&self) -> PathBuf {
-        self.path.join("nodes.json")
-    }
-
     /// Returns the path of the private key of the client certificate for kubelets that the cluster
     /// signs, PEM.
     #[must_use]
@@ -170,29 +173,10 @@ impl DataDir {
         self.path.join("kubelet-client.crt")
     }
 
-    /// Returns the path of the nodes whose certificates were revoked.
-    #[must_use]
-    pub fn revoked(&self) -> PathBuf {
-        self.path.join("revoked.json")
-    }
-
     /// Returns the path of QUIC's reset and connection-id keys.
     #[must_use]
     pub fn quic_keys_file(&self) -> PathBuf {
         self.path.join("quic.keys")
-    }
-
-    /// Returns the path of the connections of agents over QUIC, for the next process.
-    #[must_use]
-    pub fn quic_sessions(&self) -> PathBuf {
-        self.path.join("quic-sessions.json")
-    }
-
-    /// Returns the path of the last DNS records. After a cold start the server answers with them
-    /// until the nodes are known.
-    #[must_use]
-    pub fn dns_records(&self) -> PathBuf {
-        self.path.join("dns-records.json")
     }
 
     /// Returns the path of the running server's socket for the command-line verbs.
@@ -283,66 +267,6 @@ impl DataDir {
     }
 }
 
-/// A file that the server caches in memory and that a command may change while no server runs, or
-/// while one starts. The server reads the file again when its stamp differs from the last read or
-/// write. All methods block the thread for as long as the file system does not answer, so they are
-/// called from threads that nobody else needs, and without a lock that others need.
-#[derive(Debug)]
-pub(crate) struct SharedFile {
-    dir: DataDir,
-    path: PathBuf,
-}
-
-/// File metadata that distinguishes one version of a file from the next.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(crate) struct FileStamp {
-    inode: (u64, u64),
-    changed: (i64, i64),
-    length: u64,
-}
-
-impl SharedFile {
-    pub(crate) fn new(dir: &DataDir, path: PathBuf) -> Self {
-        Self {
-            dir: dir.clone(),
-            path,
-        }
-    }
-
-    /// Takes the lock for reading, merging and replacing the file.
-    pub(crate) fn lock(&self) -> io::Result<File> {
-        self.dir.lock_files()
-    }
-
-    /// Returns the stamp of the current file, or `None` if there is no file.
-    pub(crate) fn stamp(&self) -> Option<FileStamp> {
-        let _accessing = self.dir.activity.begin();
-        fs::symlink_metadata(&self.path)
-            .ok()
-            .map(|metadata: Metadata| FileStamp {
-                inode: (metadata.dev(), metadata.ino()),
-                changed: (metadata.ctime(), metadata.ctime_nsec()),
-                length: metadata.len(),
-            })
-    }
-
-    /// Returns the content, or `None` if there is no file.
-    pub(crate) fn read(&self) -> io::Result<Option<Vec<u8>>> {
-        let _accessing = self.dir.activity.begin();
-        files::read(&self.path)
-    }
-
-    pub(crate) fn write(&self, content: &[u8]) -> io::Result<()> {
-        let _accessing = self.dir.activity.begin();
-        files::replace(&self.path, content)
-    }
-
-    /// Returns the error for content that cannot be parsed.
-    pub(crate) fn damaged(&self, why: impl std::fmt::Display) -> io::Error {
-        damaged(&self.path, format_args!("is damaged: {why}"))
-    }
-}
-
 /// Returns random bytes for keys, ids and secrets.
 pub(crate) fn random<const N: usize>() -> io::Result<[u8; N]> {
     let mut bytes = [0; N];
@@ -391,7 +315,7 @@ pub(crate) mod testing {
 
 #[cfg(test)]
 mod tests {
-    use std::os::unix::fs::PermissionsExt;
+    use std::os::unix::fs::{MetadataExt as _, PermissionsExt as _};
 
     use super::testing::Scratch;
     use super::*;

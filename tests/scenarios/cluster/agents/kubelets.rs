@@ -12,7 +12,7 @@ use tunnel_tests::ca::{Leaf, Subject, TestCa, replace};
 use tunnel_tests::client::UpgradeClient;
 use tunnel_tests::env::{TestEnv, WAIT_TIMEOUT};
 use tunnel_tests::eventually::eventually;
-use tunnel_tests::process::ScratchDir;
+use tunnel_tests::process::{ScratchDir, stored_text};
 use tunnel_tests::targets::{FakeKubelet, deterministic_bytes};
 use tunnel_tests::websocket::{Message, WebSocket};
 
@@ -178,8 +178,7 @@ async fn cas_are_reloaded_persisted_and_replaced_without_an_interruption() -> Re
     eventually("the CA is on disk", WAIT_TIMEOUT, async || {
         let snapshot = site.env.path().join("server/kubelet-client-ca.crt");
         ensure!(std::fs::read_to_string(snapshot)? == next.pem());
-        let shared = site.env.path().join("server/authority.json");
-        let shared = std::fs::read_to_string(shared)?;
+        let shared = stored_text(&site.env.path().join("server"))?;
         ensure!(shared.contains("\"isWhole\":true"), "not all is persisted");
         anyhow::Ok(())
     })

@@ -6,9 +6,14 @@ use std::time::Duration;
 use anyhow::{Result, ensure};
 use tunnel_tests::apiserver::Presence;
 use tunnel_tests::eventually::{eventually, scaled};
-use tunnel_tests::process::{AgentSetup, Listener, Process, Server, ServerSetup, Signal};
+use tunnel_tests::metrics::meta_page;
+use tunnel_tests::process::{
+    AgentSetup, Listener, Process, Server, ServerSetup, Signal, stored_text,
+};
+use tunnel_tests::tools::or_skip;
 
 use super::super::{ClusterEnv, FIRST};
+use crate::credentials::disk::SmallDisk;
 
 /// Keep-alive interval of the agent. The agent notices a restart within 1.2 times this interval,
 /// plus a margin.
@@ -66,6 +71,49 @@ async fn s03_killed_server_without_its_disk_is_the_same_and_agents_notice_by_a_s
     Ok(())
 }
 
+/// Tests that nothing has to happen for a snapshot to catch up after a full disk: a server that is
+/// killed then refuses who was revoked while it was full.
+#[tokio::test(flavor = "multi_thread")]
+async fn f24_revocation_on_a_full_disk_is_saved_by_itself_when_the_disk_has_room() -> Result<()> {
+    let cluster_env = ClusterEnv::fake().await?;
+    let data_dir = cluster_env.scratch.path().join("a");
+    let Some(disk) = or_skip(SmallDisk::new(&data_dir, 512)) else {
+        return Ok(());
+    };
+    let server = cluster_env.server("a").await?;
+    let _enrolled = enrolled(&cluster_env, &server).await?;
+    let meta = server.address(Listener::Meta);
+    let has_condition = async || -> Result<bool> {
+        let page = meta_page(meta, "/readyz?verbose").await?;
+        Ok(page.contains("[!] saved state: ") && page.contains("No space left"))
+    };
+    let filler = disk.fill();
+    // The store has some room of its own, which these do not fit into.
+    let others: Vec<_> = (0..900).map(|number| format!("stolen-{number}")).collect();
+    let names = others.iter().map(String::as_str).chain(["worker-1"]);
+    let revoke: Vec<_> = ["nodes", "revoke"].into_iter().chain(names).collect();
+    server.verb(&revoke)?.run().await?.ok()?;
+    server.wait_until_connected(&[]).await;
+    eventually("the condition", FIRST, async || {
+        ensure!(has_condition().await?);
+        anyhow::Ok(())
+    })
+    .await;
+    std::fs::remove_file(filler)?;
+    eventually("the end of the condition", FIRST, async || {
+        ensure!(!has_condition().await?);
+        anyhow::Ok(())
+    })
+    .await;
+    cluster_env.fake_api()?.be(Presence::Refusing).await?;
+    let server = kill(server).await?.start().await?;
+    let mut again = agent(&cluster_env, &server)?.start()?;
+    let refusal = again.wait_for_line("the refusal", FIRST, |line| {
+        line.contains("revoked").then_some(())
+    });
+    refusal.await
+}
+
 /// Tests a start with the disk but without the Secrets and the API server. The server has the same
 /// identity, and refuses the revoked agent.
 #[tokio::test(flavor = "multi_thread")]
@@ -77,10 +125,10 @@ async fn p06_a_server_with_its_disk_starts_without_the_api_server_and_refuses_wh
     let revoke = server.verb(&["nodes", "revoke", "worker-1"])?;
     revoke.run().await?.ok()?;
     server.wait_until_connected(&[]).await;
-    let persisted = cluster_env.scratch.path().join("a").join("authority.json");
+    let data_dir = cluster_env.scratch.path().join("a");
     eventually("the revocation on disk", FIRST, async || {
-        let text = std::fs::read_to_string(&persisted)?;
-        ensure!(text.contains("worker-1") && text.contains("revoked"));
+        let text = stored_text(&data_dir)?;
+        ensure!(text.contains("\"revoked\":true") && text.contains("\"isWhole\":true"));
         Ok(())
     })
     .await;

@@ -1,4 +1,4 @@
-//! The arguments of the commands `token`, `nodes`, `ca` and `healthcheck`.
+//! The arguments of the commands `token`, `nodes`, `ca`, `data` and `healthcheck`.
 
 use std::net::IpAddr;
 use std::path::PathBuf;
@@ -81,6 +81,26 @@ pub enum TokenVerb {
     Revoke {
         /// First part of the token, as shown in the list
         id: String,
+        /// Data directory of the server.
+        #[command(flatten)]
+        data_dir: DataDirArg,
+    },
+}
+
+/// What the data directory has: known nodes, join tokens, orders about nodes, and snapshots.
+#[derive(Debug, Clone, clap::Subcommand)]
+pub enum DataVerb {
+    /// Print the store of a server that does not run, as JSON; without secrets
+    Dump {
+        /// Data directory of the server.
+        #[command(flatten)]
+        data_dir: DataDirArg,
+    },
+    /// Set aside what is damaged and keeps a server from its start, and print what to do again
+    ///
+    /// A store that is damaged as a whole is renamed, with .damaged at the end of its name. A damaged
+    /// order about a node stays in the store, where dump prints it.
+    Repair {
         /// Data directory of the server.
         #[command(flatten)]
         data_dir: DataDirArg,

@@ -9,6 +9,7 @@ use crate::admin::{self, AdminState};
 use crate::ca::tokens::{TokenInfo, TokenState};
 use crate::routing::routes::RouteSource;
 use crate::store::data_dir::testing::Scratch;
+use crate::store::state_store::{OnDamage, RowChange, Table};
 use crate::testing::assert_contains;
 
 #[derive(Parser, Debug)]
@@ -153,13 +154,32 @@ async fn verbs_work_on_the_files_when_no_server_runs() {
     tour(&scratch, &advertised[0]).await;
 }
 
-#[tokio::test]
-async fn outcome_of_an_order_is_printed_although_the_known_nodes_cannot_be_read() {
+#[test]
+fn store_is_printed_as_json_and_a_damaged_order_is_set_aside() {
     let scratch = Scratch::new();
-    std::fs::write(scratch.0.nodes(), "no nodes").unwrap();
-    let ordered = verb(&scratch, "nodes revoke worker-1").await.unwrap();
-    assert_contains(&ordered.out, "worker-1 revoked");
-    assert_contains(&ordered.err, "not checked");
+    let store = scratch.0.store(OnDamage::Stop).unwrap();
+    store.change(
+        Table::Orders,
+        vec![
+            RowChange::upsert("worker-1", &"?"),
+            RowChange::upsert("worker-2", &serde_json::json!({"order": {"counter": 7}})),
+        ],
+    );
+    let dumped = || -> serde_json::Value {
+        let mut out = Vec::new();
+        data::dump(&store, &mut out).unwrap();
+        serde_json::from_slice(&out).unwrap()
+    };
+    assert_eq!(dumped()["orders"]["worker-2"]["order"]["counter"], 7);
+    assert_eq!(dumped()["nodes"], serde_json::json!({}));
+    let repaired = data::repair(&scratch.0).unwrap();
+    assert_contains(&repaired.out, "tunnel-server nodes revoke worker-1");
+    assert!(!repaired.out.contains("worker-2"), "{}", repaired.out);
+    assert!(dumped()["orders"]["worker-1"].is_null());
+    assert!(dumped()["damaged"]["orders/worker-1"].is_string());
+    drop(store);
+    let again = data::repair(&scratch.0).unwrap();
+    assert_contains(&again.out, "nothing is damaged");
 }
 
 #[tokio::test]
@@ -191,7 +211,7 @@ async fn directory_of_a_cluster_has_its_ca_and_nothing_that_could_be_changed() {
         assert!(is_managed, "{line}: {refused}");
         assert_contains(&refused, "Secrets");
     }
-    assert!(!dir.tokens().exists() && !dir.revoked().exists());
+    assert!(!dir.state().exists());
 }
 
 #[tokio::test]
@@ -332,6 +352,7 @@ async fn verbs_work_through_a_running_server() {
     let refused = error(&scratch, "token create --node a --ttl 1000d").await;
     assert_eq!(refused.exit_code(), 64);
     shutdown.finish().await;
+    drop(state);
     assert_eq!(tokens(&scratch).await.len(), 2);
 }
 

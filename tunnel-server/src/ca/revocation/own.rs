@@ -26,12 +26,6 @@ impl OwnOrder {
         self.is_reissued = true;
     }
 
-    /// Adds the orders of another process of this data directory.
-    pub(super) fn join(&mut self, other: Self) {
-        self.is_revoked |= other.is_revoked;
-        self.is_reissued |= other.is_reissued;
-    }
-
     /// Merges another order into `ours`, which has this one, and repeats this one on top if the other
     /// undoes it. A reissue is repeated once, so that two servers do not exceed each other in turn.
     pub(super) fn merge(&mut self, ours: Order, other: Order, now: u64) -> Order {

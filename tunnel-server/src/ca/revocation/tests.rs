@@ -26,12 +26,6 @@ fn order(revocations: &Revocations, action: OrderAction, at: u64) -> usize {
     revocations.order(action, &[node()], time(at)).len()
 }
 
-/// Reads the file, which its thread else does every 5 s.
-fn reread(revocations: &Revocations) -> &Revocations {
-    revocations.stores[0].document.refresh();
-    revocations
-}
-
 /// Merges orders of another server. The node is known.
 fn merge(revocations: &Revocations, server: &str, orders: &[NodeOrder]) {
     let is_node = |name: &NodeName| *name == node();
@@ -87,72 +81,33 @@ fn reissue_refuses_earlier_generations_and_credentials_of_others_by_their_time()
 fn order_that_cannot_be_saved_is_in_force_and_pending() {
     let scratch = Scratch::new();
     let revocations = open(&scratch);
-    let lock = scratch.0.path().join("files.lock");
-    std::fs::create_dir(&lock).unwrap();
+    let path = scratch.0.state();
+    std::fs::remove_file(&path).unwrap();
+    std::fs::create_dir(&path).unwrap();
     order(&revocations, Revoke, 1);
     assert!(revocations.flush().is_err());
     assert!(revocations.is_revoked(&peer(0)));
     assert_eq!(revocations.unwritten().len(), 1);
     assert!(revocations.conditions()[0].contains("not saved"));
-    std::fs::remove_dir(&lock).unwrap();
+    std::fs::remove_dir(&path).unwrap();
     revocations.flush().unwrap();
     assert!(revocations.unwritten().is_empty() && revocations.conditions().is_empty());
+    drop(revocations);
     assert!(open(&scratch).is_revoked(&peer(0)));
 }
 
 #[test]
-fn orders_of_two_processes_and_a_lost_file_are_all_in_force() {
+fn damaged_order_stops_the_start_with_the_command_that_repairs_it() {
     let scratch = Scratch::new();
-    let (running, verb) = (open(&scratch), open(&scratch));
-    order(&verb, Revoke, 1);
-    verb.flush().unwrap();
-    assert!(reread(&running).is_revoked(&peer(0)));
-    std::fs::remove_file(scratch.0.revoked()).unwrap();
-    assert!(reread(&running).is_revoked(&peer(0)));
-    // The file is written again, also without another order.
-    assert_eq!(running.unwritten().len(), 1);
-    running.flush().unwrap();
-    assert!(running.unwritten().is_empty() && open(&scratch).is_revoked(&peer(0)));
-    running.order(Revoke, &["worker-2".parse().unwrap()], time(1));
-    running.flush().unwrap();
-    assert_eq!(open(&scratch).in_force().len(), 2);
-}
-
-#[test]
-fn order_that_arrives_during_a_write_is_in_force_at_once_and_written_next() {
-    let scratch = Scratch::new();
-    let revocations = open(&scratch);
-    let announced = NodeOrder {
-        node: "worker-2".parse().unwrap(),
-        order: Order::default().with_revoked(true, 1),
-    };
-    // The thread of the file waits for this lock.
-    let held = scratch.0.lock_files().unwrap();
-    std::thread::scope(|scope| {
-        order(&revocations, Revoke, 1);
-        let writing = scope.spawn(|| revocations.flush());
-        merge(&revocations, "b", std::slice::from_ref(&announced));
-        assert!(revocations.of_node(&announced.node).is_revoked);
-        drop(held);
-        writing.join().unwrap().unwrap();
-    });
-    revocations.flush().unwrap();
-    assert_eq!(open(&scratch).in_force().len(), 2);
-}
-
-#[test]
-fn stores_that_differ_get_what_they_lack() {
-    let (one, other) = (Scratch::new(), Scratch::new());
-    let verb = open(&other);
-    order(&verb, Revoke, 1);
-    verb.flush().unwrap();
-    let [first, second] =
-        [&one, &other].map(|scratch| file_document::open(&scratch.0, scratch.0.revoked()).unwrap());
-    let revocations = Revocations::with_stores(vec![first, second], true).unwrap();
+    let store = scratch.0.store(OnDamage::Stop).unwrap();
+    store.change(Table::Orders, vec![RowChange::upsert("worker-1", &"?")]);
+    let error = Revocations::open(&scratch.0, true).unwrap_err().to_string();
+    assert!(error.contains("worker-1 of orders is damaged"), "{error}");
+    assert!(error.contains("tunnel-server data repair"), "{error}");
+    // In a cluster a Secret has it.
+    let (document, _observed) = shared(r#"{"nodes":{"worker-1":{"counter":1,"revoked":true}}}"#);
+    let revocations = Revocations::open_shared(&scratch.0, document, true).unwrap();
     assert!(revocations.is_revoked(&peer(0)));
-    assert_eq!(revocations.unwritten().len(), 1);
-    revocations.flush().unwrap();
-    assert!(revocations.unwritten().is_empty() && open(&one).is_revoked(&peer(0)));
 }
 
 #[test]
@@ -226,9 +181,8 @@ fn orders_of_another_server_about_unknown_names_are_bounded() {
 #[test]
 fn connection_alone_ends_no_revocation_where_servers_share_a_document() {
     let scratch = Scratch::new();
-    let file = file_document::open(&scratch.0, scratch.0.revoked()).unwrap();
     let (document, observed) = shared(r#"{"nodes":{"worker-1":{"counter":1,"revoked":true}}}"#);
-    let revocations = Revocations::with_stores(vec![document, file], true).unwrap();
+    let revocations = Revocations::open_shared(&scratch.0, document, true).unwrap();
     let ended = Order::default()
         .with_revoked(true, 0)
         .with_revoked(false, 2);
@@ -296,10 +250,6 @@ fn confirmed_order_may_be_ended_elsewhere() {
     assert!(revocations.confirm_by_peers());
     revocations.confirm_with(|orders| orders.len() == 1);
     assert!(!revocations.confirm_by_peers());
-    assert!(
-        revocations.unwritten().is_empty(),
-        "of no interest to operators"
-    );
     revocations.flush().unwrap();
     let ended = revocations.of_node(&node()).with_revoked(false, 1);
     for revocations in [&revocations, &open(&scratch)] {
@@ -317,14 +267,13 @@ fn start_with_a_shared_document_that_undoes_an_order_repeats_it() {
     let verb = open(&scratch);
     order(&verb, Revoke, 1);
     verb.flush().unwrap();
-    let file = file_document::open(&scratch.0, scratch.0.revoked()).unwrap();
     let (document, observed) = shared(r#"{"nodes":{"worker-1":{"counter":2}}}"#);
-    let revocations = Revocations::with_stores(vec![document, file], true).unwrap();
+    let revocations = Revocations::open_shared(&scratch.0, document, true).unwrap();
     assert_eq!(revocations.of_node(&node()).counter, 3);
     assert!(revocations.is_revoked(&peer(0)) && revocations.confirm_by_peers());
     observed.send_modify(|observed| {
         let state = revocations.state.lock();
-        let written = OrdersDocument::of(&state, &revocations.stores[0]);
+        let written = OrdersDocument::of(&state);
         observed.sequence += 1;
         observed.content = Some(serde_json::to_vec(&written).unwrap().into());
     });
@@ -339,52 +288,40 @@ fn shared(content: &str) -> (SharedDocument, watch::Sender<ObservedContent>) {
     });
     let (swaps, _nobody_writes) = mpsc::channel(1);
     let key = "revoked.json";
-    let owner = DocumentOwner::Cluster { swaps, key };
+    let owner = DocumentOwner { swaps, key };
     let document = SharedDocument::new("Secret x".to_owned(), observed.subscribe(), owner);
     (document.with_repair("kubectl patch".to_owned()), observed)
 }
 
 #[test]
-fn damaged_shared_document_stops_only_a_server_without_a_file() {
+fn damaged_shared_document_stops_only_a_server_without_orders_of_its_own() {
     let scratch = Scratch::new();
-    let file = || file_document::open(&scratch.0, scratch.0.revoked()).unwrap();
-    let refused = Revocations::with_stores(vec![shared("[]").0, file()], true).unwrap_err();
+    let open_shared = |content| {
+        let (document, observed) = shared(content);
+        let opened = Revocations::open_shared(&scratch.0, document, true);
+        opened.map(|revocations| (revocations, observed))
+    };
+    let refused = open_shared("[]").unwrap_err();
     assert!(refused.to_string().contains("kubectl patch"), "{refused}");
     let verb = open(&scratch);
     order(&verb, Revoke, 1);
     verb.flush().unwrap();
-    let (document, observed) = shared("[]");
-    let revocations = Revocations::with_stores(vec![document, file()], true).unwrap();
+    let (revocations, observed) = open_shared("[]").unwrap();
     assert!(revocations.is_revoked(&peer(0)));
     let conditions = revocations.conditions();
     assert!(conditions[0].contains("kubectl patch"), "{conditions:?}");
-    observed.send_modify(|observed| {
-        observed.sequence += 1;
-        observed.content = Some(br#"{"nodes":{}}"#.as_slice().into());
-    });
+    let observe = |content: &[u8]| {
+        observed.send_modify(|observed| {
+            observed.sequence += 1;
+            observed.content = Some(content.into());
+        });
+    };
+    observe(br#"{"nodes":{}}"#);
     assert!(revocations.is_revoked(&peer(0)) && revocations.conditions().is_empty());
     assert!(!revocations.unwritten().is_empty(), "the document lacks it");
-}
-
-#[test]
-fn damaged_file_is_named_and_a_damaged_name_spares_the_others() {
-    let scratch = Scratch::new();
-    let write = |text: &str| std::fs::write(scratch.0.revoked(), text).unwrap();
-    write("[]");
-    let error = Revocations::open(&scratch.0, true).unwrap_err().to_string();
-    assert!(error.contains("revoked.json is damaged"), "{error}");
-    let running = {
-        std::fs::remove_file(scratch.0.revoked()).unwrap();
-        open(&scratch)
-    };
-    write(
-        r#"{"nodes":{"a b":{"counter":1,"revoked":true},"worker-1":{"counter":1,"revoked":true}}}"#,
-    );
-    assert!(reread(&running).is_revoked(&peer(0)));
-    let conditions = running.conditions();
+    // A damaged name spares the others.
+    observe(br#"{"nodes":{"a b":{"counter":1},"worker-2":{"counter":1,"revoked":true}}}"#);
+    assert_eq!(revocations.in_force().len(), 2);
+    let conditions = revocations.conditions();
     assert!(conditions[0].contains("is damaged"), "{conditions:?}");
-    std::fs::remove_file(scratch.0.revoked()).unwrap();
-    assert!(reread(&running).is_revoked(&peer(0)));
-    running.flush().unwrap();
-    assert!(running.conditions().is_empty() && open(&scratch).is_revoked(&peer(0)));
 }

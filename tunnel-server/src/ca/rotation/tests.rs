@@ -441,8 +441,8 @@ fn servers_with_one_secret_are_in_the_same_stage_and_a_conflict_changes_nothing(
     let now = SystemTime::now();
     let old = Arc::new(CaMaterial::generate(now).unwrap());
     let secret = Arc::new(MemorySecret::new(old.clone()));
-    let scratch = Scratch::new();
-    let server = |others: usize| {
+    let scratches = [(); 3].map(|()| Scratch::new());
+    let server = |scratch: &Scratch, others: usize| {
         let ca = Arc::new(LocalCa::new(old.clone()).unwrap());
         let nodes = Arc::new(KnownNodes::open(&scratch.0).unwrap());
         let followed = secret.clone();
@@ -456,7 +456,7 @@ fn servers_with_one_secret_are_in_the_same_stage_and_a_conflict_changes_nothing(
         };
         CaRotator::of_secret(ca, secret.clone(), nodes).observing(Arc::new(observe))
     };
-    let (one, other) = (server(0), server(0));
+    let (one, other) = (server(&scratches[0], 0), server(&scratches[1], 0));
     let stages = || {
         let progress = [&one, &other].map(|server| server.status().unwrap().in_progress);
         progress.map(|progress| progress.map(|progress| progress.stage))
@@ -470,7 +470,7 @@ fn servers_with_one_secret_are_in_the_same_stage_and_a_conflict_changes_nothing(
     // Each server counts its own agents.
     let pending = one.act(Next).unwrap_err();
     assert!(matches!(pending, RotationError::Pending { pending: 1 }));
-    let of_three = server(2);
+    let of_three = server(&scratches[2], 2);
     let not_counted = of_three.act(Next).unwrap_err();
     assert_contains(
         &not_counted,

@@ -8,7 +8,9 @@ use super::super::failure::Throttle;
 use super::super::testing::{ApiServer, NAMESPACE, api_server};
 use super::*;
 use crate::config::{Config, Environment, RawConfig};
+use crate::store::data_dir::DataDir;
 use crate::store::data_dir::testing::Scratch;
+use crate::store::state_store::OnDamage;
 use crate::testing::{assert_contains, eventually};
 
 /// Returns a slice of the servers' Service.
@@ -188,8 +190,9 @@ fn fixture(data: &DataDir) -> Fixture {
         replica: "a".parse().unwrap(),
         members,
     };
-    let (peers, unknown) =
-        follow_peers(&config.kubernetes.unwrap(), &cluster, own, data, &shutdown);
+    let store = data.store(OnDamage::Stop).unwrap();
+    let settings = config.kubernetes.unwrap();
+    let (peers, unknown) = follow_peers(&settings, &cluster, own, &store, &shutdown);
     Fixture {
         server,
         connected,
@@ -198,6 +201,11 @@ fn fixture(data: &DataDir) -> Fixture {
         readiness,
         shutdown,
     }
+}
+
+fn persisted(data: &DataDir) -> Vec<PeerAddress> {
+    let store = data.store(OnDamage::Stop).unwrap();
+    restore(&RowSet::load(&store, Table::Cluster, PREFIX))
 }
 
 fn member(name: &str) -> Member {
@@ -247,8 +255,7 @@ async fn servers_are_followed_and_persisted_for_a_start_without_the_api_server()
     eventually("the second server", || shown(&first.peers.borrow()) == both).await;
     assert_eq!((first.unknown)(), None);
     assert_eq!(first.readiness.conditions(), []);
-    sleep(PAUSE * 2).await;
-    eventually("the file", || shown(&load(&data.peers())) == both).await;
+    eventually("the rows", || shown(&persisted(data)) == both).await;
     first.shutdown.finish().await;
 
     let mut second = fixture(data);
@@ -296,7 +303,7 @@ async fn servers_without_slices_stay_while_they_are_connected_and_a_missing_serv
     assert_contains(&unlisted[0], "kube-system/tunnel-server-peers: b;");
     sleep(2 * MISSING_AFTER).await;
     assert_eq!(names(&fixture), ["b"], "however long it takes");
-    assert_eq!(shown(&load(&scratch.0.peers())), ["b=10.0.0.1:10269"]);
+    assert_eq!(shown(&persisted(&scratch.0)), ["b=10.0.0.1:10269"]);
     assert_contains(
         &lines(&fixture)[0],
         "this server, a, is not in the EndpointSlices",
@@ -304,19 +311,4 @@ async fn servers_without_slices_stay_while_they_are_connected_and_a_missing_serv
     fixture.connected.send_replace([member("a")].into());
     eventually("the connection is lost", || names(&fixture).is_empty()).await;
     fixture.shutdown.finish().await;
-}
-
-#[test]
-fn damaged_file_is_an_empty_list() {
-    let scratch = Scratch::new();
-    let data = &scratch.0;
-    for content in [
-        "",
-        "{}",
-        r#"[{"name": "a b", "address": "10.0.0.1:1"}]"#,
-        r#"[{"name": "a", "address": "example.com:1"}]"#,
-    ] {
-        files::replace(&data.peers(), content.as_bytes()).unwrap();
-        assert!(load(&data.peers()).is_empty(), "{content}");
-    }
 }

@@ -137,7 +137,7 @@ impl SharedDocuments {
         // An unknown key never has content.
         let observed =
             observed.unwrap_or_else(|| watch::Sender::new(ObservedContent::default()).subscribe());
-        let owner = DocumentOwner::Cluster {
+        let owner = DocumentOwner {
             swaps: self.swaps.clone(),
             key,
         };

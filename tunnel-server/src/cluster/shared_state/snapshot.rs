@@ -2,13 +2,11 @@
 //! uses the last observed CA and refuses the same nodes.
 
 use std::collections::BTreeMap;
-use std::path::Path;
+use std::io;
 use std::sync::Arc;
-use std::time::Duration;
 
 use serde::{Deserialize, Serialize};
 use tokio::sync::watch;
-use tokio_util::sync::CancellationToken;
 use tracing::warn;
 use tunnel_proto::process::files;
 use tunnel_proto::process::shutdown::Shutdown;
@@ -17,68 +15,172 @@ use zeroize::Zeroizing;
 use super::documents::SharedDocuments;
 use crate::ca::{CaMaterial, SourceNames};
 use crate::store::data_dir::{DataDir, wiped_text};
-use crate::store::snapshot::Snapshot;
+use crate::store::state_store::{OnDamage, RowSet, StateStore, Table, follow};
 
-/// Changes within this time are written together.
-const PAUSE: Duration = Duration::from_millis(200);
+/// The CA in a file of its own, and rows of the store.
+pub(super) struct SharedSnapshot {
+    data: DataDir,
+    store: StateStore,
+    ca: PersistedCa,
+    /// One row, whose key is the prefix.
+    origin: RowSet<String, Origin>,
+    documents: RowSet<String, String>,
+}
 
+/// The CA that was last observed.
 #[derive(Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "camelCase", default)]
-pub(super) struct SharedSnapshot {
+struct PersistedCa {
     /// Secret that the CA came from. The snapshot is ignored for another Secret.
     secret: String,
     certificates: String,
     #[serde(with = "wiped_text")]
     key: Zeroizing<String>,
-    pub(super) documents: BTreeMap<String, String>,
+}
+
+/// Where the documents came from.
+#[derive(Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "camelCase", default)]
+struct Origin {
+    /// The Secret of the CA, for whose installation the documents are.
+    secret: String,
     /// Whether the documents were observed, so that the snapshot is complete enough to start with.
-    pub(super) is_whole: bool,
+    is_whole: bool,
 }
 
 impl SharedSnapshot {
+    /// Loads the snapshot of the Secret with this name. What is missing, not valid, or of another
+    /// Secret is ignored, because the cluster provides it again. Blocks the thread.
+    ///
+    /// # Errors
+    /// Returns an error with the path if the store cannot be opened.
+    pub(super) fn load(data: &DataDir, secret: &str) -> io::Result<Self> {
+        let store = data.store(OnDamage::SetAside)?;
+        if data.ca_key().exists() {
+            warn!(
+                path = %data.ca_key().display(),
+                secret, "the CA in the data directory is not used in a cluster; to continue with this CA, store it in the Secret"
+            );
+        }
+        let mut snapshot = Self {
+            data: data.clone(),
+            ca: load_ca(data),
+            origin: RowSet::load(&store, Table::Cluster, "shared"),
+            documents: RowSet::load(&store, Table::Cluster, "document/"),
+            store,
+        };
+        if snapshot.ca.secret != secret {
+            snapshot.ca = PersistedCa::default();
+        }
+        if snapshot.origin().secret != secret {
+            snapshot.documents.replace(BTreeMap::new());
+            snapshot.set_origin(secret, false);
+        }
+        Ok(snapshot)
+    }
+
     pub(super) fn material(&self) -> Option<CaMaterial> {
-        if self.key.is_empty() {
+        let PersistedCa {
+            certificates, key, ..
+        } = &self.ca;
+        if key.is_empty() {
             return None;
         }
         let names = SourceNames {
             certificates: "persisted certificates",
             key: "persisted key",
         };
-        CaMaterial::parse(self.certificates.as_bytes(), self.key.as_bytes(), names)
+        CaMaterial::parse(certificates.as_bytes(), key.as_bytes(), names)
             .inspect_err(|error| warn!(%error, "cannot use the persisted CA"))
             .ok()
     }
+
+    pub(super) fn documents(&self) -> &BTreeMap<String, String> {
+        self.documents.values()
+    }
+
+    /// Returns whether the snapshot is complete enough to start with.
+    pub(super) fn is_whole(&self) -> bool {
+        self.origin().is_whole
+    }
+
+    fn origin(&self) -> &Origin {
+        static NONE: Origin = Origin {
+            secret: String::new(),
+            is_whole: false,
+        };
+        self.origin.values().values().next().unwrap_or(&NONE)
+    }
+
+    fn set_origin(&mut self, secret: &str, is_whole: bool) {
+        let origin = Origin {
+            secret: secret.to_owned(),
+            is_whole,
+        };
+        self.origin
+            .replace(BTreeMap::from([(String::new(), origin)]));
+    }
+
+    /// Starts the task that persists the state soon after `changes`.
+    pub(super) fn start(
+        mut self,
+        current: watch::Receiver<Option<Arc<CaMaterial>>>,
+        documents: SharedDocuments,
+        changes: watch::Receiver<()>,
+        shutdown: &Shutdown,
+    ) {
+        let secret = self.origin().secret.clone();
+        shutdown.spawn_service(follow(changes, move |()| {
+            let material = current.borrow().clone();
+            if let Some(material) = material {
+                self.replace_ca(&secret, &material);
+            }
+            let texts = documents.texts().into_iter();
+            let texts = texts.map(|(key, text)| (key.to_owned(), text));
+            self.documents.replace(texts.collect());
+            // Last, because it says that the documents are there.
+            let is_whole = documents.is_observed();
+            self.set_origin(&secret, is_whole);
+        }));
+    }
+
+    /// Writes the CA, and its certificates to the path where operators expect them.
+    fn replace_ca(&mut self, secret: &str, material: &CaMaterial) {
+        let ca = PersistedCa {
+            secret: secret.to_owned(),
+            certificates: material.certificates_pem().to_owned(),
+            key: material.key_pem().to_owned().into(),
+        };
+        if ca == self.ca {
+            return;
+        }
+        let mut content = Zeroizing::new(Vec::new());
+        if let Err(error) = serde_json::to_writer(&mut *content, &ca) {
+            warn!(%error, "cannot persist the CA");
+            return;
+        }
+        self.store.replace_file(self.data.authority(), content);
+        let certificates = ca.certificates.as_bytes().to_vec();
+        let path = self.data.ca_certificate();
+        self.store.replace_file(path, certificates.into());
+        self.ca = ca;
+    }
 }
 
-/// Returns the persisted state of the Secret with this name. Returns the empty state if the file is
-/// missing or not valid, because the cluster provides the state again.
-pub(super) fn load(data: &DataDir, secret: &str) -> SharedSnapshot {
+fn load_ca(data: &DataDir) -> PersistedCa {
     let path = data.authority();
     let read = files::read_secret(&path).map_err(|error| error.to_string());
     let persisted = read.and_then(|content| match content {
-        None => Ok(SharedSnapshot::default()),
+        None => Ok(PersistedCa::default()),
         Some(content) => serde_json::from_slice(&content).map_err(|error| error.to_string()),
     });
-    let persisted: SharedSnapshot = persisted.unwrap_or_else(|error| {
-        warn!(error, path = %path.display(), "cannot load the persisted CA state; waiting for the API server");
-        SharedSnapshot::default()
-    });
-    if data.ca_key().exists() {
-        warn!(
-            path = %data.ca_key().display(),
-            secret, "the CA in the data directory is not used in a cluster; to continue with this CA, store it in the Secret"
-        );
-    }
-    if persisted.secret == secret {
-        return persisted;
-    }
-    SharedSnapshot {
-        secret: secret.to_owned(),
-        ..SharedSnapshot::default()
-    }
+    persisted.unwrap_or_else(|error| {
+        warn!(error, path = %path.display(), "cannot load the persisted CA; waiting for the API server");
+        PersistedCa::default()
+    })
 }
 
-/// Writes the certificates to the path where operators expect them.
+/// Writes the certificates to the path where operators expect them, before the server is ready.
 pub(super) async fn publish(data: &DataDir, material: Arc<CaMaterial>) {
     let path = data.ca_certificate();
     let writing =
@@ -90,55 +192,7 @@ pub(super) async fn publish(data: &DataDir, material: Arc<CaMaterial>) {
     }
 }
 
-/// Starts the task that persists the state soon after `changes`.
-pub(super) fn start(
-    data: &DataDir,
-    persisted: SharedSnapshot,
-    current: watch::Receiver<Option<Arc<CaMaterial>>>,
-    documents: SharedDocuments,
-    changes: watch::Receiver<()>,
-    shutdown: &Shutdown,
-) {
-    let (path, certificate) = (data.authority(), data.ca_certificate());
-    let secret = persisted.secret.clone();
-    let snapshot = Snapshot::new(
-        "shared CA state",
-        PAUSE,
-        Some(persisted),
-        move |persisted| save(&path, &certificate, persisted),
-    );
-    let state = move |(): &()| {
-        let state = shared_state(&secret, current.borrow().as_deref(), &documents);
-        (!state.key.is_empty()).then_some(state)
-    };
-    // The state may change until the process stops.
-    let never = CancellationToken::new();
-    shutdown.spawn_service(snapshot.follow(changes, state, never));
-}
-
-fn shared_state(
-    secret: &str,
-    material: Option<&CaMaterial>,
-    documents: &SharedDocuments,
-) -> SharedSnapshot {
-    let texts = documents.texts().into_iter();
-    SharedSnapshot {
-        secret: secret.to_owned(),
-        certificates: material.map_or_else(String::new, |ca| ca.certificates_pem().to_owned()),
-        key: material.map_or_else(Zeroizing::default, |ca| ca.key_pem().to_owned().into()),
-        is_whole: documents.is_observed(),
-        documents: texts.map(|(key, text)| (key.to_owned(), text)).collect(),
-    }
-}
-
-/// Writes the file, and the certificates to the path where operators expect them.
-fn save(path: &Path, certificate: &Path, persisted: &SharedSnapshot) -> std::io::Result<()> {
-    let content = Zeroizing::new(serde_json::to_vec(persisted).map_err(std::io::Error::other)?);
-    files::replace(path, &content)?;
-    write_certificates(certificate, &persisted.certificates)
-}
-
-fn write_certificates(path: &Path, pem: &str) -> std::io::Result<()> {
+fn write_certificates(path: &std::path::Path, pem: &str) -> io::Result<()> {
     if files::read(path)?.as_deref() == Some(pem.as_bytes()) {
         return Ok(());
     }

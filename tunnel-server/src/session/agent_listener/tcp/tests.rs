@@ -58,7 +58,7 @@ impl Listener {
             enroll_tls: tls::enroll_server(own).unwrap(),
             enrollment: Enrollment {
                 renewals: None,
-                tokens: Arc::new(TokenStore::open(&scratch.0)),
+                tokens: Arc::new(TokenStore::open(&scratch.0).unwrap()),
                 nodes: Arc::new(KnownNodes::open(&scratch.0).unwrap()),
                 attestor: None,
                 peers: None,
