@@ -270,7 +270,6 @@ const OF_OTHER_CHECKS: &[&str] = &[
 const MTU_MIN_BYTES: u32 = 1280;
 /// Open files for some ten thousand callers.
 const DESCRIPTORS_MIN: u64 = 65_536;
-/// Certificates are valid from some minutes before their issue; leases and records are compared in
 
 #[cfg(test)]
 mod tests;

@@ -51,9 +51,9 @@ type IsHeld = dyn Fn(&[NodeOrder]) -> bool + Send + Sync;
 pub(super) type OrdersDigest = [u8; 32];
 
 /// Returns what another server announced last.
-pub(super) struct AnnouncedOrders(
-    pub(super) Box<dyn Fn(&ReplicaId) -> Option<OrdersDigest> + Send + Sync>,
-);
+pub(super) struct AnnouncedOrders(pub(super) Box<DigestOf>);
+
+type DigestOf = dyn Fn(&ReplicaId) -> Option<OrdersDigest> + Send + Sync;
 
 impl std::fmt::Debug for AnnouncedOrders {
     fn fmt(&self, formatter: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {

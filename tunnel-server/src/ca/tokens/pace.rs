@@ -130,7 +130,8 @@ mod tests {
     fn all_sources_together_are_bounded_and_those_that_failed_are_refused_first() {
         let (mut pace, start) = (LookupPace::default(), Instant::now());
         let looked_up = flood(&mut pace, 150, start, 2000);
-        assert!(looked_up <= 3 * LOOKUPS_PER_SECOND as usize, "{looked_up}");
+        // Those of three seconds.
+        assert!(looked_up <= 600, "{looked_up}");
         let now = start + Duration::from_secs(2);
         assert_eq!(pace.admit(source(3), now), None, "it has failed");
         assert_eq!(pace.admit(source(9999), now), Some(Duration::ZERO));
@@ -148,7 +149,7 @@ mod tests {
     #[test]
     fn counted_sources_are_bounded() {
         let (mut pace, start) = (LookupPace::default(), Instant::now());
-        for number in 0..2 * SOURCES_MAX as u32 {
+        for number in (0..).take(2 * SOURCES_MAX) {
             pace.failed(source(number), start);
         }
         assert_eq!(pace.sources.len(), SOURCES_MAX);
