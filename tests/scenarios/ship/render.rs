@@ -217,7 +217,7 @@ spec:
       - name: timeout
         value: \"1\"
       - name: attempts
-        value: \"1\"
+        value: \"2\"
   containers:
     - name: kube-apiserver
       command:

@@ -78,7 +78,7 @@ spec:
   dnsPolicy: None
   dnsConfig:
     nameservers: [{nameservers}]
-    options: [{{ name: ndots, value: \"0\" }}, {{ name: timeout, value: \"1\" }}, {{ name: attempts, value: \"1\" }}]
+    options: [{{ name: ndots, value: \"0\" }}, {{ name: timeout, value: \"1\" }}, {{ name: attempts, value: \"2\" }}]
   containers:
     - command:
         - kube-apiserver

@@ -93,7 +93,7 @@ impl Resource for NodeObject {
     }
 }
 
-/// Facts about a Node, in memory and on disk. The texts are not validated. [`super::NodeSet::new`]
+/// Facts about a Node, in memory and on disk. The texts are not validated. [`super::NodeStore::new`]
 /// validates them.
 #[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "camelCase", default)]
