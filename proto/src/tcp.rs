@@ -278,7 +278,7 @@ pub async fn failed(socket: &TcpStream) {
 /// A wait for the failure of a connection that begins with the first poll.
 #[derive(Default)]
 pub enum Failed {
-    /// Nobody has waited.
+    /// No call of [`Failed::poll`] has been made.
     #[default]
     Idle,
     /// The future of the first poll.
