@@ -410,8 +410,8 @@ async fn unreachable_pods_are_answered_with_the_name_of_their_node() -> Result<(
     // The Host names a node with an agent. The server does not fall back to that node.
     let host = format!("worker-1:{}", site.edges[0].kubelet.addr().port());
     for (pod, status, code, text) in [
-        ("no-agent", 503, "no_agent", "worker-3"),
-        ("in-the-cloud", 503, "no_agent", "master-1"),
+        ("no-agent", 502, "no_agent", "worker-3"),
+        ("in-the-cloud", 502, "no_agent", "master-1"),
         ("no-node", 400, "unknown_node", "worker-9"),
         ("unbound", 400, "unknown_node", "bound to no node"),
         ("missing", 400, "unknown_node", "default/missing"),
