@@ -91,10 +91,6 @@ const FREE_SHARE_OF_PEER: u64 = 1;
 /// Fraction of the free part of the pool that one session may reserve for streams of which nothing
 /// was read.
 const UNREAD_SHARE: u64 = 256;
-/// Fraction of the free memory above half of the pool that a session may reserve for its first stream.
-const FIRST_SHARE: u64 = 128;
-/// The same for a session whose peer opens streams. A process has few of them.
-const FIRST_SHARE_OF_PEER: u64 = 16;
 /// Fraction of the pool that sessions with stalled streams leave to others.
 const OTHERS_SHARE: u64 = 8;
 /// Fraction of the pool below which the sources that hold the most get no new streams.
@@ -143,9 +139,6 @@ pub(super) struct FlowSettings {
     pub(super) memory_percent: u64,
     /// Whether the peer opens streams at any time, as at an agent's end.
     pub(super) peer_opens: bool,
-    /// Whether a peer that opens streams may send a stream window with the first one, while more than
-    /// half of the pool is free.
-    pub(super) has_wide_start: bool,
 }
 
 /// The windows that a session grants to its peer, in bytes.
@@ -382,9 +375,6 @@ impl SessionFlow {
             return None;
         }
         let read_monitor = self.add_stream(state)?;
-        if source != 0 && state.open == 1 {
-            self.begin_active(state);
-        }
         read_monitor.activity().set_source(source, false);
         Some(read_monitor)
     }
@@ -421,25 +411,6 @@ impl SessionFlow {
         self.narrow(state);
         self.grow(state);
         Some(read_monitor)
-    }
-
-    /// Begins with a larger window for the first stream of a caller while more than half of the pool
-    /// is free. Over TCP, which may have a large congestion window, each doubling costs a round trip.
-    fn begin_active(&self, state: &mut FlowState) {
-        let first = self.first_window(state, FIRST_SHARE);
-        state.active.begin(first);
-        self.grow_at
-            .store(state.active.grow_at(), Ordering::Relaxed);
-        self.grow(state);
-    }
-
-    /// Returns the window for the first stream of a session: a fraction of the free memory above half
-    /// of the pool.
-    fn first_window(&self, state: &FlowState, share: u64) -> u64 {
-        let own = if state.open == 0 { state.reserved } else { 0 };
-        let ample = (self.pool.free() + own).saturating_sub(self.pool.limit / 2);
-        let first = self.bytes(ample / share);
-        first.min(state.stream_window).max(ACTIVE_WINDOW_MIN)
     }
 
     /// Records that the peer may open streams from now on. Call this function before the session
@@ -537,8 +508,7 @@ impl SessionFlow {
         }
         let mut active = match state.open {
             // What is left of a larger window carries the next stream, until its window grows.
-            0 if !self.settings.has_wide_start => ACTIVE_WINDOW_MIN,
-            0 => self.first_window(state, FIRST_SHARE_OF_PEER),
+            0 => ACTIVE_WINDOW_MIN,
             _ => state.active.bytes(),
         };
         if active <= ACTIVE_WINDOW_MIN {

@@ -273,7 +273,6 @@ fn start<S: AsyncRead + AsyncWrite + Send + Unpin + 'static>(
         stream_window,
         memory_percent: MEMORY_PERCENT,
         peer_opens: matches!(connection, Connection::Server(_)),
-        has_wide_start: false,
     };
     let flow = (settings.pool).session(flow_settings, H2Flow(Arc::downgrade(&shared)));
     let (accepted, incoming) = mpsc::channel(max_pending_resets(settings.streams));

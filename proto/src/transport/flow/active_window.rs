@@ -28,11 +28,6 @@ impl ActiveWindow {
         }
     }
 
-    /// Makes the window `bytes` large for the first stream, if it is smaller.
-    pub(super) fn begin(&mut self, bytes: u64) {
-        self.bytes = self.bytes.max(bytes.min(self.max));
-    }
-
     pub(super) fn bytes(&self) -> u64 {
         self.bytes
     }

@@ -59,7 +59,6 @@ impl ModelSession {
             stream_window: StreamWindow::fixed(u32::try_from(WINDOW).unwrap()),
             memory_percent: PERCENT,
             peer_opens,
-            has_wide_start: peer_opens,
         };
         let set = transport.clone();
         let set_windows = move |windows: ReceiveWindows| {

@@ -13,7 +13,6 @@ fn settings(peer_opens: bool) -> FlowSettings {
         stream_window: StreamWindow::fixed(WINDOW),
         memory_percent: PERCENT,
         peer_opens,
-        has_wide_start: false,
     }
 }
 
@@ -57,60 +56,6 @@ async fn idle_session_reserves_nothing_and_a_stream_has_its_window_at_once() {
     // The peer still has the credit, so the next stream reserves it again.
     let _stream = flow.open(0).unwrap();
     assert_eq!(pool.reserved(), FIRST);
-}
-
-/// The first transfer of a session waits for no larger window, as long as much memory is free.
-#[tokio::test(start_paused = true)]
-async fn first_stream_of_a_caller_has_a_stream_window_while_half_of_the_pool_is_free() {
-    let pool = BufferPool::new(1 << 31);
-    let of_stream = BASE_WINDOW + u64::from(WINDOW);
-    let (flow, transport) = session(&pool);
-    let _stream = flow.open(1).unwrap();
-    assert_eq!(transport.connection_window(), of_stream);
-    // The sessions share half of the pool, and have the window of before from then on.
-    let mut sessions = Vec::new();
-    while pool.free() > pool.limit() / 2 + (1 << 20) {
-        let (flow, transport) = session(&pool);
-        let stream = flow.open(1).unwrap();
-        assert!(transport.connection_window() <= of_stream);
-        sessions.push((flow, stream));
-    }
-    assert!(sessions.len() > 100, "{}", sessions.len());
-    let (flow, transport) = session(&pool);
-    let _stream = flow.open(1).unwrap();
-    assert_eq!(transport.connection_window() * 2, FIRST);
-}
-
-#[tokio::test(start_paused = true)]
-async fn peer_sends_a_stream_window_with_its_first_stream_while_half_of_the_pool_is_free() {
-    let wide = FlowSettings {
-        has_wide_start: true,
-        ..settings(true)
-    };
-    let pool = BufferPool::new(1 << 30);
-    let (flow, transport) = session_of(&pool, wide);
-    let first = BASE_WINDOW + u64::from(WINDOW);
-    let idle = pool.reserved();
-    assert_eq!(
-        (transport.connection_window(), idle),
-        (first, u64::from(WINDOW) * 2)
-    );
-    // Idle again, the session has the same window and the same reservation.
-    let streams = [flow.accept(), flow.accept()];
-    streams[0].count_read(8 << 20);
-    assert!(transport.connection_window() > first);
-    drop(streams);
-    sample(&pool, 1);
-    assert_eq!(
-        (transport.connection_window(), pool.reserved()),
-        (first, idle)
-    );
-    let others = pool.free() - pool.limit() / 2;
-    assert!(pool.try_reserve(others));
-    let (_flow, transport) = session_of(&pool, wide);
-    let narrow = BASE_WINDOW + ACTIVE_WINDOW_MIN;
-    assert_eq!(transport.connection_window(), narrow);
-    pool.release(others);
 }
 
 #[tokio::test(start_paused = true)]

@@ -126,7 +126,6 @@ impl QuicSession {
             stream_window: StreamWindow::fixed(settings.stream_window),
             memory_percent: MEMORY_PERCENT,
             peer_opens: stream_limit > 0,
-            has_wide_start: stream_limit > 0,
         };
         let flow = settings
             .pool

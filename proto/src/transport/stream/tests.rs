@@ -263,7 +263,6 @@ async fn stream_whose_reply_waits_to_be_sent_is_not_taken_for_stalled() {
         stream_window: StreamWindow::fixed(1000),
         memory_percent: 100,
         peer_opens: false,
-        has_wide_start: false,
     };
     let flow = pool.session(settings, TestTransport::new(|_| {}));
     let (_far, peer) = raw_stream(true);
