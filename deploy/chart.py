@@ -461,7 +461,7 @@ description: Reverse tunnel between a cluster and its edge nodes
 type: application
 version: VERSION
 appVersion: VERSION
-kubeVersion: ">= 1.22.0-0"
+kubeVersion: ">= 1.25.0-0"
 """
 
 main(*sys.argv[1:])

@@ -146,8 +146,15 @@ impl NodeSources {
     #[must_use]
     pub fn page(&self, query: &PageQuery) -> NodesPage {
         let limit = query.limit.min(PAGE_MAX);
-        // One more than the page has says whether there is another page.
-        self.page_of(&self.names_after(query.bound(), limit + 1), limit)
+        // One more than the page has says whether there is another page, also if nodes vanish.
+        let mut names = self.names_after(query.bound(), limit + 1);
+        let has_more = names.len() > limit;
+        names.truncate(limit);
+        let mut page = self.page_of(&names, limit);
+        if has_more && page.r#continue.is_none() {
+            page.r#continue = names.last().map(NodeName::to_string);
+        }
+        page
     }
 
     /// Returns a page of the nodes that exist among `names`, in their order.

@@ -301,6 +301,9 @@ impl TokenStore {
                     continue;
                 }
             }
+            // Another request with this key may not have saved the use yet.
+            let confirmed = self.objects.confirm();
+            confirmed.map_err(|error| unavailable(&error))?;
             return Ok(TokenGrant {
                 id: token.id().to_owned(),
                 node: object.token.node,

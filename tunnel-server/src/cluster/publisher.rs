@@ -134,6 +134,9 @@ impl Publisher {
 
     /// Updates what follows from each node that has changed.
     fn publish_nodes(&mut self, nodes: &NodeSet) {
+        // Refused Nodes have no version.
+        self.conditions
+            .set_first(Condition::NodeNames, nodes.refused(), nodes.refused_count());
         if nodes.version() == self.handled_nodes {
             return;
         }
@@ -163,8 +166,6 @@ impl Publisher {
             (*name, own.collect())
         });
         self.labeled_nodes.update(are_all, labeled);
-        self.conditions
-            .set_first(Condition::NodeNames, nodes.refused(), nodes.refused_count());
         if are_all {
             self.following = RecordSet::default();
             self.has_unpublished = true;

@@ -157,7 +157,12 @@ impl CallerSocket {
     async fn failed(&self) {
         match self {
             Self::Tcp(socket) => tcp::failed(socket).await,
-            Self::Unix(socket) => drop(unix_closed(socket).await),
+            Self::Unix(socket) => {
+                // Without a registration, the next write notices the end.
+                if unix_closed(socket).await.is_err() {
+                    std::future::pending::<()>().await;
+                }
+            }
         }
     }
 

@@ -81,14 +81,17 @@ impl EnrollmentKind {
 pub type NodeMap = BTreeMap<NodeName, KnownNode>;
 
 impl KnownNodes {
-    /// Opens the known nodes of a data directory. Rows that cannot be read are set aside.
+    /// Opens the known nodes of a data directory. Damaged rows are set aside.
     ///
     /// # Errors
-    /// Returns an error with the path if the store cannot be opened.
+    /// Returns an error with the path if the store cannot be opened or read: addresses that an operator
+    /// has assigned are nowhere else.
     pub fn open(dir: &DataDir) -> io::Result<Self> {
         let store = dir.store(OnDamage::Stop)?;
         let mut nodes = NodeMap::new();
-        for (name, node) in store.load_observed(Table::Nodes, "") {
+        let loaded = store.load(Table::Nodes, "")?;
+        store.set_aside(Table::Nodes, loaded.damaged);
+        for (name, node) in loaded.values {
             // The names were names when they were written.
             if let Ok(name) = name.parse() {
                 nodes.insert(name, node);

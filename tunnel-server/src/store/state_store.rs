@@ -295,7 +295,8 @@ impl StateStore {
         }
     }
 
-    /// Moves values that cannot be read to the table of damaged ones.
+    /// Moves values that cannot be read to the table of damaged ones. They stay while their copies
+    /// cannot be saved.
     pub(crate) fn set_aside(&self, table: Table, damaged: Vec<DamagedValue>) {
         let (Some(first), count) = (damaged.first(), damaged.len()) else {
             return;
@@ -313,6 +314,9 @@ impl StateStore {
             RowChange::upsert(&key, &String::from_utf8_lossy(&value.content))
         });
         self.change(Table::Damaged, aside.collect());
+        if self.flush(Table::Damaged).is_err() {
+            return;
+        }
         let removed = damaged.iter().map(|value| RowChange::remove(&value.key));
         self.change(table, removed.collect());
     }

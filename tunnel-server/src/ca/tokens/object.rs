@@ -19,6 +19,11 @@ pub(crate) trait TokenObjects: fmt::Debug + Send + Sync {
     /// Replaces an object as it was read. Returns `false` if it has changed since then.
     fn replace(&self, id: &str, object: &TokenObject) -> io::Result<bool>;
 
+    /// Waits until what was read and replaced before is saved.
+    fn confirm(&self) -> io::Result<()> {
+        Ok(())
+    }
+
     /// Returns all tokens with their ids.
     fn list(&self) -> io::Result<Vec<(String, StoredToken)>>;
 }

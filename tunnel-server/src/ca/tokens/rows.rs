@@ -1,6 +1,6 @@
 //! Join tokens of a standalone server: rows of the store of its data directory.
 
-use std::collections::{BTreeMap, HashMap};
+use std::collections::{BTreeMap, BTreeSet, HashMap};
 use std::io;
 use std::sync::Arc;
 use std::time::{Duration, SystemTime};
@@ -78,7 +78,7 @@ impl TokenRows {
     fn clean(&self, old: &mut OldTokens, now: SystemTime, instant: Instant) {
         let mut tokens = self.tokens.lock();
         let found = tokens.iter().filter(|(_, token)| token.is_old(now));
-        let found: Vec<_> = found.map(|(id, _)| id.clone()).collect();
+        let found: BTreeSet<_> = found.map(|(id, _)| id.clone()).collect();
         old.retain(|id, _| found.contains(id));
         let mut removed = Vec::new();
         for id in found {
@@ -119,6 +119,10 @@ impl TokenObjects for TokenRows {
             }
             Some(_) | None => Ok(false),
         }
+    }
+
+    fn confirm(&self) -> io::Result<()> {
+        self.store.flush(Table::Tokens)
     }
 
     fn list(&self) -> io::Result<Vec<(String, StoredToken)>> {

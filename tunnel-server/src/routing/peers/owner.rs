@@ -118,12 +118,12 @@ impl Peers {
                     instance: agent.instance,
                     is_admitted: true,
                 };
-                agent.begin_question();
+                let times_kept = agent.times_kept_name();
                 match link.ask(question).await {
                     Some(true) => {
                         self.record_used_twice(&agent.node, replica);
                         if contender.yields_to(entry.instance)
-                            && !agent.has_kept_name()
+                            && agent.times_kept_name() == times_kept
                             && self.may_yield(&agent.node, replica)
                         {
                             return true;

@@ -1,7 +1,7 @@
 //! State of one connected session in the registry: its identity, and whether it accepts new
 //! streams.
 
-use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
 use std::sync::{Arc, OnceLock};
 use std::time::{Duration, SystemTime};
 
@@ -34,7 +34,7 @@ pub struct AgentSession {
     pub session: Arc<dyn Session>,
     withdrawn: AtomicBool,
     /// Whether other servers were answered that this process keeps the name.
-    has_kept_name: AtomicBool,
+    times_kept_name: AtomicU64,
     suspect_reason: Mutex<Option<SuspectReason>>,
     becomes_suspect: Notify,
     streams: Arc<AtomicUsize>,
@@ -101,7 +101,7 @@ impl AgentSession {
             admitted: now,
             session,
             withdrawn: AtomicBool::new(false),
-            has_kept_name: AtomicBool::new(false),
+            times_kept_name: AtomicU64::new(0),
             suspect_reason: Mutex::default(),
             becomes_suspect: Notify::new(),
             streams: Arc::default(),
@@ -148,20 +148,15 @@ impl AgentSession {
         self.admitted = self.admitted.min(other.admitted);
     }
 
-    /// Records that this server asks another one which agent process keeps the name.
-    pub(in crate::routing) fn begin_question(&self) {
-        self.has_kept_name.store(false, Ordering::Relaxed);
-    }
-
     /// Records that this server has answered another one that this process keeps the name.
     pub(in crate::routing) fn keep_name(&self) {
-        self.has_kept_name.store(true, Ordering::Relaxed);
+        self.times_kept_name.fetch_add(1, Ordering::Relaxed);
     }
 
-    /// Returns whether this server has answered since its last question that this process keeps the
-    /// name. The answer to that question may then be older, and about a session that has yielded.
-    pub(in crate::routing) fn has_kept_name(&self) -> bool {
-        self.has_kept_name.load(Ordering::Relaxed)
+    /// Returns how often this server has answered that this process keeps the name. If that changes
+    /// while this server asks, the answer may be older, and about a session that has yielded.
+    pub(in crate::routing) fn times_kept_name(&self) -> u64 {
+        self.times_kept_name.load(Ordering::Relaxed)
     }
 
     /// Returns the time of the agent's last sign of life.

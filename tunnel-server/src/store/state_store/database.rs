@@ -73,6 +73,10 @@ impl FileMedium {
                     Err(error) if error.kind() != io::ErrorKind::AlreadyExists => Err(error.into()),
                     Ok(()) | Err(_) => Ok(()),
                 }
+            })
+            .and_then(|()| {
+                let folder = self.path.parent().unwrap_or(Path::new("."));
+                Ok(File::open(folder)?.sync_all()?)
             });
         let _best_effort = fs::remove_file(&new);
         linked

@@ -3,10 +3,10 @@
 use std::collections::BTreeMap;
 use std::time::{Duration, Instant};
 
-use super::rows::{Content, Target};
+use super::rows::{Content, Table, Target};
 
 /// Changes of one class. The last change of a target replaces the earlier ones, so there are never
-/// more than there are targets.
+/// more than there are targets, and sessions that have ended are none.
 #[derive(Debug)]
 pub(super) struct Pending {
     /// Time for which changes wait for others, which are written with them.
@@ -128,6 +128,11 @@ impl Pending {
     /// Records that a batch could not be written.
     pub(super) fn failed(&mut self, batch: &Batch, problem: String, now: Instant) {
         self.failures += 1;
+        // The keys of sessions never come again, so their removals would only grow in number. A row that
+        // stays costs one needless reset.
+        self.changes.retain(|target, change| {
+            change.content.is_some() || !matches!(target, Target::Row(Table::Sessions, _))
+        });
         self.failure = Some(Failure {
             problem,
             up_to: batch.up_to,
