@@ -4,12 +4,12 @@
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use parking_lot::Mutex;
 use rustix::fs::{StatVfs, StatVfsMountFlags, statvfs};
 use tokio::task::spawn_blocking;
-use tokio::time::{Instant, timeout};
+use tokio::time::timeout;
 use tracing::{info, warn};
 
 use super::meta::Readiness;
