@@ -75,7 +75,7 @@ impl FileMedium {
                 }
             })
             .and_then(|()| {
-                let folder = self.path.parent().unwrap_or(Path::new("."));
+                let folder = self.path.parent().unwrap_or_else(|| Path::new("."));
                 Ok(File::open(folder)?.sync_all()?)
             });
         let _best_effort = fs::remove_file(&new);
