@@ -44,7 +44,7 @@ struct PersistedCa {
 struct Origin {
     /// The Secret of the CA, for whose installation the documents are.
     secret: String,
-    /// Whether the documents were observed, so that the snapshot is complete enough to start with.
+    /// Whether the CA and the documents were observed, so that the snapshot is complete enough to start with.
     is_whole: bool,
 }
 
@@ -132,14 +132,14 @@ impl SharedSnapshot {
         let secret = self.origin().secret.clone();
         shutdown.spawn_service(follow(changes, move |()| {
             let material = current.borrow().clone();
-            if let Some(material) = material {
-                self.replace_ca(&secret, &material);
+            if let Some(material) = &material {
+                self.replace_ca(&secret, material);
             }
             let texts = documents.texts().into_iter();
             let texts = texts.map(|(key, text)| (key.to_owned(), text));
             self.documents.replace(texts.collect());
-            // Last, because it says that the documents are there.
-            let is_whole = documents.is_observed();
+            // Last, because it says that the CA and the documents are there.
+            let is_whole = material.is_some() && documents.is_observed();
             self.set_origin(&secret, is_whole);
         }));
     }
