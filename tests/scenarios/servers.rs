@@ -10,6 +10,7 @@ mod resent;
 mod rotation;
 mod standalone;
 mod stopping;
+mod zones;
 
 use std::net::SocketAddr;
 use std::time::Duration;
@@ -32,22 +33,30 @@ struct Servers {
 impl Servers {
     /// Starts `count` servers with the names `s0`, `s1` and so on.
     async fn start(count: usize, arguments: &[&str]) -> Result<Self> {
-        Self::start_with_ports(&vec!["1024-65535"; count], arguments).await
+        Self::start_each(&vec![arguments.to_vec(); count]).await
     }
 
     /// Starts a server for each of these lists of ports that callers may reach.
-    async fn start_with_ports(ports: &[&str], arguments: &[&str]) -> Result<Self> {
+    async fn start_with_ports(ports: &[&str]) -> Result<Self> {
+        let arguments = ports.iter().map(|ports| vec!["--http-proxy-ports", *ports]);
+        Self::start_each(&arguments.collect::<Vec<_>>()).await
+    }
+
+    /// Starts a server for each of these lists of arguments.
+    async fn start_each(arguments: &[Vec<&str>]) -> Result<Self> {
         let scratch = ScratchDir::new()?;
         let kubelet = FakeKubelet::plain(NODE).await?;
-        let peering = Peering::new(ports.len(), scratch.path());
+        let peering = Peering::new(arguments.len(), scratch.path());
         let mut servers = Vec::new();
-        for (number, ports) in ports.iter().enumerate() {
+        for (number, arguments) in arguments.iter().enumerate() {
             let status = peering.address(number, Listener::Status).to_string();
-            let setup = (peering.setup(number)?)
+            let mut setup = (peering.setup(number)?)
                 .args(&["--status-listen", &status])
-                .args(&["--http-proxy-ports", *ports])
                 .args(&["--proxy-port-listen", "off"])
                 .args(arguments);
+            if !arguments.contains(&"--http-proxy-ports") {
+                setup = setup.args(&["--http-proxy-ports", "1024-65535"]);
+            }
             servers.push(setup.start().await?);
         }
         Peering::wait_until_connected(&servers).await;

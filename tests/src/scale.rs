@@ -73,6 +73,28 @@ mod tests {
     }
 
     #[test]
+    fn no_node_is_without_a_session_when_a_zone_is_lost() {
+        for (k, replicas) in [(2, 3), (2, 9), (3, 9)] {
+            let options = ScaleOptions {
+                k,
+                replicas,
+                ..options(ScaleCase::ZoneLost)
+            };
+            let report = simulate(&options).unwrap();
+            assert_eq!(report.lost_nodes, 0, "{report:?}");
+            assert_eq!(report.incomplete_nodes, 0, "{report:?}");
+            let complete_after = report.complete_after.unwrap();
+            assert!(complete_after <= Duration::from_secs(60), "{report:?}");
+        }
+        let unknown = ScaleOptions {
+            replicas: 9,
+            ..options(ScaleCase::UnknownZoneLost)
+        };
+        let unknown = simulate(&unknown).unwrap();
+        assert!(unknown.lost_nodes > 0, "{unknown:?}");
+    }
+
+    #[test]
     fn every_case_ends_with_all_nodes_reachable() {
         for case in ScaleCase::value_variants() {
             let report = simulate(&options(*case)).unwrap();

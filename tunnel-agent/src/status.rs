@@ -64,8 +64,10 @@ fn table(sessions: &[SessionReport]) -> String {
         let server = session.server.as_deref();
         let line = if let Some(transport) = &session.transport {
             let server = server.unwrap_or(OLDER_SERVER);
+            let zone = session.zone.as_deref();
+            let zone = zone.map_or_else(String::new, |zone| format!(" in zone {zone}"));
             let age = duration(session.age_seconds);
-            format!("connected to {server} over {transport} for {age}")
+            format!("connected to {server}{zone} over {transport} for {age}")
         } else {
             let server = server.unwrap_or("any server");
             let reason = session.reason.as_deref().unwrap_or("not known");
@@ -98,6 +100,7 @@ mod tests {
     fn table_has_a_line_for_each_session_and_hostile_names_stay_on_it() {
         let live = SessionReport {
             server: Some("server-1".to_owned()),
+            zone: Some("eu-1a\n".to_owned()),
             transport: Some("h2".to_owned()),
             age_seconds: Some(61.4),
             reason: None,
@@ -105,12 +108,13 @@ mod tests {
         };
         let missing = SessionReport {
             server: None,
+            zone: None,
             transport: None,
             age_seconds: None,
             reason: Some("refused\nconnected to server-1\u{1b}[2J".to_owned()),
             retry_in_seconds: Some(2.0),
         };
-        let expected = "connected to server-1 over h2 for 1m 1s\n\
+        let expected = "connected to server-1 in zone eu-1a  over h2 for 1m 1s\n\
                         not connected to any server: refused connected to server-1 [2J; next attempt in 2s\n";
         assert_eq!(table(&[live, missing]), expected);
         assert!(table(&[]).starts_with("no session"));

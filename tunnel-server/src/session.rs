@@ -129,6 +129,7 @@ mod tests {
             id: name.parse().unwrap(),
             addresses: Vec::new(),
             is_leaving,
+            zone: None,
         };
         let can_move = |others: &[Member]| {
             let own = member("server-1", true);

@@ -80,6 +80,7 @@ pub(crate) fn peers_holding(held: &[NodeName]) -> Arc<Peers> {
     let other = PeerAddress {
         id: "server-2".parse().unwrap(),
         address: "192.0.2.2:10269".into(),
+        zone: None,
     };
     peers.expect(&other);
     let added = held.iter().map(|node| HeldNode {

@@ -9,7 +9,7 @@ use super::code::CloseCode;
 use super::enroll::EnrollReply;
 use super::frame::{self, CONTROL_MESSAGE_MAX, FrameError};
 use super::header::one_line;
-use super::name::{InstanceId, NodeName, ReplicaId, SessionId};
+use super::name::{InstanceId, NodeName, ReplicaId, SessionId, ZoneName};
 use super::{REPLICAS_MAX, pb};
 
 /// Maximum number of entries that are decoded from a repeated field.
@@ -111,6 +111,9 @@ pub struct Member {
     pub addresses: Vec<String>,
     /// Whether the server is stopping, or will be soon.
     pub is_leaving: bool,
+    /// The zone of the server; `None` if it is unknown, which means neither the zone of another
+    /// server nor a different one.
+    pub zone: Option<ZoneName>,
 }
 
 impl ControlMessage {
@@ -241,6 +244,7 @@ fn encode_members(members: &[Member]) -> Vec<pb::Member> {
         id: member.id.to_string(),
         addresses: member.addresses.clone(),
         leaving: member.is_leaving,
+        zone: encode_zone(member.zone.as_ref()),
     });
     members.collect()
 }
@@ -251,9 +255,24 @@ fn decode_members(members: Vec<pb::Member>) -> Result<Vec<Member>, FrameError> {
             id: decode_replica(&member.id)?,
             addresses: sanitize_addresses(member.addresses),
             is_leaving: member.leaving,
+            zone: decode_zone(&member.zone)?,
         })
     });
     members.collect()
+}
+
+pub(super) fn encode_zone(zone: Option<&ZoneName>) -> String {
+    zone.map_or_else(String::new, ToString::to_string)
+}
+
+pub(super) fn decode_zone(zone: &str) -> Result<Option<ZoneName>, FrameError> {
+    match zone {
+        "" => Ok(None),
+        zone => zone
+            .parse()
+            .map(Some)
+            .map_err(|_syntax| FrameError::Invalid("zone")),
+    }
 }
 
 pub(super) fn decode_replica(id: &str) -> Result<ReplicaId, FrameError> {
@@ -305,6 +324,7 @@ mod tests {
             id: format!("server-{number}"),
             addresses: (1..=20).map(|port| format!("192.0.2.1:{port}")).collect(),
             leaving: false,
+            zone: "z".repeat(63),
         };
         let members = pb::Members {
             members: (0..100).map(member).collect(),
@@ -317,6 +337,31 @@ mod tests {
         assert_eq!(members.len(), REPLICAS_MAX);
         let mut members = members.iter();
         assert!(members.all(|member| member.addresses.len() == ADDRESSES_MAX));
+    }
+
+    #[test]
+    fn zone_of_a_member_is_unknown_or_a_label_value() {
+        let decode = |zone: &str| {
+            let member = pb::Member {
+                id: "server-1".into(),
+                zone: zone.into(),
+                ..pb::Member::default()
+            };
+            let members = pb::Members {
+                members: vec![member],
+            };
+            let kind = Some(pb::control_message::Kind::Members(members));
+            let decoded = ControlMessage::decode(&pb::ControlMessage { kind }.encode_to_vec());
+            match decoded {
+                Ok(ControlMessage::Members(mut members)) => Ok(members.remove(0).zone),
+                other => Err(format!("{other:?}")),
+            }
+        };
+        assert_eq!(decode(""), Ok(None));
+        assert_eq!(decode("a"), Ok(Some("a".parse().unwrap())));
+        for zone in [" ", "a b", "a\n", &"z".repeat(64)] {
+            assert!(decode(zone).is_err(), "{zone:?}");
+        }
     }
 
     #[test]

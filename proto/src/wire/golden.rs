@@ -128,6 +128,7 @@ fn members() -> Vec<Member> {
         id: id.parse().unwrap(),
         addresses: addresses.iter().map(ToString::to_string).collect(),
         is_leaving,
+        zone: is_leaving.then(|| "z".parse().unwrap()),
     };
     vec![member("s", &[":1262"], false), member("t", &[], true)]
 }
@@ -142,12 +143,13 @@ fn messages_between_servers_are_as_captured() {
     check(
         &[
             (
-                "190a17 0a0173 110807060504030201 1801 2001 2a053a31323632",
+                "1c0a1a 0a0173 110807060504030201 1801 2001 2a053a31323632 32017a",
                 PeerMessage::Hello(PeerHello {
                     replica: "s".parse().unwrap(),
                     epoch: 0x0102_0304_0506_0708,
                     versions: (1, 1),
                     addresses: vec![":1262".to_owned()],
+                    zone: Some("z".parse().unwrap()),
                 }),
             ),
             (
@@ -263,7 +265,7 @@ fn control_messages_are_as_captured() {
                 }),
             ),
             (
-                "1f121d 0801 1007 30e807 3a0173 420a0a017312053a31323632 42050a01741801",
+                "221220 0801 1007 30e807 3a0173 420a0a017312053a31323632 42080a0174180122017a",
                 ControlMessage::Welcome(Welcome {
                     version: 1,
                     session: SessionId(7),
@@ -276,7 +278,7 @@ fn control_messages_are_as_captured() {
                 }),
             ),
             (
-                "155213 0a0a0a017312053a31323632 0a050a01741801",
+                "185216 0a0a0a017312053a31323632 0a080a0174180122017a",
                 ControlMessage::Members(members()),
             ),
             (

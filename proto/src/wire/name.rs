@@ -160,6 +160,53 @@ impl fmt::Display for NodeName {
     }
 }
 
+/// The reason why a text is not the name of a zone.
+#[derive(Debug, Clone, Copy, thiserror::Error, PartialEq, Eq)]
+#[error(
+    "zone is not a label value (1 to 63 of letters, digits, '-', '_' and '.', beginning and ending with \
+     a letter or digit)"
+)]
+pub struct ZoneNameError;
+
+/// The name of a zone: servers of one zone may fail together. A label value of Kubernetes, such as that
+/// of `topology.kubernetes.io/zone`. Comparison does not ignore case. A clone shares the text.
+#[derive(Debug, Clone, PartialEq, Eq, Hash, PartialOrd, Ord)]
+pub struct ZoneName(Arc<str>);
+
+impl ZoneName {
+    /// Returns the name as text.
+    #[must_use]
+    pub fn as_str(&self) -> &str {
+        &self.0
+    }
+}
+
+impl FromStr for ZoneName {
+    type Err = ZoneNameError;
+
+    fn from_str(text: &str) -> Result<Self, ZoneNameError> {
+        let is_inner =
+            |byte: u8| byte.is_ascii_alphanumeric() || matches!(byte, b'-' | b'_' | b'.');
+        let is_outer = |byte: Option<&u8>| byte.is_some_and(u8::is_ascii_alphanumeric);
+        let bytes = text.as_bytes();
+        let has_label_syntax = bytes.len() <= LABEL_MAX
+            && is_outer(bytes.first())
+            && is_outer(bytes.last())
+            && text.bytes().all(is_inner);
+        if has_label_syntax {
+            Ok(Self(text.into()))
+        } else {
+            Err(ZoneNameError)
+        }
+    }
+}
+
+impl fmt::Display for ZoneName {
+    fn fmt(&self, formatter: &mut fmt::Formatter<'_>) -> fmt::Result {
+        formatter.write_str(&self.0)
+    }
+}
+
 /// The reason why a text is not the name of a cloud target.
 #[derive(Debug, Clone, Copy, thiserror::Error, PartialEq, Eq)]
 #[error(
@@ -359,6 +406,19 @@ mod tests {
             "*.x", "a/b", &too_long, &long_name,
         ] {
             assert!(text.parse::<NodeName>().is_err(), "{text:?}");
+        }
+    }
+
+    #[test]
+    fn zones_are_label_values() {
+        for text in ["a", "1", "eu-central-1a", "A_b.c", &"z".repeat(63)] {
+            assert_eq!(text.parse::<ZoneName>().unwrap().as_str(), text);
+        }
+        let too_long = "z".repeat(64);
+        for text in [
+            "", "-a", "a-", "a.", "_", "a b", "a\n", "\u{e4}", "a/b", &too_long,
+        ] {
+            assert!(text.parse::<ZoneName>().is_err(), "{text:?}");
         }
     }
 

@@ -5,10 +5,10 @@ use std::time::{Duration, SystemTime};
 use bytes::BytesMut;
 use prost::Message;
 
-use super::control::{decode_replica, millis, sanitize_addresses};
+use super::control::{decode_replica, decode_zone, encode_zone, millis, sanitize_addresses};
 pub use super::frame::PEER_MESSAGE_MAX;
 use super::frame::{self, FrameError};
-use super::name::{InstanceId, NodeName, ReplicaId};
+use super::name::{InstanceId, NodeName, ReplicaId, ZoneName};
 use super::order::{NodeOrder, Order};
 use super::pb;
 
@@ -46,6 +46,8 @@ pub struct PeerHello {
     pub versions: (u32, u32),
     /// The addresses for agents, as `HOST:PORT`.
     pub addresses: Vec<String>,
+    /// The zone that the operator gave the sending replica.
+    pub zone: Option<ZoneName>,
 }
 
 /// The nodes with a session at the sender, or a change of them.
@@ -131,6 +133,7 @@ impl PeerMessage {
                 version_min: hello.versions.0,
                 version_max: hello.versions.1,
                 addresses: hello.addresses.clone(),
+                zone: encode_zone(hello.zone.as_ref()),
             })),
             Self::Holds(holds) => Some(Kind::Holds(pb::Holds {
                 full: holds.is_full,
@@ -180,6 +183,7 @@ impl PeerMessage {
                 epoch: hello.epoch,
                 versions: (hello.version_min, hello.version_max),
                 addresses: sanitize_addresses(hello.addresses),
+                zone: decode_zone(&hello.zone)?,
             }),
             Kind::Holds(holds) => Self::Holds(Holds {
                 is_full: holds.full,
@@ -343,11 +347,20 @@ mod tests {
             }))
             .is_err()
         );
-        let hello = pb::PeerHello {
-            replica_id: "-".into(),
-            ..pb::PeerHello::default()
-        };
-        assert!(decode(Kind::Hello(hello)).is_err());
+        for (replica_id, zone, is_valid) in [
+            ("server-1", "", true),
+            ("server-1", "eu-1_a.b", true),
+            ("-", "", false),
+            ("server-1", "-", false),
+            ("server-1", &"z".repeat(64), false),
+        ] {
+            let hello = pb::PeerHello {
+                replica_id: replica_id.into(),
+                zone: zone.into(),
+                ..pb::PeerHello::default()
+            };
+            assert_eq!(decode(Kind::Hello(hello)).is_ok(), is_valid, "{zone}");
+        }
     }
 
     #[test]

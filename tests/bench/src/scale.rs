@@ -68,7 +68,7 @@ impl Scale {
     }
 }
 
-const COLUMNS: [&str; 16] = [
+const COLUMNS: [&str; 18] = [
     "case",
     "nodes",
     "servers",
@@ -80,6 +80,8 @@ const COLUMNS: [&str; 16] = [
     "KB/s (peak)",
     "all reachable after",
     "nodes unreachable",
+    "for at most",
+    "nodes without a session",
     "for at most",
     "all K sessions after",
     "last move after",
@@ -112,6 +114,8 @@ fn row(options: &ScaleOptions, report: &ScaleReport) -> [String; COLUMNS.len()] 
             .map_or_else(|| "never".to_owned(), seconds),
         report.unreachable_nodes.to_string(),
         seconds(report.unreachable_longest),
+        report.lost_nodes.to_string(),
+        seconds(report.lost_longest),
         report.complete_after.map_or(missing, seconds),
         seconds(report.last_move_after),
         format!("{:.0}", report.entry_bytes),

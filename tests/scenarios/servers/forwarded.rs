@@ -91,7 +91,7 @@ async fn idle_stream_yields_over_a_hop_and_callers_without_a_certificate_leave_a
 #[tokio::test(flavor = "multi_thread")]
 async fn forwarded_stream_is_subject_to_the_lists_of_the_server_with_the_agent() -> Result<()> {
     let target = EchoTarget::start().await?;
-    let servers = Servers::start_with_ports(&["10250", "1024-65535"], &[]).await?;
+    let servers = Servers::start_with_ports(&["10250", "1024-65535"]).await?;
     let _agent = servers.agent_at(0).await?;
     let host = format!("{NODE}:{}", target.addr().port());
     let page = RawRequest::get(&host, "/");

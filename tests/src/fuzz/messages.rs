@@ -40,6 +40,7 @@ fn control_messages() -> Result<Vec<ControlMessage>> {
                 id: "server-1".parse()?,
                 addresses: vec!["b:2".into()],
                 is_leaving: true,
+                zone: Some("eu-1a".parse()?),
             }],
         }),
         ControlMessage::NotAdmitted(CloseCode::NameInUse, "live".into()),
@@ -148,6 +149,7 @@ pub(super) fn peers() -> Result<Vec<Vec<u8>>> {
             epoch: 7,
             versions: (1, 1),
             addresses: vec!["192.0.2.1:10262".into()],
+            zone: Some("eu-1a".parse()?),
         }),
         PeerMessage::Holds(Holds {
             is_full: true,

@@ -408,6 +408,7 @@ impl SimAgent {
                     id: session.replica.clone(),
                     addresses: Vec::new(),
                     is_leaving: session.is_leaving,
+                    zone: None,
                 }),
             }
         }

@@ -30,6 +30,10 @@ pub struct ScaleReport {
     pub unreachable_nodes: usize,
     /// Longest time for which callers at one server did not reach one node.
     pub unreachable_longest: Duration,
+    /// Nodes whose agents had no session with a server that runs for a while.
+    pub lost_nodes: usize,
+    /// Longest time for which an agent had no such session.
+    pub lost_longest: Duration,
     /// Time until each agent has all of its sessions; `None` if some have not.
     pub complete_after: Option<Duration>,
     /// Agents without all of their sessions at the end.
@@ -57,6 +61,10 @@ pub(super) struct Measures {
     was_unreachable: Vec<bool>,
     unreachable_longest: Duration,
     reachable_at: Duration,
+    /// For each node: since when its agent has no session.
+    lost_since: Vec<Option<Duration>>,
+    was_lost: Vec<bool>,
+    lost_longest: Duration,
     is_incomplete: Vec<bool>,
     incomplete: usize,
     complete_at: Duration,
@@ -73,6 +81,8 @@ impl Measures {
     pub(super) fn new(options: &ScaleOptions) -> Self {
         Self {
             was_unreachable: vec![false; options.nodes],
+            lost_since: vec![Some(Duration::ZERO); options.nodes],
+            was_lost: vec![false; options.nodes],
             is_incomplete: vec![true; options.nodes],
             incomplete: options.nodes,
             ..Self::default()
@@ -88,6 +98,8 @@ impl Measures {
             reachable_at: now,
             complete_at: now,
             was_unreachable: vec![false; nodes],
+            lost_since: std::mem::take(&mut self.lost_since),
+            was_lost: vec![false; nodes],
             unreachable_pairs: self.unreachable_pairs,
             is_incomplete: std::mem::take(&mut self.is_incomplete),
             incomplete: self.incomplete,
@@ -139,6 +151,21 @@ impl Measures {
         }
     }
 
+    /// Records whether an agent has a session.
+    pub(super) fn record_session(&mut self, agent: usize, has_session: bool, now: Duration) {
+        let lost_since = &mut self.lost_since[agent];
+        match *lost_since {
+            None if !has_session => *lost_since = Some(now),
+            Some(since) if has_session => {
+                *lost_since = None;
+                let lasted = now.saturating_sub(since.max(self.since));
+                self.was_lost[agent] |= !lasted.is_zero();
+                self.lost_longest = self.lost_longest.max(lasted);
+            }
+            None | Some(_) => {}
+        }
+    }
+
     /// Records whether an agent has all of its sessions.
     pub(super) fn record_completeness(&mut self, agent: usize, is_complete: bool, now: Duration) {
         let was_incomplete = std::mem::replace(&mut self.is_incomplete[agent], !is_complete);
@@ -172,6 +199,8 @@ impl Measures {
             reachable_after: (self.unreachable_pairs == 0).then(|| after(self.reachable_at)),
             unreachable_nodes: self.was_unreachable.iter().filter(|was| **was).count(),
             unreachable_longest: self.unreachable_longest,
+            lost_nodes: self.was_lost.iter().filter(|was| **was).count(),
+            lost_longest: self.lost_longest,
             complete_after: (self.incomplete == 0).then(|| after(self.complete_at)),
             incomplete_nodes: self.incomplete,
             last_move_after: after(self.last_move_at),

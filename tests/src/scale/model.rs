@@ -34,8 +34,10 @@ pub enum ScaleCase {
     ReplicaKilled,
     /// The host of a server is lost and stays silent.
     ReplicaLost,
-    /// A third of the servers are lost at once and stay silent.
+    /// A third of the servers, which are one of three zones, are lost at once and stay silent.
     ZoneLost,
+    /// The same, while servers and agents do not know the zones.
+    UnknownZoneLost,
     /// Each server is replaced by one of another name, one after the other, with a drain.
     RollingRestart,
     /// A server is killed and restarts in its pod, while the lists of servers and of endpoints are
@@ -44,6 +46,30 @@ pub enum ScaleCase {
     /// All agents start in the same second, with one address for all servers.
     RandomPlacement,
 }
+
+impl ScaleCase {
+    /// Returns the zone of a server if the servers know it.
+    pub(super) fn zone(self, server: usize, replicas: usize) -> Option<usize> {
+        match self {
+            Self::ZoneLost => Some((server / zone_size(replicas)).min(ZONES - 1)),
+            Self::ColdStart
+            | Self::ReplicaKilled
+            | Self::ReplicaLost
+            | Self::UnknownZoneLost
+            | Self::RollingRestart
+            | Self::ApiServerAway
+            | Self::RandomPlacement => None,
+        }
+    }
+}
+
+/// Returns the number of servers in the first zone.
+pub(super) fn zone_size(replicas: usize) -> usize {
+    (replicas / ZONES).max(1)
+}
+
+/// The number of zones that the servers are in.
+const ZONES: usize = 3;
 
 /// Half of a round trip between agent and server.
 pub(super) const ONE_WAY: Duration = Duration::from_millis(25);

@@ -6,7 +6,7 @@ use std::rc::Rc;
 use std::time::{Duration, SystemTime, UNIX_EPOCH};
 
 use tunnel_proto::wire::control::Member;
-use tunnel_proto::wire::name::{NodeName, ReplicaId};
+use tunnel_proto::wire::name::{NodeName, ReplicaId, ZoneName};
 use tunnel_proto::wire::peer::{HeldNode, Holds, PEER_MESSAGE_MAX};
 use tunnel_server::routing::directory::Directory;
 
@@ -122,6 +122,7 @@ impl SimServer {
     pub(super) fn list_members(
         &self,
         addresses: impl Fn(&ReplicaId) -> Vec<String>,
+        zone: impl Fn(&ReplicaId) -> Option<ZoneName>,
     ) -> Vec<Member> {
         let own = (&self.id, self.phase == Phase::Leaving);
         let known = self.known.iter().map(|(id, is_leaving)| (id, *is_leaving));
@@ -131,6 +132,7 @@ impl SimServer {
                 id: id.clone(),
                 addresses: addresses(id),
                 is_leaving,
+                zone: zone(id),
             })
             .collect();
         members.sort_by(|one, other| one.id.cmp(&other.id));

@@ -10,13 +10,13 @@ use rand::{RngExt as _, SeedableRng as _};
 use tokio::time::Instant;
 use tunnel_proto::wire::code::CloseCode;
 use tunnel_proto::wire::control::Member;
-use tunnel_proto::wire::name::{InstanceId, NodeName, ReplicaId};
+use tunnel_proto::wire::name::{InstanceId, NodeName, ReplicaId, ZoneName};
 
 use super::agent::{Effect, Moment, Plan, SimAgent};
 use super::measures::{Measures, ScaleReport, entry_bytes};
 use super::model::{
     DRAIN_DELAY, DRAIN_TIMEOUT, READY_AFTER, RESTART_AFTER, ROLLOUT_STEP, RUN_MAX, START_WITHIN,
-    ScaleCase, ScaleOptions,
+    ScaleCase, ScaleOptions, zone_size,
 };
 use super::server::{Phase, SimDial, SimServer};
 
@@ -37,6 +37,8 @@ pub(super) struct Simulation {
     servers: Vec<SimServer>,
     /// The newest process of each name.
     newest: BTreeMap<ReplicaId, usize>,
+    /// The zones that the servers know.
+    zones: BTreeMap<ReplicaId, ZoneName>,
     /// The servers of the load balancer.
     endpoints: Vec<ReplicaId>,
     /// Lists of members that servers reported. Agents compare them often, mostly with themselves.
@@ -158,6 +160,7 @@ impl Simulation {
             agents,
             servers: Vec::new(),
             newest: BTreeMap::new(),
+            zones: BTreeMap::new(),
             endpoints: Vec::new(),
             lists: Vec::new(),
             measures: Measures::new(options),
@@ -195,8 +198,8 @@ impl Simulation {
                 self.change_after(Duration::ZERO, Change::Kill { server: 0 });
             }
             ScaleCase::ReplicaLost => self.change_after(Duration::ZERO, Change::Lose { server: 0 }),
-            ScaleCase::ZoneLost => {
-                for server in 0..(replicas / 3).max(1) {
+            ScaleCase::ZoneLost | ScaleCase::UnknownZoneLost => {
+                for server in 0..zone_size(replicas) {
                     self.change_after(Duration::ZERO, Change::Lose { server });
                 }
             }
@@ -342,6 +345,10 @@ impl Simulation {
             .iter()
             .filter(|server| self.servers[**server].phase.is_staying());
         let is_complete = staying.count() >= wanted;
+        let has_session = sessions
+            .iter()
+            .any(|server| self.servers[*server].phase.is_up());
+        self.measures.record_session(agent, has_session, self.now);
         self.measures
             .record_completeness(agent, is_complete, self.now);
     }

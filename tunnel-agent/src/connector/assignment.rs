@@ -3,28 +3,56 @@
 //! Each agent ranks the replicas by a weight of its name and theirs (rendezvous hashing). A replica
 //! that comes or goes changes nothing between an agent and the other replicas, and the agents of a
 //! replica that goes are spread over all others.
+//!
+//! The replicas of an agent are in different zones where there are several, so that the loss of a zone
+//! leaves the agent a session. A replica whose zone is unknown may be in any: one that is certainly in
+//! another zone is preferred to it, and it is preferred to one that is certainly in the same.
 
 use tunnel_proto::wire::REPLICAS_MAX;
 use tunnel_proto::wire::control::Member;
-use tunnel_proto::wire::name::{NodeName, ReplicaId};
+use tunnel_proto::wire::name::{NodeName, ReplicaId, ZoneName};
 
 /// Returns the replicas that the agent of `node` should hold sessions with, at most `count`, the
 /// preferred one first. Replicas that are leaving count only if all of them are.
+///
+/// The first one has the greatest weight. Each further one has the least overlap with those before
+/// it, and of several the greatest weight: the sessions are in as many zones as there are, and
+/// without zones the weights alone decide.
 pub fn wanted_replicas(node: &NodeName, members: &[Member], count: usize) -> Vec<ReplicaId> {
     let is_any_staying = members.iter().any(|member| !member.is_leaving);
     let mut ranked: Vec<_> = members
         .iter()
         .filter(|member| !member.is_leaving || !is_any_staying)
-        .map(|member| (weight(node, &member.id), &member.id))
+        .map(|member| (weight(node, &member.id), member))
         .collect();
-    ranked.sort_unstable();
-    ranked.dedup();
-    ranked
-        .into_iter()
-        .rev()
-        .take(count)
-        .map(|(_, replica)| replica.clone())
-        .collect()
+    ranked.sort_unstable_by(|one, other| (other.0, &other.1.id).cmp(&(one.0, &one.1.id)));
+    ranked.dedup_by(|one, other| one.1.id == other.1.id);
+    let mut candidates: Vec<_> = ranked.into_iter().map(|(_, member)| (0, member)).collect();
+    let mut wanted = Vec::new();
+    while wanted.len() < count {
+        // Of several with the least overlap, the first.
+        let least = candidates.iter().enumerate();
+        let least = least.min_by_key(|(_, (overlap, _))| *overlap);
+        let Some((index, _)) = least else {
+            break;
+        };
+        let (_, next) = candidates.remove(index);
+        for (overlap, candidate) in &mut candidates {
+            *overlap += zone_overlap(&candidate.zone, &next.zone);
+        }
+        wanted.push(next.id.clone());
+    }
+    wanted
+}
+
+/// Returns how far one zone may be another: 0 if they differ, 2 if they are the same, and 1 if one of
+/// them is unknown, which is neither.
+fn zone_overlap(one: &Option<ZoneName>, other: &Option<ZoneName>) -> usize {
+    match (one, other) {
+        (Some(one), Some(other)) if one == other => 2,
+        (Some(_), Some(_)) => 0,
+        (None, _) | (_, None) => 1,
+    }
 }
 
 /// Distributes `wanted` over connectors, which hold the replicas `current`. A connector that holds
@@ -126,14 +154,25 @@ mod tests {
         names.iter().map(|name| replica(name)).collect()
     }
 
-    /// Returns members by name; a name with `-` in front is leaving.
-    fn members(names: &[&str]) -> Vec<Member> {
-        let member = |name: &&str| Member {
-            id: replica(name.trim_start_matches('-')),
-            addresses: Vec::new(),
-            is_leaving: name.starts_with('-'),
+    /// Returns members as `NAME` or `NAME@ZONE`; one with `-` in front is leaving.
+    fn members(texts: &[&str]) -> Vec<Member> {
+        let member = |text: &&str| {
+            let (name, zone) = text.split_once('@').unwrap_or((text, ""));
+            Member {
+                id: replica(name.trim_start_matches('-')),
+                addresses: Vec::new(),
+                is_leaving: name.starts_with('-'),
+                zone: zone.parse().ok(),
+            }
         };
-        names.iter().map(member).collect()
+        texts.iter().map(member).collect()
+    }
+
+    /// Returns the members that `node` wants, the preferred one first.
+    fn wanted<'a>(node: &NodeName, members: &'a [Member], count: usize) -> Vec<&'a Member> {
+        let wanted = wanted_replicas(node, members, count).into_iter();
+        let member = |id| members.iter().find(|member| member.id == id);
+        wanted.filter_map(member).collect()
     }
 
     fn node(index: usize) -> NodeName {
@@ -171,11 +210,23 @@ mod tests {
 
     #[test]
     fn replica_that_comes_or_goes_changes_nothing_between_a_node_and_the_others() {
-        let before = members(&["a", "b", "c", "d"]);
-        let after = members(&["a", "b", "c", "-d", "e"]);
-        for index in 0..1000 {
-            let first = wanted_replicas(&node(index), &before, 2);
-            let second = wanted_replicas(&node(index), &after, 2);
+        let cases: [(&[&str], &[&str]); 3] = [
+            (&["a", "b", "c", "d"], &["a", "b", "c", "-d", "e"]),
+            (
+                &["a@x", "b@y", "c@z", "d@x"],
+                &["a@x", "b@y", "c@z", "-d@x", "e@y"],
+            ),
+            (
+                &["a@x", "b@x", "c@y", "d@y"],
+                &["a@x", "b@x", "c@y", "-d@y", "e@z"],
+            ),
+        ];
+        for ((before, after), index) in cases
+            .into_iter()
+            .flat_map(|case| (0..1000).map(move |index| (case, index)))
+        {
+            let first = wanted_replicas(&node(index), &members(before), 2);
+            let second = wanted_replicas(&node(index), &members(after), 2);
             let [d, e] = ["d", "e"].map(replica);
             for lost in first.iter().filter(|one| !second.contains(one)) {
                 assert!(*lost == d || second.contains(&e), "{first:?} {second:?}");
@@ -207,6 +258,104 @@ mod tests {
     }
 
     #[test]
+    fn sessions_are_in_as_many_zones_as_there_are() {
+        let all = [
+            "a1@a", "a2@a", "a3@a", "b1@b", "b2@b", "b3@b", "c1@c", "c2@c", "c3@c",
+        ];
+        let all = members(&all);
+        for (count, zones) in [(1, 1), (2, 2), (3, 3), (4, 3), (6, 3)] {
+            let mut sessions: HashMap<ReplicaId, usize> = HashMap::new();
+            for index in 0..3000 {
+                let wanted = wanted(&node(index), &all, count);
+                let mut in_zone: HashMap<&ZoneName, usize> = HashMap::new();
+                for member in &wanted {
+                    *in_zone.entry(member.zone.as_ref().unwrap()).or_default() += 1;
+                    *sessions.entry(member.id.clone()).or_default() += 1;
+                }
+                assert_eq!((wanted.len(), in_zone.len()), (count, zones), "{wanted:?}");
+                assert!(
+                    in_zone
+                        .values()
+                        .all(|in_zone| *in_zone <= count.div_ceil(zones))
+                );
+            }
+            // Zones of one size do not change how even the load is.
+            let mean = 3000 * count / all.len();
+            let is_even = |sessions: &usize| sessions.abs_diff(mean) * 6 < mean;
+            assert!(
+                sessions.len() == 9 && sessions.values().all(is_even),
+                "{sessions:?}"
+            );
+        }
+    }
+
+    #[test]
+    fn loss_of_a_zone_leaves_each_node_a_session_and_spreads_the_others() {
+        let all: Vec<String> = (0..12).map(|n| format!("s{n}@{}", n % 3)).collect();
+        let all = members(&all.iter().map(String::as_str).collect::<Vec<_>>());
+        let (lost, left): (Vec<_>, Vec<_>) =
+            (all.iter().cloned()).partition(|member| member.zone == "0".parse().ok());
+        let mut moved: HashMap<ReplicaId, usize> = HashMap::new();
+        for index in 0..3000 {
+            let (before, after) = (
+                wanted(&node(index), &all, 2),
+                wanted(&node(index), &left, 2),
+            );
+            let stays = |member: &&&Member| !lost.contains(member);
+            assert!(before.iter().any(|member| stays(&member)), "{before:?}");
+            assert!(
+                before
+                    .iter()
+                    .filter(stays)
+                    .all(|member| after.contains(member))
+            );
+            for new in after.iter().filter(|member| !before.contains(member)) {
+                *moved.entry(new.id.clone()).or_default() += 1;
+            }
+        }
+        // Two of three nodes had a session in the zone.
+        assert_eq!(moved.len(), left.len());
+        assert!(
+            moved.values().all(|moved| (200..300).contains(moved)),
+            "{moved:?}"
+        );
+    }
+
+    #[test]
+    fn unknown_zone_is_neither_the_same_nor_another_one() {
+        // The first session may be with any of them, so that none has more nodes than the others.
+        let mut first: HashMap<ReplicaId, usize> = HashMap::new();
+        let all = members(&["a1@a", "a2@a", "b1@b", "u1", "u2"]);
+        for index in 0..3000 {
+            let wanted = wanted(&node(index), &all, 3);
+            let names: Vec<_> = wanted.iter().map(|member| member.id.as_str()).collect();
+            *first.entry(wanted[0].id.clone()).or_default() += 1;
+            match names[0] {
+                "a1" | "a2" => assert_eq!(names[1], "b1"),
+                "b1" => assert!(names[1].starts_with('a'), "{names:?}"),
+                // Any zone may be that of the first one.
+                _ => {}
+            }
+        }
+        assert!(
+            first.values().all(|first| (500..700).contains(first)),
+            "{first:?}"
+        );
+        let mut second: HashMap<ReplicaId, usize> = HashMap::new();
+        let all = members(&["a1@a", "a2@a", "u1", "u2"]);
+        for index in 0..3000 {
+            let wanted = wanted(&node(index), &all, 2);
+            let is_known = |member: &&Member| member.zone.is_some();
+            assert!(
+                !wanted.iter().all(is_known),
+                "the same zone is the last choice"
+            );
+            *second.entry(wanted[1].id.clone()).or_default() += 1;
+        }
+        assert_eq!(second.len(), 4, "{second:?}");
+    }
+
+    #[test]
     fn connector_keeps_a_wanted_replica_and_the_idle_ones_come_first() {
         let (a, b, c) = (Some("a"), Some("b"), Some("c"));
         type Case<'a> = (&'a [&'a str], &'a [Option<&'a str>], &'a [Option<&'a str>]);
@@ -235,6 +384,7 @@ mod tests {
             id: replica(name),
             addresses: addresses.iter().map(ToString::to_string).collect(),
             is_leaving: false,
+            zone: None,
         };
         let shared = [member("a", &["lb:1"]), member("b", &["lb:1"])];
         assert_eq!(own_addresses(&shared, &replica("a")), [""; 0]);
@@ -252,6 +402,7 @@ mod tests {
                 .map(|port| format!("{number}:{port}"))
                 .collect(),
             is_leaving: false,
+            zone: None,
         };
         let members: Vec<_> = (0..4).map(member).collect();
         let others = replicas(&["server-3", "server-0", "gone", "server-2"]);

@@ -106,24 +106,15 @@ impl ServerPolicy {
     /// line for each removed address.
     pub(super) fn dialable_members(&self, members: Vec<Member>) -> (Vec<Member>, Vec<String>) {
         let mut refused = Vec::new();
-        let members = members.into_iter().map(|member| {
-            let Member {
-                id,
-                mut addresses,
-                is_leaving,
-            } = member;
-            addresses.retain(|address| {
+        let members = members.into_iter().map(|mut member| {
+            member.addresses.retain(|address| {
                 let checked = self.check_reported(address);
                 if let Err(error) = &checked {
-                    refused.push(format!("{id}: {error}"));
+                    refused.push(format!("{}: {error}", member.id));
                 }
                 checked.is_ok()
             });
-            Member {
-                id,
-                addresses,
-                is_leaving,
-            }
+            member
         });
         (members.collect(), refused)
     }
@@ -261,6 +252,7 @@ mod tests {
             id: "server-1".parse().unwrap(),
             addresses: addresses.iter().map(ToString::to_string).collect(),
             is_leaving: true,
+            zone: None,
         };
         let reported = vec![member(&["a:1", "0.0.0.0:1", "b:2"]), member(&[])];
         let (members, refused) = policy(&[]).dialable_members(reported);

@@ -225,6 +225,7 @@ impl Connector {
         let replica = current.and_then(|current| current.replica.clone());
         Some(match current {
             Some(current) if !current.suspect => SessionStatus::Live {
+                zone: self.link.shared.replicas.zone_of(current.id),
                 replica,
                 transport: current.transport.transport(),
                 since: current.since,

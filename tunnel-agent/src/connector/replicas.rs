@@ -9,7 +9,7 @@ use tokio::sync::Notify;
 use tokio::task::Id;
 use tunnel_proto::wire::REPLICAS_MAX;
 use tunnel_proto::wire::control::Member;
-use tunnel_proto::wire::name::ReplicaId;
+use tunnel_proto::wire::name::{ReplicaId, ZoneName};
 
 /// The number of a connector in its set.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord)]
@@ -33,6 +33,8 @@ struct Claim {
     connector_id: ConnectorId,
     /// `None` for a server that has no name, since it is of an older version.
     replica: Option<ReplicaId>,
+    /// The zone of the replica in the last list that had it.
+    zone: Option<ZoneName>,
     is_leaving: bool,
     is_suspect: bool,
 }
@@ -69,6 +71,7 @@ impl ReplicaTable {
         let claim = Claim {
             connector_id,
             replica,
+            zone: None,
             is_leaving: false,
             is_suspect: false,
         };
@@ -118,6 +121,12 @@ impl ReplicaTable {
     pub(super) fn claimed_by(&self, id: Id) -> Option<ReplicaId> {
         let claims = self.claims.lock();
         claims.get(&id).and_then(|claim| claim.replica.clone())
+    }
+
+    /// Returns the zone of the replica that a session task has claimed, if it is known.
+    pub(super) fn zone_of(&self, id: Id) -> Option<ZoneName> {
+        let claims = self.claims.lock();
+        claims.get(&id).and_then(|claim| claim.zone.clone())
     }
 
     /// Returns the connectors with a session whose server stays, and its replica if it has a name.
@@ -170,6 +179,12 @@ impl ReplicaTable {
         members.truncate(REPLICAS_MAX);
         // Each server puts itself first.
         members.sort_by(|one, other| one.id.cmp(&other.id));
+        for claim in self.claims.lock().values_mut() {
+            let is_claimed = |member: &&Member| claim.replica.as_ref() == Some(&member.id);
+            if let Some(member) = members.iter().find(is_claimed) {
+                claim.zone.clone_from(&member.zone);
+            }
+        }
         reported.by = by.cloned();
         if *reported.members == *members {
             return;
@@ -199,6 +214,7 @@ impl ReplicaTable {
                     id: replica.clone(),
                     addresses: Vec::new(),
                     is_leaving: claim.is_leaving,
+                    zone: claim.zone.clone(),
                 }),
             }
         }

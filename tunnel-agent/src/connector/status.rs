@@ -9,7 +9,7 @@ use serde::{Deserialize, Serialize};
 use tokio::time::Instant;
 use tunnel_proto::process::meta::Readiness;
 use tunnel_proto::transport::TransportKind;
-use tunnel_proto::wire::name::ReplicaId;
+use tunnel_proto::wire::name::{ReplicaId, ZoneName};
 
 use super::live::SESSION;
 use super::replicas::ConnectorId;
@@ -20,6 +20,8 @@ pub(super) enum SessionStatus {
     Live {
         /// The server, which has no name if it is of an older version.
         replica: Option<ReplicaId>,
+        /// The zone of the server, if it is known.
+        zone: Option<ZoneName>,
         transport: TransportKind,
         since: Instant,
     },
@@ -38,6 +40,8 @@ pub(super) enum SessionStatus {
 pub(crate) struct SessionReport {
     /// The server; `None` for one of an older version, and while any server will do.
     pub(crate) server: Option<String>,
+    /// The zone of the server of a live session, if it is known.
+    pub(crate) zone: Option<String>,
     /// The transport of a live session.
     pub(crate) transport: Option<String>,
     /// Age of a live session.
@@ -59,10 +63,12 @@ impl SessionReport {
         match status {
             SessionStatus::Live {
                 replica,
+                zone,
                 transport,
                 since,
             } => Self {
                 server: name(replica),
+                zone: zone.as_ref().map(ToString::to_string),
                 transport: Some(transport.to_string()),
                 age_seconds: Some(now.duration_since(*since).as_secs_f64()),
                 reason: None,
@@ -74,6 +80,7 @@ impl SessionReport {
                 retry_at,
             } => Self {
                 server: name(replica),
+                zone: None,
                 transport: None,
                 age_seconds: None,
                 reason: Some(reason.clone()),
@@ -193,6 +200,7 @@ mod tests {
     fn live(replica: Option<&str>) -> SessionStatus {
         SessionStatus::Live {
             replica: replica.map(|name| name.parse().unwrap()),
+            zone: replica.map(|name| format!("zone-of-{name}").parse().unwrap()),
             transport: TransportKind::Quic,
             since: Instant::now(),
         }
@@ -213,6 +221,7 @@ mod tests {
         let later = now + Duration::from_secs(2);
         let [one, other] = statuses.report(later).try_into().unwrap();
         assert_eq!(one.server.as_deref(), Some("a"));
+        assert_eq!(one.zone.as_deref(), Some("zone-of-a"));
         assert_eq!(one.transport.as_deref(), Some("quic"));
         assert!(one.age_seconds.is_some_and(|age| age <= 2.0) && one.reason.is_none());
         assert_eq!(other.retry_in_seconds, Some(1.0));

@@ -386,6 +386,7 @@ async fn changes_of_the_members_are_events() {
         id: "server-1".parse().unwrap(),
         addresses: vec!["192.0.2.1:10262".into()],
         is_leaving: true,
+        zone: None,
     }];
     let message = ControlMessage::Members(members.clone());
     writer.send(&message).await.unwrap();

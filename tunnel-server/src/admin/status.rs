@@ -8,7 +8,7 @@ use std::time::SystemTime;
 
 use serde::{Deserialize, Serialize};
 use tunnel_proto::process::name_list::NAMES_SHOWN_MAX;
-use tunnel_proto::wire::name::NodeName;
+use tunnel_proto::wire::name::{NodeName, ReplicaId};
 
 use crate::ca::revocation::Revocations;
 use crate::routing::known_nodes::{EnrollmentKind, KnownNode, KnownNodes};
@@ -39,6 +39,9 @@ pub struct NodeStatus {
     /// another one, the fields up to the bytes are empty: only that server knows them.
     #[serde(default)]
     pub replica: Option<String>,
+    /// Zone of that server, if it is known.
+    #[serde(default)]
+    pub zone: Option<String>,
     /// Transport of the active session. The fields up to the certificate's expiry describe that
     /// session too.
     pub transport: Option<String>,
@@ -214,16 +217,17 @@ impl NodeSources {
             ..NodeStatus::default()
         };
         let sessions = registry.map_or_else(Vec::new, |registry| registry.of_node(name));
-        match holder {
-            Some(holder) if !sessions.iter().any(|session| session.is_routable()) => {
+        match peers.zip(holder) {
+            Some((peers, holder)) if !sessions.iter().any(|session| session.is_routable()) => {
                 status.connected = true;
                 status.last_seen = None;
-                status.replica = Some(holder.to_string());
+                status.set_replica(peers, &holder);
             }
             Some(_) | None => {
                 status.set_sessions(&sessions, certificate);
-                let own = peers.filter(|_| status.connected && self.has_replicas());
-                status.replica = own.map(|peers| peers.own().to_string());
+                if let Some(peers) = peers.filter(|_| status.connected && self.has_replicas()) {
+                    status.set_replica(peers, peers.own());
+                }
             }
         }
         let is_cloud = known.is_none() && cluster.as_ref().is_some_and(|node| !node.is_edge);
@@ -264,6 +268,12 @@ impl NodeStatus {
     #[must_use]
     pub fn is_revoked(&self) -> bool {
         !self.connected && self.revoked_at.is_some()
+    }
+
+    /// Sets the server that carries requests to the node, and its zone.
+    fn set_replica(&mut self, peers: &Peers, replica: &ReplicaId) {
+        self.replica = Some(replica.to_string());
+        self.zone = peers.zone_of(replica).map(|zone| zone.to_string());
     }
 
     /// Sets the fields that describe the sessions of the node. `certificate` is the expiry of the
@@ -381,6 +391,7 @@ mod tests {
         let other = PeerAddress {
             id: "server-2".parse().unwrap(),
             address: "192.0.2.2:10269".into(),
+            zone: None,
         };
         peers.expect(&other);
         let held_node = HeldNode {
@@ -394,7 +405,9 @@ mod tests {
             ..Holds::default()
         };
         peers.apply(&other.id, holds);
+        peers.set_zone(Some("a".parse().unwrap()));
         assert_eq!(shown().replica.as_deref(), Some("server-1"));
+        assert_eq!(shown().zone.as_deref(), Some("a"));
         assert!(shown().connected && shown().transport.is_some());
         let sessions = registry.of_node(&node());
         sessions[0].set_suspect_reason(Some(SuspectReason::PeerHearsNothing));

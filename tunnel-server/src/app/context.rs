@@ -139,6 +139,7 @@ impl ServerContext {
         };
         let peer_metrics = PeerMetrics::new(metrics_registry);
         let peers = Peers::new(config.peers.name.clone(), peer_limits, peer_metrics);
+        peers.set_zone(config.peers.zone.clone());
         let others = peers.clone();
         let routes = Routes::new(Arc::new(move |node| others.holds(node)));
         let recent = config.status_page.is_some();

@@ -1,5 +1,5 @@
 //! The servers of the cluster: watches the EndpointSlices of the servers' headless Service, and
-//! publishes the address of each server. The last list is persisted for a start without the API
+//! publishes the address and the zone of each server. The last list is persisted for a start without the API
 //! server. A server that leaves the slices stays in the list while it is connected: an empty list may
 //! be a mistake, and a connection is evidence.
 
@@ -18,7 +18,7 @@ use tunnel_proto::process::networks::{effective_ip, forbidden_kind};
 use tunnel_proto::process::shutdown::Shutdown;
 use tunnel_proto::wire::REPLICAS_MAX;
 use tunnel_proto::wire::control::Member;
-use tunnel_proto::wire::name::ReplicaId;
+use tunnel_proto::wire::name::{ReplicaId, ZoneName};
 
 use super::client::{ClusterHandle, Connection};
 use super::objects::{Object, PEER_PORT, PEER_PORT_NAME, SERVICE_NAME_LABEL};
@@ -55,7 +55,7 @@ pub(crate) fn follow_peers(
     let (published, peers) = watch::channel(Arc::<[PeerAddress]>::from(restore(&persisted)));
     shutdown.spawn_service(follow_value(peers.clone(), move |list| {
         let list = list.iter();
-        let rows = list.map(|peer| (peer.id.to_string(), peer.address.clone()));
+        let rows = list.map(|peer| (peer.id.to_string(), row(peer)));
         persisted.replace(rows.collect());
     }));
     let slices = Api::<EndpointSlice>::namespaced(client.clone(), namespace);
@@ -220,10 +220,18 @@ fn insert(slices: &mut BTreeMap<String, SliceServers>, slice: &EndpointSlice) {
     }
 }
 
+/// A server in an EndpointSlice.
+#[derive(Debug, Clone, PartialEq, Eq, PartialOrd, Ord)]
+struct SliceServer {
+    address: SocketAddr,
+    /// The zone of its host. `None` if the host has no label for it, or none that is valid.
+    zone: Option<ZoneName>,
+}
+
 /// The servers in one EndpointSlice.
 #[derive(Debug, Default)]
 struct SliceServers {
-    servers: Vec<(ReplicaId, SocketAddr)>,
+    servers: Vec<(ReplicaId, SliceServer)>,
     /// The reasons why endpoints are ignored.
     ignored: Vec<String>,
 }
@@ -264,16 +272,19 @@ fn is_running(endpoint: &Endpoint) -> bool {
     })
 }
 
-/// Returns the name and the address of an endpoint's pod, or the reason why the endpoint is
+/// Returns the name, the address and the zone of an endpoint's pod, or the reason why the endpoint is
 /// ignored. Returns `None` for an endpoint that is not a pod.
-fn server(endpoint: &Endpoint, port: u16) -> Option<Result<(ReplicaId, SocketAddr), String>> {
+fn server(endpoint: &Endpoint, port: u16) -> Option<Result<(ReplicaId, SliceServer), String>> {
     let target = endpoint.target_ref.as_ref()?;
     if target.kind.as_deref() != Some("Pod") {
         return None;
     }
     let name = target.name.as_deref().unwrap_or_default();
     let address = endpoint.addresses.first().map_or("", String::as_str);
-    Some(check(name, address, port).map_err(|reason| {
+    let zone = endpoint.zone.as_deref().and_then(|zone| zone.parse().ok());
+    let checked = check(name, address, port);
+    let checked = checked.map(|(id, address)| (id, SliceServer { address, zone }));
+    Some(checked.map_err(|reason| {
         let shown: String = name.chars().take(SHOWN_MAX).collect();
         format!("{shown:?} is ignored: {reason}")
     }))
@@ -307,14 +318,16 @@ impl Membership {
     /// of addresses, and two while its endpoint moves. Its IPv4 address is preferred.
     fn of(slices: &BTreeMap<String, SliceServers>) -> Self {
         let mut ignored = Vec::new();
-        let mut servers = BTreeMap::<&ReplicaId, SocketAddr>::new();
+        let mut servers = BTreeMap::<&ReplicaId, SliceServer>::new();
         for (name, slice) in slices {
             let shown: String = name.chars().take(SHOWN_MAX).collect();
             let reasons = slice.ignored.iter();
             ignored.extend(reasons.map(|reason| format!("EndpointSlice {shown}: {reason}")));
-            for (id, address) in &slice.servers {
-                let lowest = servers.entry(id).or_insert(*address);
-                *lowest = (*lowest).min(*address);
+            for (id, server) in &slice.servers {
+                let lowest = servers.entry(id).or_insert_with(|| server.clone());
+                if *server < *lowest {
+                    *lowest = server.clone();
+                }
             }
         }
         if slices.len() == SLICES_MAX {
@@ -329,9 +342,10 @@ impl Membership {
             ));
         }
         let peers = servers.into_iter().take(REPLICAS_MAX);
-        let peers = peers.map(|(id, address)| PeerAddress {
+        let peers = peers.map(|(id, SliceServer { address, zone })| PeerAddress {
             id: id.clone(),
             address: address.to_string(),
+            zone,
         });
         Self {
             peers: peers.collect(),
@@ -340,13 +354,23 @@ impl Membership {
     }
 }
 
+/// Returns the row of a server: its address, and behind a space its zone.
+fn row(peer: &PeerAddress) -> String {
+    match &peer.zone {
+        Some(zone) => format!("{} {zone}", peer.address),
+        None => peer.address.clone(),
+    }
+}
+
 /// Returns the persisted servers whose rows are valid.
 fn restore(persisted: &RowSet<String, String>) -> Vec<PeerAddress> {
     let rows = persisted.values().iter().take(REPLICAS_MAX);
-    let peers = rows.filter_map(|(name, address)| {
+    let peers = rows.filter_map(|(name, row)| {
+        let mut parts = row.split(' ');
         Some(PeerAddress {
             id: name.parse().ok()?,
-            address: address.parse::<SocketAddr>().ok()?.to_string(),
+            address: parts.next()?.parse::<SocketAddr>().ok()?.to_string(),
+            zone: parts.next().and_then(|zone| zone.parse().ok()),
         })
     });
     peers.collect()
@@ -355,7 +379,7 @@ fn restore(persisted: &RowSet<String, String>) -> Vec<PeerAddress> {
 const NOT_LISTED: &str = "the API server has not listed their EndpointSlices yet";
 /// Time for which this server may be missing from the slices, as a Pod is that starts.
 const MISSING_AFTER: Duration = Duration::from_secs(30);
-/// Prefix of the rows with the address of each server, by its name.
+/// Prefix of the rows with the address and the zone of each server, by its name.
 const PREFIX: &str = "peer/";
 /// Maximum number of slices that are used. The controller puts 100 endpoints into a slice, and
 /// makes separate slices for each family, so that two are enough.

@@ -296,6 +296,7 @@ async fn agent_of_another_server_makes_its_node_an_edge_node_while_that_server_h
     peers.expect(&PeerAddress {
         id: other.clone(),
         address: "192.0.2.2:10269".to_owned(),
+        zone: None,
     });
     let announce = |added| {
         let holds = Holds {

@@ -6,7 +6,7 @@ use std::net::{Ipv6Addr, SocketAddr};
 use tunnel_proto::process::host::host_name;
 use tunnel_proto::process::settings::{ConfigErrors, optional, parse_address, parse_quoted};
 use tunnel_proto::wire::REPLICAS_MAX;
-use tunnel_proto::wire::name::ReplicaId;
+use tunnel_proto::wire::name::{ReplicaId, ZoneName};
 
 use super::RawConfig;
 use super::certificates::CredentialFiles;
@@ -22,6 +22,8 @@ pub const PORT_PEERS: u16 = 10269;
 pub struct PeerSettings {
     /// `--replica-name`: the name of this server among the servers of the installation.
     pub name: ReplicaId,
+    /// `--zone`: where this server fails together with others.
+    pub zone: Option<ZoneName>,
     /// Address of the listener for other servers, port 10269. `None` means that this server has no
     /// connections to others.
     pub listen: Option<SocketAddr>,
@@ -54,6 +56,9 @@ impl PeerSettings {
         }
         Self {
             name: replica_name(raw, listen.is_some(), errors),
+            zone: errors.parse_with(ZONE, raw.zone.as_deref(), None, |text| {
+                parse_quoted(text).map(Some)
+            }),
             listen,
             peers,
             files: CredentialFiles::for_peers(raw, errors),
@@ -110,10 +115,12 @@ fn parse_peer(text: &str) -> Result<PeerAddress, String> {
     Ok(PeerAddress {
         id: parse_quoted(name)?,
         address: host_and_port(address)?,
+        zone: None,
     })
 }
 
 const NAME: &str = "--replica-name";
+const ZONE: &str = "--zone";
 const LISTEN: &str = "--peer-listen";
 const PEER: &str = "--peer";
 
@@ -143,10 +150,11 @@ mod tests {
 
     #[test]
     fn servers_and_files_are_read() {
-        let text = "replicaName: a.example\npeers: ['b=b.example:1', ' c=[fd00::1]:2']\n\
+        let text = "replicaName: a.example\nzone: eu-1a\npeers: ['b=b.example:1', ' c=[fd00::1]:2']\n\
                     peerCa: /ca\npeerCertFile: /both";
         let peers = yaml(text).unwrap().peers;
         assert_eq!(peers.name.as_str(), "a.example");
+        assert_eq!(peers.zone, Some("eu-1a".parse().unwrap()));
         let shown: Vec<_> = (peers.peers.iter())
             .map(|peer| format!("{} {}", peer.id, peer.address))
             .collect();
@@ -161,6 +169,7 @@ mod tests {
         let many = format!("replicaName: a\npeers: [{}]", many.join(", "));
         for (text, hint) in [
             ("replicaName: a_b", "--replica-name"),
+            ("zone: a b", "--zone: \"a b\": zone is not a label value"),
             ("replicaName: a\npeers: [b]", "NAME=HOST:PORT"),
             ("replicaName: a\npeers: [b=c]", "is not HOST:PORT"),
             ("replicaName: a\npeers: ['b b=c:1']", "--peer: \"b b\""),

@@ -299,6 +299,12 @@ tunnel_proto::layered! {
         /// different on each server [default: the host's name, which in a cluster is that of the pod]
         #[arg(long, value_name = "NAME", env = "TUNNEL_SERVER_REPLICA_NAME", help_heading = "Other servers")]
         pub replica_name: Option<String>,
+        /// Zone of this server: servers of one zone may fail together, and the sessions of an agent are
+        /// with servers of different zones where there are several. A label value of Kubernetes
+        /// [default: in a cluster the zone in the EndpointSlices of the servers' headless Service,
+        /// else unknown]
+        #[arg(long, value_name = "ZONE", env = "TUNNEL_SERVER_ZONE", help_heading = "Other servers")]
+        pub zone: Option<String>,
         /// Address for the other servers of the installation, TCP: each dials every other, and
         /// forwards streams to nodes whose agents are connected there. Only servers with a
         /// certificate of the shared CA are admitted. "off" disables it [default: [::]:10269 in a

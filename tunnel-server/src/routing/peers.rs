@@ -20,7 +20,7 @@ use tokio_util::task::TaskTracker;
 use tracing::debug;
 use tunnel_proto::wire::control::Member;
 use tunnel_proto::wire::header::StreamHeader;
-use tunnel_proto::wire::name::{NodeName, ReplicaId};
+use tunnel_proto::wire::name::{NodeName, ReplicaId, ZoneName};
 
 use crate::routing::directory::{Announcement, Directory};
 use crate::routing::forwarded::ForwardedStream;
@@ -51,6 +51,7 @@ mod state;
 mod yields;
 
 pub use address::PeerAddress;
+use address::PeerZone;
 pub use agreed::CaDigest;
 use agreed::{AgreedState, AnnouncedState};
 pub use endpoint::{OnEnroll, OnOrders, PeerEndpoint, PeerTls};
@@ -104,6 +105,8 @@ pub struct PeerStatus {
     /// `HOST:PORT` that this server dials.
     pub address: String,
     pub state: PeerState,
+    /// The zone of the server, if it is known.
+    pub zone: Option<ZoneName>,
     /// Number of nodes that the server holds.
     pub nodes: usize,
     /// Time of the last change between connected and not connected.
@@ -117,6 +120,8 @@ struct State {
     addresses: Vec<String>,
     /// Number of addresses of this server that `addresses` leaves out.
     addresses_left_out: usize,
+    /// Zone of this server.
+    zone: PeerZone,
     peers: BTreeMap<ReplicaId, Peer>,
     yields: Yields,
     used_twice: NamesUsedTwice,
@@ -139,6 +144,7 @@ struct Peer {
     link: Option<Arc<Link>>,
     /// Addresses that agents dial, as of the last connection, bounded.
     addresses: Vec<String>,
+    zone: PeerZone,
     is_leaving: bool,
     /// Whether agents can dial the server: it is connected, or was until a moment ago.
     is_member: bool,
@@ -179,6 +185,7 @@ impl Peers {
                 directory: Directory::new(limits.directory_nodes),
                 addresses: Vec::new(),
                 addresses_left_out: 0,
+                zone: PeerZone::default(),
                 peers: BTreeMap::new(),
                 yields: Yields::default(),
                 used_twice: NamesUsedTwice::default(),
@@ -217,6 +224,34 @@ impl Peers {
         state.addresses = listed_addresses(&addresses);
         state.addresses_left_out = addresses.len() - state.addresses.len();
         self.publish(&state);
+    }
+
+    /// Sets the zone that the operator gave this server.
+    pub fn set_zone(&self, zone: Option<ZoneName>) {
+        let mut state = self.state.lock();
+        state.zone.configured = zone;
+        self.publish(&state);
+    }
+
+    /// Sets the zone that the cluster lists for this server.
+    fn set_listed_zone(&self, zone: Option<ZoneName>) {
+        let mut state = self.state.lock();
+        if state.zone.listed != zone {
+            state.zone.listed = zone;
+            self.publish(&state);
+        }
+    }
+
+    /// Returns the zone of a server, which may be this one, if it is known.
+    #[must_use]
+    pub fn zone_of(&self, replica: &ReplicaId) -> Option<ZoneName> {
+        let state = self.state.lock();
+        let zone = if *replica == self.own {
+            Some(&state.zone)
+        } else {
+            state.peers.get(replica).map(|peer| &peer.zone)
+        };
+        zone.and_then(PeerZone::known).cloned()
     }
 
     /// Returns the name of this server.
@@ -424,6 +459,7 @@ impl Peers {
                 id: id.clone(),
                 address: peer.address.clone(),
                 state: peer.state(),
+                zone: peer.zone.known().cloned(),
                 nodes: state.directory.nodes_of(id),
                 since: peer.since,
             })

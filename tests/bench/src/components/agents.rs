@@ -122,6 +122,7 @@ impl Agents {
                 id: Peering::name(number).parse()?,
                 addresses: Vec::new(),
                 is_leaving: false,
+                zone: None,
             });
         }
         let wanted = wanted_replicas(node, &members, members.len());

@@ -6,6 +6,7 @@ use std::time::Duration;
 use anyhow::Result;
 use bytes::BytesMut;
 use tunnel_proto::wire::control::Member;
+use tunnel_proto::wire::name::ReplicaId;
 use tunnel_proto::wire::peer::{Holds, PeerMessage};
 
 use super::{Event, Simulation};
@@ -101,10 +102,12 @@ impl Simulation {
     /// reports none, since its view is not that of the others.
     pub(super) fn publish(&mut self, server: usize) {
         let is_shared = self.options.case == ScaleCase::RandomPlacement;
-        let members = self.servers[server].list_members(|id| {
+        let addresses = |id: &ReplicaId| {
             let host = if is_shared { "servers" } else { id.as_str() };
             vec![format!("{host}.example.com:10262")]
-        });
+        };
+        let zone = |id: &ReplicaId| self.zones.get(id).cloned();
+        let members = self.servers[server].list_members(addresses, zone);
         let known = self
             .lists
             .iter()

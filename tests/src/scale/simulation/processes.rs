@@ -18,6 +18,10 @@ impl Simulation {
             None => format!("tunnel-server-{server}").parse()?,
         };
         self.newest.insert(id.clone(), server);
+        if let Some(zone) = self.options.case.zone(server, self.options.replicas) {
+            self.zones
+                .insert(id.clone(), format!("zone-{zone}").parse()?);
+        }
         self.servers.push(SimServer::new(id, self.options.nodes));
         Ok(server)
     }

@@ -21,6 +21,7 @@ fn member(id: &str, address: &str) -> Member {
         id: id.parse().unwrap(),
         addresses: vec![address.to_owned()],
         is_leaving: false,
+        zone: None,
     }
 }
 

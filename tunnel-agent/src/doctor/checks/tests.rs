@@ -304,6 +304,7 @@ fn healthy() -> Facts {
     };
     let live = SessionReport {
         server: Some("server-1".to_owned()),
+        zone: None,
         transport: Some("quic".to_owned()),
         age_seconds: Some(60.0),
         reason: None,
@@ -353,6 +354,7 @@ fn healthy() -> Facts {
 fn missing() -> SessionReport {
     SessionReport {
         server: None,
+        zone: None,
         transport: None,
         age_seconds: None,
         reason: Some("refused".to_owned()),

@@ -154,7 +154,23 @@ fn servers(facts: &Facts) -> Fact<Vec<Fault>> {
             ..condition.fault(severity)
         })
     });
-    Ok(faults.collect())
+    Ok(faults.chain(one_zone(facts)).collect())
+}
+
+/// Returns the information that one zone has all servers.
+fn one_zone(facts: &Facts) -> Option<Fault> {
+    let ServerAnswer::Nodes(survey) = &facts.server else {
+        return None;
+    };
+    let (servers, zone) = survey.only_zone()?;
+    Some(Fault {
+        severity: Severity::Info,
+        place: "servers".to_owned(),
+        what: format!(
+            "the {servers} servers with connected nodes are in one zone, {zone}: its loss takes all nodes away"
+        ),
+        fix: "run servers in several zones, where the cluster has them".to_owned(),
+    })
 }
 
 /// D18: the host of the command, which is the server's if the command finds the server.

@@ -6,6 +6,7 @@ use std::time::{Duration, SystemTime};
 
 use tunnel_proto::process::doctor::Severity;
 use tunnel_proto::process::name_list::NAMES_SHOWN_MAX;
+use tunnel_proto::wire::REPLICAS_MAX;
 use tunnel_proto::wire::name::NodeName;
 
 use super::report::{Fault, FaultGroups, FaultKind};
@@ -27,6 +28,8 @@ pub(super) struct NodeSurvey {
     settings: SurveySettings,
     /// All nodes, and whether their agents are connected.
     nodes: BTreeMap<String, bool>,
+    /// The servers that carry requests to nodes, and their zones.
+    servers: BTreeMap<String, Option<String>>,
     agents: FaultGroups,
     addresses: FaultGroups,
 }
@@ -36,6 +39,7 @@ impl NodeSurvey {
         Self {
             settings,
             nodes: BTreeMap::new(),
+            servers: BTreeMap::new(),
             agents: FaultGroups::default(),
             addresses: FaultGroups::default(),
         }
@@ -44,6 +48,11 @@ impl NodeSurvey {
     /// Adds a node. Nodes are added in the order of their names.
     pub(super) fn add(&mut self, node: &NodeStatus) {
         self.nodes.insert(node.node.clone(), node.connected);
+        if let Some(server) = &node.replica
+            && self.servers.len() < REPLICAS_MAX
+        {
+            self.servers.insert(server.clone(), node.zone.clone());
+        }
         let mut only = self.settings.only_nodes.iter();
         let is_named = only.any(|name| name.as_str() == node.node);
         if !is_named && !self.settings.only_nodes.is_empty() {
@@ -80,6 +89,15 @@ impl NodeSurvey {
 
     pub(super) fn is_connected(&self, name: &str) -> bool {
         self.nodes.get(name).copied().unwrap_or(false)
+    }
+
+    /// Returns the number and the zone of the servers that carry requests to nodes if there are
+    /// several and their zone is one.
+    pub(super) fn only_zone(&self) -> Option<(usize, &str)> {
+        let zone = self.servers.values().next()?.as_deref()?;
+        let mut zones = self.servers.values();
+        let is_only = self.servers.len() > 1 && zones.all(|other| other.as_deref() == Some(zone));
+        is_only.then_some((self.servers.len(), zone))
     }
 
     /// Returns the faults of agents and their sessions.
@@ -227,6 +245,34 @@ const RTT_MAX_MILLIS: u64 = 1000;
 mod tests {
     use super::*;
     use crate::admin::doctor::report::D09;
+
+    #[test]
+    fn servers_of_one_zone_are_found_while_all_zones_are_known() {
+        let (a, b) = (Some("a"), Some("b"));
+        for (zones, only) in [
+            (&[][..], None),
+            (&[a], None),
+            (&[a, a], Some((2, "a"))),
+            (&[a, b], None),
+            (&[a, a, None], None),
+            (&[None, None], None),
+        ] {
+            let mut survey = NodeSurvey::new(SurveySettings {
+                only_nodes: Vec::new(),
+                renewal_margin: Duration::from_secs(60),
+                now: SystemTime::UNIX_EPOCH,
+            });
+            for (number, zone) in zones.iter().enumerate() {
+                survey.add(&NodeStatus {
+                    node: format!("edge-{number}"),
+                    replica: Some(format!("server-{number}")),
+                    zone: zone.map(str::to_owned),
+                    ..NodeStatus::default()
+                });
+            }
+            assert_eq!(survey.only_zone(), only, "{zones:?}");
+        }
+    }
 
     #[test]
     fn twenty_thousand_nodes_without_agents_are_a_few_findings() {

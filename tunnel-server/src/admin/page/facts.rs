@@ -124,6 +124,8 @@ pub(super) struct ServerFacts {
     pub(super) address: String,
     /// `connected`, `connecting` or `leaving`.
     pub(super) state: &'static str,
+    /// The zone of the server, if it is known.
+    pub(super) zone: Option<String>,
     /// Number of nodes that the server holds.
     pub(super) nodes: usize,
     /// Time of the last change between connected and not connected, RFC 3339.
@@ -140,6 +142,7 @@ impl From<PeerStatus> for ServerFacts {
                 PeerState::Connecting => "connecting",
                 PeerState::Leaving => "leaving",
             },
+            zone: peer.zone.map(|zone| zone.to_string()),
             nodes: peer.nodes,
             since: rfc3339(peer.since),
         }

@@ -136,6 +136,7 @@ impl ServersHtml {
             name: VisibleText::new(&server.name),
             state: server.state,
             nodes: server.nodes,
+            zone: VisibleText::or_dash(server.zone.as_deref()),
             address: VisibleText::new(&server.address),
             since: server.since.clone(),
         });
@@ -254,6 +255,7 @@ struct ServerRow {
     name: VisibleText,
     state: &'static str,
     nodes: usize,
+    zone: VisibleText,
     address: VisibleText,
     since: String,
 }

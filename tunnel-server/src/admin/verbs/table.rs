@@ -177,6 +177,9 @@ const COLUMNS: &[Column] = &[
     Column::new("ADDRESSES", Shown::Always, |node, _| {
         addresses(&node.addresses)
     }),
+    Column::new("ZONE", Shown::Wide, |node, _| {
+        optional(node.zone.as_deref())
+    }),
     Column::new("CLAIMED ADDRESS", Shown::Wide, |node, _| {
         optional(node.claimed_address.as_deref())
     }),

@@ -36,7 +36,7 @@ fn running(name: &str, address: &str) -> Value {
     pod(name, address, &json!({"ready": true}))
 }
 
-/// Returns the servers as `NAME=ADDRESS`, and the reasons why endpoints are ignored.
+/// Returns the servers as `NAME=ADDRESS` or `NAME=ADDRESS@ZONE`, and the reasons why endpoints are ignored.
 fn derived(slices: &[Value]) -> (Vec<String>, Vec<String>) {
     let mut store = SliceStore::default();
     let objects = slices.iter().cloned();
@@ -51,8 +51,13 @@ fn derived(slices: &[Value]) -> (Vec<String>, Vec<String>) {
 
 fn shown(peers: &[PeerAddress]) -> Vec<String> {
     let peers = peers.iter();
+    let zone = |peer: &PeerAddress| {
+        peer.zone
+            .as_ref()
+            .map_or_else(String::new, |zone| format!("@{zone}"))
+    };
     peers
-        .map(|peer| format!("{}={}", peer.id, peer.address))
+        .map(|peer| format!("{}={}{}", peer.id, peer.address, zone(peer)))
         .collect()
 }
 
@@ -96,6 +101,19 @@ fn each_pod_is_one_server_with_its_first_address_and_the_named_port() {
         ["a=10.0.0.1:10269", "b=10.0.0.2:10269", "c=[fd00::3]:4433"]
     );
     assert_eq!(ignored, [""; 0]);
+}
+
+#[test]
+fn zone_is_that_of_the_endpoint_or_unknown() {
+    let in_zone = |zone: &Value| {
+        let mut endpoint = running("a", "10.0.0.1");
+        endpoint["zone"] = zone.clone();
+        derived(&[slice("s", &[endpoint])]).0
+    };
+    assert_eq!(in_zone(&json!("eu-1a")), ["a=10.0.0.1:10269@eu-1a"]);
+    for unknown in [json!(null), json!(""), json!("a b"), json!("z".repeat(64))] {
+        assert_eq!(in_zone(&unknown), ["a=10.0.0.1:10269"], "{unknown}");
+    }
 }
 
 #[test]
@@ -213,6 +231,7 @@ fn member(name: &str) -> Member {
         id: name.parse().unwrap(),
         addresses: Vec::new(),
         is_leaving: false,
+        zone: None,
     }
 }
 
@@ -248,10 +267,11 @@ async fn servers_are_followed_and_persisted_for_a_start_without_the_api_server()
     assert_eq!(conditions.len(), 1, "{conditions:?}");
     assert_eq!(conditions[0].0, "peer endpoints");
 
-    let two = [running("a", "10.0.0.1"), running("b", "10.0.0.2")];
+    let mut two = [running("a", "10.0.0.1"), running("b", "10.0.0.2")];
+    two[1]["zone"] = "eu-1a".into();
     let event = json!({"type": "MODIFIED", "object": slice("s", &two)});
     let _watch = first.server.call().await.stream(&[event]);
-    let both = ["a=10.0.0.1:10269", "b=10.0.0.2:10269"];
+    let both = ["a=10.0.0.1:10269", "b=10.0.0.2:10269@eu-1a"];
     eventually("the second server", || shown(&first.peers.borrow()) == both).await;
     assert_eq!((first.unknown)(), None);
     assert_eq!(first.readiness.conditions(), []);
@@ -282,6 +302,7 @@ async fn servers_without_slices_stay_while_they_are_connected_and_a_missing_serv
     // Of the others, c leaves and d is not connected.
     let leaving = Member {
         is_leaving: true,
+        zone: None,
         ..member("c")
     };
     fixture

@@ -33,7 +33,7 @@ use super::link::{
 use super::monitor::{LinkCheck, LinkMonitor, check_interval};
 use super::questions::Questions;
 
-/// Dials each server of the membership, apart from this one.
+/// Dials each server of the membership, apart from this one, whose zone the membership may have.
 pub(super) async fn dial_all(
     endpoint: Arc<PeerEndpoint>,
     mut membership: watch::Receiver<Arc<[PeerAddress]>>,
@@ -50,6 +50,9 @@ pub(super) async fn dial_all(
             }
             !address.is_closed()
         });
+        if let Some(listed) = members.iter().find(|peer| peer.id == *own) {
+            endpoint.peers.set_listed_zone(listed.zone.clone());
+        }
         let others = members.iter().filter(|peer| peer.id != *own);
         for peer in others.take(REPLICAS_MAX) {
             if let Some(address) = dialed.get(&peer.id) {
@@ -437,6 +440,7 @@ mod tests {
         let peer = |address: &str| PeerAddress {
             id: "b".parse().unwrap(),
             address: address.to_owned(),
+            zone: None,
         };
         let (first, second) = (peer("192.0.2.1:10269"), peer("192.0.2.2:10269"));
         let linked = Some(first.address.as_str());

@@ -73,7 +73,7 @@ const ADDRESSES_MAX: usize = 8;
 /// Longest address: a DNS name of 255 bytes, a colon, and a port.
 const ADDRESS_LENGTH_MAX: usize = 261;
 /// Bytes of all addresses in the list. One address of each of [`REPLICAS_MAX`] servers fits (16.3
-/// KiB), and with the names of the servers (15.8 KiB) and the rest of Welcome the message stays
+/// KiB), and with the names of the servers (15.8 KiB), their zones (4 KiB) and the rest of Welcome the message stays
 /// below [`CONTROL_MESSAGE_MAX`](tunnel_proto::wire::frame::CONTROL_MESSAGE_MAX).
 const ADDRESSES_BYTES_MAX: usize = 24 * 1024;
 
@@ -98,6 +98,7 @@ mod tests {
                 .unwrap(),
             addresses,
             is_leaving: false,
+            zone: Some("z".repeat(63).parse().unwrap()),
         }
     }
 

@@ -12,20 +12,22 @@ use tunnel_proto::wire::{VERSION_MAX, VERSION_MIN};
 
 use super::link::Link;
 use super::members::{bound_members, listed_addresses};
-use super::{Peer, PeerAddress, Peers, State};
+use super::{Peer, PeerAddress, PeerZone, Peers, State};
 
 impl Peers {
     /// Returns this server's first message on a connection.
     pub(super) fn hello(&self) -> PeerHello {
+        let state = self.state.lock();
         PeerHello {
             replica: self.own.clone(),
             epoch: self.epoch,
             versions: (VERSION_MIN, VERSION_MAX),
-            addresses: self.state.lock().addresses.clone(),
+            addresses: state.addresses.clone(),
+            zone: state.zone.configured.clone(),
         }
     }
 
-    /// Adds a server that this server dials, or updates its address.
+    /// Adds a server that this server dials, or updates its address and zone.
     pub(crate) fn expect(&self, peer: &PeerAddress) {
         let mut state = self.state.lock();
         let known = state.peers.entry(peer.id.clone());
@@ -33,11 +35,13 @@ impl Peers {
             address: String::new(),
             link: None,
             addresses: Vec::new(),
+            zone: PeerZone::default(),
             is_leaving: false,
             is_member: false,
             since: SystemTime::now(),
         });
         known.address.clone_from(&peer.address);
+        known.zone.listed.clone_from(&peer.zone);
         self.publish(&state);
     }
 
@@ -56,6 +60,7 @@ impl Peers {
         self.with_peer(&link.replica, |peer| {
             peer.link = Some(link.clone());
             peer.addresses = listed_addresses(&hello.addresses);
+            peer.zone.configured.clone_from(&hello.zone);
             peer.is_leaving = false;
             peer.is_member = true;
             peer.since = SystemTime::now();
@@ -163,12 +168,14 @@ impl Peers {
             id: self.own.clone(),
             addresses: state.addresses.clone(),
             is_leaving: *self.is_leaving.borrow(),
+            zone: state.zone.known().cloned(),
         };
         let others = state.peers.iter().filter(|(_, peer)| peer.is_member);
         let others = others.map(|(id, peer)| Member {
             id: id.clone(),
             addresses: peer.addresses.clone(),
             is_leaving: peer.is_leaving,
+            zone: peer.zone.known().cloned(),
         });
         let (members, mut left_out) = bound_members(std::iter::once(own).chain(others).collect());
         left_out.addresses += state.addresses_left_out;

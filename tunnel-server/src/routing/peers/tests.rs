@@ -77,6 +77,42 @@ fn server_that_leaves_is_reported_once() {
 }
 
 #[tokio::test]
+async fn zone_that_an_operator_wrote_is_preferred_to_the_listed_one() {
+    let installation = Installation::new();
+    let [a, b, c] = [
+        installation.server("a").await,
+        installation.server("b").await,
+        installation.server("c").await,
+    ];
+    b.peers.set_zone(Some(zone("written")));
+    let listed = |server: &Server, zone: Option<&str>| PeerAddress {
+        zone: zone.map(self::zone),
+        ..server.listed()
+    };
+    let zones = || -> Vec<Option<String>> {
+        let members = a.peers.members().borrow().clone();
+        let zones = members.iter().map(|member| member.zone.as_ref());
+        zones.map(|zone| zone.map(ToString::to_string)).collect()
+    };
+    let [one, two] = ["one", "two"].map(str::to_owned);
+    let written = Some("written".to_owned());
+    assert_eq!(zones(), [None]);
+    a.follow([listed(&a, Some("one")), listed(&b, Some("one")), listed(&c, None)]);
+    let expected = [Some(one.clone()), written.clone(), None];
+    eventually("the zones", || zones() == expected).await;
+    assert_eq!(a.peers.zone_of(&id("b")), Some(zone("written")));
+    assert_eq!((a.peers.zone_of(&id("c")), a.peers.zone_of(&id("d"))), (None, None));
+    // A change of the list needs no other connection.
+    a.follow([listed(&a, None), listed(&b, Some("two")), listed(&c, Some("two"))]);
+    let expected = [None, written, Some(two)];
+    eventually("the other zones", || zones() == expected).await;
+}
+
+fn zone(name: &str) -> ZoneName {
+    name.parse().unwrap()
+}
+
+#[tokio::test]
 async fn node_is_forgotten_when_its_agent_has_gone() {
     let installation = Installation::new();
     let [a, b] = installation.connected(["a", "b"]).await;

@@ -76,6 +76,7 @@ async fn welcome_names_this_server_and_all_that_agents_may_dial() {
         id: "server-1".parse().unwrap(),
         addresses: vec![ADVERTISED.into()],
         is_leaving: false,
+        zone: None,
     };
     assert_eq!(welcome.members, [own]);
 }

@@ -186,6 +186,7 @@ pub(super) fn first_message(name: &str) -> PeerHello {
         epoch: 1,
         versions: (VERSION_MIN, VERSION_MAX),
         addresses: Vec::new(),
+        zone: None,
     }
 }
 
@@ -194,6 +195,7 @@ pub(super) fn address(name: &str) -> PeerAddress {
     PeerAddress {
         id: id(name),
         address: "192.0.2.1:10269".to_owned(),
+        zone: None,
     }
 }
 
@@ -262,11 +264,22 @@ impl Server {
 
     /// Begins to dial these servers.
     pub(super) fn dial(&self, servers: &[&Self]) {
-        let members = servers.iter().map(|server| PeerAddress {
-            id: server.peers.own().clone(),
-            address: server.address.to_string(),
-        });
+        let members = servers.iter().map(|server| server.listed());
         self.membership.send_replace(members.collect());
+    }
+
+    /// Replaces the list of servers.
+    pub(super) fn follow<const N: usize>(&self, members: [PeerAddress; N]) {
+        self.membership.send_replace(members.into());
+    }
+
+    /// Returns this server as a list has it.
+    pub(super) fn listed(&self) -> PeerAddress {
+        PeerAddress {
+            id: self.peers.own().clone(),
+            address: self.address.to_string(),
+            zone: None,
+        }
     }
 
     /// Begins to dial this server alone, at this address.
@@ -274,6 +287,7 @@ impl Server {
         let peer = PeerAddress {
             id: server.peers.own().clone(),
             address: address.to_string(),
+            zone: None,
         };
         self.membership.send_replace([peer].into());
     }
