@@ -125,6 +125,27 @@ pub(crate) struct Surroundings {
     pub(crate) connected: BTreeSet<NodeName>,
 }
 
+impl Surroundings {
+    /// Checks that every other server is known to have the CA with the digest `own`.
+    fn check_cas(&self, own: CaDigest) -> Result<(), RotationError> {
+        if let Some(reason) = &self.unknown {
+            return Err(RotationError::ServersUnknown(reason.clone()));
+        }
+        let named = |is_meant: &dyn Fn(&Option<CaDigest>) -> bool| {
+            let meant = self.cas.iter().filter(|(_, ca)| is_meant(ca));
+            let names: Vec<_> = meant.map(|(id, _)| id.as_str()).take(NAMED_MAX).collect();
+            (!names.is_empty()).then(|| names.join(", "))
+        };
+        if let Some(names) = named(&|ca| ca.is_none()) {
+            return Err(RotationError::UnknownStages(names));
+        }
+        match named(&|ca| *ca != Some(own)) {
+            Some(names) => Err(RotationError::OtherStages(names)),
+            None => Ok(()),
+        }
+    }
+}
+
 pub(crate) type Observe = Arc<dyn Fn() -> Surroundings + Send + Sync>;
 
 /// Rotates the CA. Calls block the thread.
@@ -268,31 +289,11 @@ impl CaRotator {
 
     /// Checks that every other server has the CA of the current stage, and that the clock is right.
     fn check_followed(&self, current: &CaMaterial) -> Result<(), RotationError> {
-        let Surroundings {
-            unknown,
-            cas,
-            clocks,
-            connected: _,
-        } = (self.observe)();
-        if let Some(difference) = clocks.into_iter().next() {
-            return Err(RotationError::Clock(difference));
+        let surroundings = (self.observe)();
+        if let Some(difference) = surroundings.clocks.first() {
+            return Err(RotationError::Clock(difference.clone()));
         }
-        if let Some(reason) = unknown {
-            return Err(RotationError::ServersUnknown(reason));
-        }
-        let own = current.digest();
-        let named = |is_meant: &dyn Fn(&Option<CaDigest>) -> bool| {
-            let meant = cas.iter().filter(|(_, ca)| is_meant(ca));
-            let names: Vec<_> = meant.map(|(id, _)| id.as_str()).take(NAMED_MAX).collect();
-            (!names.is_empty()).then(|| names.join(", "))
-        };
-        if let Some(names) = named(&|ca| ca.is_none()) {
-            return Err(RotationError::UnknownStages(names));
-        }
-        match named(&|ca| *ca != Some(own)) {
-            Some(names) => Err(RotationError::OtherStages(names)),
-            None => Ok(()),
-        }
+        surroundings.check_cas(current.digest())
     }
 
     /// Checks that the next stage refuses no agent.
@@ -397,23 +398,17 @@ impl CaRotator {
     /// Observes the other servers and this one. Returns when a server was last observed that did not
     /// follow, if that is not written yet.
     fn lagged(&self, now: SystemTime) -> Option<SystemTime> {
-        let Surroundings {
-            unknown,
-            cas,
-            clocks,
-            connected: _,
-        } = (self.observe)();
-        let own = self.ca.digest();
+        let (surroundings, own) = ((self.observe)(), self.ca.digest());
         let mut followers = self.followers.lock();
         // A server whose CA was replaced may have followed late.
         let has_changed = followers
             .own
             .replace(own)
             .is_some_and(|before| before != own);
-        let is_followed = unknown.is_none() && cas.values().all(|ca| *ca == Some(own));
+        let is_followed = surroundings.check_cas(own).is_ok();
         let is_in_progress = self.ca.roots().len() > 1;
         // A wrong clock says nothing about times.
-        if is_in_progress && (has_changed || !is_followed) && clocks.is_empty() {
+        if is_in_progress && (has_changed || !is_followed) && surroundings.clocks.is_empty() {
             followers.lagged = Some(now);
         }
         followers.lagged
