@@ -80,24 +80,22 @@ struct Topology {
     spread: (usize, usize),
 }
 
+const WITHOUT_ZONES: [Host; 3] = [
+    Host::control_plane("c1"),
+    Host::worker("w1"),
+    Host::worker("w2"),
+];
+
 const TOPOLOGIES: [Topology; 6] = [
     Topology {
         name: "one control plane, two workers, no zones",
-        hosts: &[
-            Host::control_plane("c1"),
-            Host::worker("w1"),
-            Host::worker("w2"),
-        ],
+        hosts: &WITHOUT_ZONES,
         servers: 2,
         spread: (2, 0),
     },
     Topology {
         name: "the same, three servers",
-        hosts: &[
-            Host::control_plane("c1"),
-            Host::worker("w1"),
-            Host::worker("w2"),
-        ],
+        hosts: &WITHOUT_ZONES,
         servers: 3,
         spread: (3, 0),
     },
