@@ -134,15 +134,17 @@ impl Enrollment {
     ) -> Result<(EnrolledBy, EnrollReply), EnrollRefusal> {
         let source = source(peer.ip());
         // A marked token is looked up whatever others present, who may have the same address.
-        if !self.tokens.is_marked(&request.token) {
-            self.tokens.admit(source).await?;
-        }
+        let waited = if self.tokens.is_marked(&request.token) {
+            Duration::ZERO
+        } else {
+            self.tokens.admit(source).await?
+        };
         let outcome = match Box::pin(self.forward(&request)).await {
             Some(outcome) => outcome,
             None => self.issued(request, None, exported).await,
         };
         if let Err((code, _)) = &outcome {
-            self.tokens.record(source, *code);
+            self.tokens.record(source, waited, *code);
         }
         outcome
     }

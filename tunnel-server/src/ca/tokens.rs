@@ -166,21 +166,21 @@ impl TokenStore {
         verify_slices_are_equal(mark, &mark_of(ca, token.id(), random)).is_ok()
     }
 
-    /// Waits until a source may present a token that is not marked. Cancel-safe.
+    /// Waits until a source may present a token that is not marked, and returns the wait. Cancel-safe.
     ///
     /// # Errors
     /// Returns the refusal of a source that has presented too many unknown tokens.
-    pub(crate) async fn admit(&self, source: IpAddr) -> Result<(), (EnrollCode, String)> {
+    pub(crate) async fn admit(&self, source: IpAddr) -> Result<Duration, (EnrollCode, String)> {
         let wait = self.pace.lock().admit(source, Instant::now());
         let wait = wait.ok_or_else(|| bad_token(false))?;
         tokio::time::sleep(wait).await;
-        Ok(())
+        Ok(wait)
     }
 
-    /// Counts the outcome of a token that a source presented.
-    pub(crate) fn record(&self, source: IpAddr, refused: EnrollCode) {
+    /// Counts the outcome of a token that a source presented after it `waited`.
+    pub(crate) fn record(&self, source: IpAddr, waited: Duration, refused: EnrollCode) {
         if matches!(refused, EnrollCode::BadToken | EnrollCode::RateLimited) {
-            self.pace.lock().failed(source, Instant::now());
+            self.pace.lock().failed(source, waited, Instant::now());
         }
     }
 

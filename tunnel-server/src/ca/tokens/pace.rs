@@ -39,15 +39,22 @@ impl LookupPace {
             return None;
         }
         self.all.owed += 1.0;
-        if over > 0.0 {
+        if !wait.is_zero() {
             // Those that wait are one after the other.
-            self.failed(source, now);
+            self.count(source, now);
         }
         Some(wait)
     }
 
-    /// Counts a lookup that found no token, or one with another secret.
-    pub(super) fn failed(&mut self, source: IpAddr, now: Instant) {
+    /// Counts a lookup that found no token, or one with another secret. That of a source that `waited`
+    /// was counted by [`LookupPace::admit`].
+    pub(super) fn failed(&mut self, source: IpAddr, waited: Duration, now: Instant) {
+        if waited.is_zero() {
+            self.count(source, now);
+        }
+    }
+
+    fn count(&mut self, source: IpAddr, now: Instant) {
         if self.sources.len() >= SOURCES_MAX && !self.sources.contains_key(&source) {
             let since = |swept| now.saturating_duration_since(swept);
             if self.swept.is_none_or(|swept| since(swept) >= SWEEP_PAUSE) {
@@ -103,7 +110,7 @@ mod tests {
             let now = start + Duration::from_millis(at);
             for number in 0..sources {
                 if pace.admit(source(number), now) == Some(Duration::ZERO) {
-                    pace.failed(source(number), now);
+                    pace.failed(source(number), Duration::ZERO, now);
                     looked_up += 1;
                 }
             }
@@ -124,6 +131,25 @@ mod tests {
         // Time pays.
         let later = now + Duration::from_secs(60);
         assert_eq!(pace.admit(source(0), later), Some(Duration::ZERO));
+    }
+
+    #[test]
+    fn source_that_waits_fails_once_a_second() {
+        let (mut pace, start) = (LookupPace::default(), Instant::now());
+        flood(&mut pace, 1, start, 1000);
+        let (mut now, mut looked_up) = (start + Duration::from_secs(1), 0);
+        let end = now + Duration::from_secs(60);
+        while now < end {
+            match pace.admit(source(0), now) {
+                Some(wait) => {
+                    now += wait;
+                    pace.failed(source(0), wait, now);
+                    looked_up += 1;
+                }
+                None => now += Duration::from_millis(100),
+            }
+        }
+        assert!((58..=64).contains(&looked_up), "{looked_up}");
     }
 
     #[test]
@@ -150,10 +176,11 @@ mod tests {
     fn counted_sources_are_bounded() {
         let (mut pace, start) = (LookupPace::default(), Instant::now());
         for number in (0..).take(2 * SOURCES_MAX) {
-            pace.failed(source(number), start);
+            pace.failed(source(number), Duration::ZERO, start);
         }
         assert_eq!(pace.sources.len(), SOURCES_MAX);
-        pace.failed(source(u32::MAX), start + Duration::from_secs(60));
+        let later = start + Duration::from_secs(60);
+        pace.failed(source(u32::MAX), Duration::ZERO, later);
         assert_eq!(pace.sources.len(), 1);
     }
 }
