@@ -26,6 +26,7 @@ use crate::session::{SessionContext, SessionEvent, SessionSummary};
 pub mod assignment;
 pub mod backoff;
 mod dial;
+pub mod distance;
 pub(crate) mod endpoint;
 mod happy_eyeballs;
 pub(crate) mod live;
@@ -62,7 +63,7 @@ struct Connector {
     backoff: Backoff,
     transport_policy: TransportPolicy,
     endpoints: Endpoints,
-    /// The assigned replica's own addresses, which a move dials.
+    /// The addresses that a move dials: those of the assigned replica alone, if it has any.
     move_endpoints: Endpoints,
     report: ConnectionLog,
     /// Tasks of all sessions, with their handles.
@@ -132,7 +133,7 @@ impl Connector {
             backoff: Backoff::new(),
             transport_policy: TransportPolicy::new(transport, &context.limits),
             endpoints: Endpoints::new(assignment.servers.clone()),
-            move_endpoints: Endpoints::new(assignment.own_servers().into()),
+            move_endpoints: Endpoints::new(assignment.move_servers().into()),
             assignment,
             search: ReplicaSearch::default(),
             refresh_search: ReplicaSearch::default(),
@@ -312,6 +313,7 @@ impl Connector {
                 self.handle_server_drain(move_within, now);
             }
             SessionEvent::Members(members) if is_current => self.report_members(members),
+            SessionEvent::RoundTripTime(rtt) => self.link.shared.replicas.record_rtt(id, rtt),
             SessionEvent::Suspect if is_current => self.handle_suspect(now),
             SessionEvent::Live if is_current => self.handle_recovery(),
             // An event of a retired session.

@@ -14,6 +14,7 @@
 //! | `enroll` | the first certificate: token and certificate request |
 //! | `connector` | the sessions that take new streams, one per server: dial, happy eyeballs, replacement, upgrade to QUIC |
 //! | [`assignment`] | which replicas an agent holds sessions with: pure, and public for simulators |
+//! | [`distance`] | which zones of servers are near: pure |
 //! | [`backoff`] | time of the next dial: pure, and public so that simulators dial as agents do |
 //! | [`search`] | when to dial again for a replica that no other connector holds: pure |
 //! | `session` | one session: admission, control stream, liveness, retirement, drain |
@@ -57,7 +58,7 @@ mod session;
 #[cfg(test)]
 mod testing;
 
-pub use connector::{assignment, backoff, search};
+pub use connector::{assignment, backoff, distance, search};
 #[cfg(feature = "test-util")]
 pub use metrics::example_metrics;
 #[cfg(feature = "test-util")]

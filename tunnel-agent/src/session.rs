@@ -194,6 +194,8 @@ struct ActiveSession<'a> {
     /// The cause at the last check.
     silence_cause: SilenceCause,
     suspect: Option<GaugeGuard>,
+    /// Time of the next report of the round-trip time.
+    rtt_due: Instant,
     /// The registration for streams to targets of the cloud, until another session takes the new
     /// streams. `None` if the server has no such targets.
     cloud: Option<CloudSessionGuard>,
@@ -238,6 +240,7 @@ impl<'a> ActiveSession<'a> {
             monitor: SessionMonitor::new(limits, session.transport(), session.stats(), now),
             silence_cause: SilenceCause::NoAnswer,
             suspect: None,
+            rtt_due: now + FIRST_RTT_AFTER,
             cloud,
             is_draining: false,
             is_unexpected_logged: false,
@@ -407,12 +410,13 @@ impl<'a> ActiveSession<'a> {
 
     /// Checks the session's liveness and acts on any transition except the end.
     async fn check(&mut self) -> Transition {
+        let (stats, now) = (self.session.stats(), Instant::now());
         let Observation {
             transition,
             check,
             is_log_due,
             is_receive_report_due,
-        } = self.monitor.check(self.session.stats(), Instant::now());
+        } = self.monitor.check(stats, now);
         self.silence_cause = check.cause;
         if check.probe {
             self.session.probe();
@@ -438,6 +442,14 @@ impl<'a> ActiveSession<'a> {
                 self.suspect = None;
                 self.set_live_for_cloud(true);
                 self.handle.send(SessionEvent::Live).await;
+            }
+            // A transport that has measured nothing yet reports zero.
+            Transition::Unchanged if check.state == LivenessState::Live && !stats.rtt.is_zero() => {
+                if now >= self.rtt_due {
+                    self.rtt_due = now + RTT_INTERVAL;
+                    let measured = SessionEvent::RoundTripTime(stats.rtt);
+                    self.handle.send(measured).await;
+                }
             }
             Transition::Unchanged | Transition::Dead | Transition::Finished => {}
         }
@@ -571,6 +583,11 @@ const WITHDRAW_DELAY: Duration = Duration::from_millis(500);
 /// Time in addition to one round trip in which streams may arrive that the server opened before it
 /// read the last message.
 const LATE_STREAMS: Duration = Duration::from_millis(50);
+
+/// Time until the round-trip time is reported: h2 measures with its first keep-alive.
+const FIRST_RTT_AFTER: Duration = Duration::from_secs(10);
+/// Interval at which the round-trip time is reported.
+const RTT_INTERVAL: Duration = Duration::from_secs(60);
 
 #[cfg(test)]
 mod tests;

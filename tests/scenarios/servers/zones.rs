@@ -5,6 +5,7 @@ use std::time::Duration;
 use anyhow::{Result, ensure};
 use tokio::time::Instant;
 use tunnel_agent::assignment::wanted_replicas;
+use tunnel_agent::distance::ZoneDistances;
 use tunnel_proto::wire::control::Member;
 use tunnel_tests::eventually::eventually;
 use tunnel_tests::process::{Peering, Process, Signal};
@@ -13,7 +14,8 @@ use super::{AGENTS, CONNECT, Servers, wait_for};
 
 #[tokio::test(flavor = "multi_thread")]
 async fn loss_of_a_zone_fails_no_call_to_nodes_with_a_session_in_another_one() -> Result<()> {
-    let mut servers = Servers::start_each(&["a", "a", "b"].map(|zone| vec!["--zone", zone])).await?;
+    let mut servers =
+        Servers::start_each(&["a", "a", "b"].map(|zone| vec!["--zone", zone])).await?;
     let nodes = nodes_of_the_first_two_servers(3)?;
     let mut agents = Vec::new();
     for node in &nodes {
@@ -68,7 +70,8 @@ fn nodes_of_the_first_two_servers(count: usize) -> Result<Vec<String>> {
     let mut nodes = Vec::new();
     for number in 0.. {
         let node = format!("zoned-{number}");
-        if !wanted_replicas(&node.parse()?, &members, 2).contains(&third) {
+        if !wanted_replicas(&node.parse()?, &members, &ZoneDistances::default(), 2).contains(&third)
+        {
             nodes.push(node);
         }
         if nodes.len() == count {

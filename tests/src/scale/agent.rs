@@ -13,6 +13,7 @@ use tunnel_agent::backoff::{
     ADDRESSED_INTERVAL, Backoff, MOVE_SPREAD, RESUME_SPREAD, ReconnectEvent, START_SPREAD,
     drain_wait,
 };
+use tunnel_agent::distance::ZoneDistances;
 use tunnel_agent::search::ReplicaSearch;
 use tunnel_proto::wire::code::CloseCode;
 use tunnel_proto::wire::control::Member;
@@ -314,7 +315,7 @@ impl SimAgent {
     fn reconcile(&mut self, moment: &mut Moment<'_>) {
         let (wanted, members) = {
             let members = self.known_members();
-            let wanted = wanted_replicas(&self.node, &members, self.k);
+            let wanted = wanted_replicas(&self.node, &members, &ZoneDistances::default(), self.k);
             (wanted, members.len())
         };
         let busy = self.active().filter(|one| one.replica().is_some()).count();

@@ -12,13 +12,20 @@ use tunnel_proto::wire::REPLICAS_MAX;
 use tunnel_proto::wire::control::Member;
 use tunnel_proto::wire::name::{NodeName, ReplicaId, ZoneName};
 
+use super::distance::ZoneDistances;
+
 /// Returns the replicas that the agent of `node` should hold sessions with, at most `count`, the
 /// preferred one first. Replicas that are leaving count only if all of them are.
 ///
-/// The first one has the greatest weight. Each further one has the least overlap with those before
-/// it, and of several the greatest weight: the sessions are in as many zones as there are, and
-/// without zones the weights alone decide.
-pub fn wanted_replicas(node: &NodeName, members: &[Member], count: usize) -> Vec<ReplicaId> {
+/// The sessions are in as many zones as there are, of which the nearest are preferred. Among replicas
+/// in zones that are about as far, and without zones, the weights alone decide: each replica has the
+/// least overlap with those before it, then the least distance, then the greatest weight.
+pub fn wanted_replicas(
+    node: &NodeName,
+    members: &[Member],
+    distances: &ZoneDistances,
+    count: usize,
+) -> Vec<ReplicaId> {
     let is_any_staying = members.iter().any(|member| !member.is_leaving);
     let mut ranked: Vec<_> = members
         .iter()
@@ -27,22 +34,56 @@ pub fn wanted_replicas(node: &NodeName, members: &[Member], count: usize) -> Vec
         .collect();
     ranked.sort_unstable_by(|one, other| (other.0, &other.1.id).cmp(&(one.0, &one.1.id)));
     ranked.dedup_by(|one, other| one.1.id == other.1.id);
-    let mut candidates: Vec<_> = ranked.into_iter().map(|(_, member)| (0, member)).collect();
+    let zones: Vec<_> = ranked
+        .iter()
+        .map(|(_, member)| member.zone.as_ref())
+        .collect();
+    let distances = distances.ranks(&zones).into_iter();
+    let mut candidates: Vec<_> = ranked
+        .iter()
+        .zip(distances)
+        .map(|((_, member), distance)| (0, distance, *member))
+        .collect();
     let mut wanted = Vec::new();
     while wanted.len() < count {
-        // Of several with the least overlap, the first.
+        // Of several that are equal, the first.
         let least = candidates.iter().enumerate();
-        let least = least.min_by_key(|(_, (overlap, _))| *overlap);
+        let least = least.min_by_key(|(_, (overlap, distance, _))| (*overlap, *distance));
         let Some((index, _)) = least else {
             break;
         };
-        let (_, next) = candidates.remove(index);
-        for (overlap, candidate) in &mut candidates {
+        let (_, _, next) = candidates.remove(index);
+        for (overlap, _, candidate) in &mut candidates {
             *overlap += zone_overlap(&candidate.zone, &next.zone);
         }
         wanted.push(next.id.clone());
     }
     wanted
+}
+
+/// Returns the replicas that the session at `index` of `sessions` may be replaced by, so that its zone is
+/// that of no other session. There are none if it is the first one in its zone, or if that is unknown.
+pub fn replicas_of_other_zones(
+    members: &[Member],
+    sessions: &[Option<ReplicaId>],
+    index: usize,
+) -> Vec<ReplicaId> {
+    let zone_of = |replica: &ReplicaId| {
+        let member = members.iter().find(|member| member.id == *replica);
+        member.and_then(|member| member.zone.as_ref())
+    };
+    let zones = sessions
+        .iter()
+        .map(|session| session.as_ref().and_then(zone_of));
+    let zones: Vec<_> = zones.collect();
+    let own = zones.get(index).copied().flatten();
+    let is_repeated = own.is_some() && zones.iter().take(index).any(|zone| *zone == own);
+    let is_elsewhere = |member: &&Member| {
+        let zone = member.zone.as_ref();
+        is_repeated && !member.is_leaving && zone.is_some() && !zones.contains(&zone)
+    };
+    let others = members.iter().filter(is_elsewhere);
+    others.map(|member| member.id.clone()).collect()
 }
 
 /// Returns how far one zone may be another: 0 if they differ, 2 if they are the same, and 1 if one of
@@ -143,6 +184,7 @@ pub const OTHER_ADDRESSES_MAX: usize = REPLICAS_MAX;
 #[cfg(test)]
 mod tests {
     use std::collections::HashMap;
+    use std::time::Duration;
 
     use super::*;
 
@@ -166,6 +208,11 @@ mod tests {
             }
         };
         texts.iter().map(member).collect()
+    }
+
+    /// Returns the replicas that `node` wants while no distance is known.
+    fn wanted_replicas(node: &NodeName, members: &[Member], count: usize) -> Vec<ReplicaId> {
+        super::wanted_replicas(node, members, &ZoneDistances::default(), count)
     }
 
     /// Returns the members that `node` wants, the preferred one first.
@@ -353,6 +400,51 @@ mod tests {
             *second.entry(wanted[1].id.clone()).or_default() += 1;
         }
         assert_eq!(second.len(), 4, "{second:?}");
+    }
+
+    #[test]
+    fn nearest_zones_are_preferred_and_the_load_stays_even_in_each() {
+        let all = members(&["a1@a", "a2@a", "b1@b", "b2@b", "c1@c", "c2@c"]);
+        let mut distances = ZoneDistances::default();
+        for (zone, millis) in [("a", 5), ("b", 90), ("c", 8)] {
+            distances.record(&zone.parse().unwrap(), Duration::from_millis(millis));
+        }
+        let mut sessions: HashMap<ReplicaId, usize> = HashMap::new();
+        for index in 0..2000 {
+            let wanted = super::wanted_replicas(&node(index), &all, &distances, 3);
+            assert!(wanted[2].as_str().starts_with('b'), "{wanted:?}");
+            for replica in wanted.into_iter().take(2) {
+                *sessions.entry(replica).or_default() += 1;
+            }
+        }
+        let is_even = |sessions: &usize| (900..1100).contains(sessions);
+        assert!(
+            sessions.len() == 4 && sessions.values().all(is_even),
+            "{sessions:?}"
+        );
+        // Zones come before distances.
+        let two = members(&["a1@a", "a2@a", "b1@b"]);
+        let wanted = super::wanted_replicas(&node(1), &two, &distances, 2);
+        assert_eq!(wanted[1], replica("b1"));
+    }
+
+    #[test]
+    fn later_session_in_a_zone_may_move_to_zones_without_a_session() {
+        let all = members(&["a1@a", "a2@a", "b1@b", "-b2@b", "c1@c", "u"]);
+        for (sessions, index, expected) in [
+            (&["a1", "a2"][..], 1, &["b1", "c1"][..]),
+            (&["a1", "a2"], 0, &[]),
+            (&["a1", "b1"], 1, &[]),
+            (&["a1", "b1", "a2"], 2, &["c1"]),
+            (&["u", "a1"], 1, &[]),
+            (&["u", "-"], 1, &[]),
+            (&["a1", "a2"], 2, &[]),
+        ] {
+            let ids = sessions.iter().map(|name| name.parse().ok());
+            let ids: Vec<Option<ReplicaId>> = ids.collect();
+            let found = replicas_of_other_zones(&all, &ids, index);
+            assert_eq!(found, replicas(expected), "{sessions:?} {index}");
+        }
     }
 
     #[test]

@@ -64,7 +64,7 @@ impl Connector {
             claimant: Claimant {
                 shared: self.link.shared.clone(),
                 connector_id: self.link.connector_id,
-                only: self.assignment.replica.clone().filter(|_| is_move),
+                only: is_move.then(|| self.assignment.move_targets().into()),
             },
         };
         let credentials = self.context.rotating_credentials.generation();

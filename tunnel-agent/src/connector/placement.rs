@@ -39,8 +39,8 @@ impl Connector {
                 self.endpoints.replace(servers);
             }
         }
-        if !self.move_endpoints.is_of(assignment.own_servers()) {
-            self.move_endpoints = Endpoints::new(assignment.own_servers().into());
+        if !self.move_endpoints.is_of(assignment.move_servers()) {
+            self.move_endpoints = Endpoints::new(assignment.move_servers().into());
         }
         self.assignment = assignment;
         // A session that is lost again and again does not shorten the search of another connector.
@@ -130,14 +130,15 @@ impl Connector {
             .is_none_or(|current| current.needs_replacement())
     }
 
-    /// Schedules the dial of the assigned replica if the current session is with another one. The
+    /// Schedules the dial of the replicas to move to if the current session is with none of them. The
     /// set assigns only replicas that no other connector holds.
     pub(super) fn plan_move(&mut self, now: Instant) {
-        let replica = &self.assignment.replica;
+        let targets = self.assignment.move_targets();
         let is_elsewhere = self.current.as_ref().is_some_and(|current| {
-            !current.needs_replacement() && replica.is_some() && current.replica != *replica
+            let is_current = |target| current.replica.as_ref() == Some(target);
+            !current.needs_replacement() && !targets.is_empty() && !targets.iter().any(is_current)
         });
-        if !is_elsewhere || !self.assignment.is_addressed() {
+        if !is_elsewhere {
             self.move_at = None;
         } else if self.move_at.is_none() && !self.search.is_over() && !self.is_moving() {
             self.move_at = Some(now + MOVE_SPREAD.mul_f64(rand::random()));

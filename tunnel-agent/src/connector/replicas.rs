@@ -3,6 +3,7 @@
 use std::collections::HashMap;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
+use std::time::Duration;
 
 use parking_lot::Mutex;
 use tokio::sync::Notify;
@@ -10,6 +11,8 @@ use tokio::task::Id;
 use tunnel_proto::wire::REPLICAS_MAX;
 use tunnel_proto::wire::control::Member;
 use tunnel_proto::wire::name::{ReplicaId, ZoneName};
+
+use super::distance::ZoneDistances;
 
 /// The number of a connector in its set.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord)]
@@ -23,6 +26,7 @@ pub(super) struct ConnectorId(pub(super) u64);
 pub(super) struct ReplicaTable {
     claims: Mutex<HashMap<Id, Claim>>,
     reported: Mutex<ReportedMembers>,
+    distances: Mutex<ZoneDistances>,
     losses: AtomicU64,
     /// Wakes the set, which assigns replicas again.
     changed: Notify,
@@ -193,6 +197,20 @@ impl ReplicaTable {
         reported.generation += 1;
         drop(reported);
         self.changed.notify_one();
+    }
+
+    /// Records the round-trip time of the session of a session task.
+    pub(super) fn record_rtt(&self, id: Id, rtt: Duration) {
+        let zone = self.zone_of(id);
+        let is_changed = zone.is_some_and(|zone| self.distances.lock().record(&zone, rtt));
+        if is_changed {
+            self.changed.notify_one();
+        }
+    }
+
+    /// Returns the distances of the zones.
+    pub(super) fn distances(&self) -> ZoneDistances {
+        self.distances.lock().clone()
     }
 
     /// Returns a number that changes with the reported members.

@@ -59,8 +59,8 @@ pub(super) struct SessionTask {
 pub(super) struct Claimant {
     pub(super) shared: Arc<Shared>,
     pub(super) connector_id: ConnectorId,
-    /// The only acceptable replica with a name, if this is a move to it.
-    pub(super) only: Option<ReplicaId>,
+    /// The only acceptable replicas with a name, if this is a move to one of them.
+    pub(super) only: Option<Arc<[ReplicaId]>>,
 }
 
 impl Claimant {
@@ -68,7 +68,9 @@ impl Claimant {
     /// one is required.
     fn claim(&self, replica: Option<&ReplicaId>) -> bool {
         let only = self.only.as_ref();
-        let is_acceptable = only.is_none() || replica.is_none() || only == replica;
+        let is_acceptable = only
+            .zip(replica)
+            .is_none_or(|(only, replica)| only.contains(replica));
         is_acceptable
             && self
                 .shared
@@ -302,7 +304,7 @@ pub(super) enum DialPurpose {
     Upgrade,
     /// The session uses older credentials.
     Refresh,
-    /// The session is with another replica than the assigned one.
+    /// The session is with another replica than the assigned one, or in the zone of another session.
     Move,
 }
 

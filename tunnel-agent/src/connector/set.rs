@@ -18,7 +18,8 @@ use tunnel_proto::wire::name::ReplicaId;
 
 use super::Connector;
 use super::assignment::{
-    OTHER_ADDRESSES_MAX, assign_replicas, other_addresses, own_addresses, wanted_replicas,
+    OTHER_ADDRESSES_MAX, assign_replicas, other_addresses, own_addresses, replicas_of_other_zones,
+    wanted_replicas,
 };
 use super::backoff::START_SPREAD;
 use super::live::LiveSessions;
@@ -34,7 +35,8 @@ use crate::session::SessionContext;
 ///
 /// Sessions are sticky. A connector keeps the replica that it reached first, also if another one is
 /// preferred, until a preferred replica is free and has an address of its own. No connector leaves
-/// a replica for one that another connector holds, and none moves behind a load balancer.
+/// a replica for one that another connector holds. Behind a load balancer a connector moves only to
+/// another zone, if another connector has a session in its own.
 pub(crate) struct ConnectorSet {
     dialers: Arc<Dialers>,
     transport: TransportChoice,
@@ -125,7 +127,8 @@ impl ConnectorSet {
     fn reconcile(&mut self) {
         let generation = self.shared.replicas.members_generation();
         let members = self.members();
-        let wanted = wanted_replicas(&self.context.node, &members, self.replicas);
+        let distances = self.shared.replicas.distances();
+        let wanted = wanted_replicas(&self.context.node, &members, &distances, self.replicas);
         let sessions = self.shared.replicas.by_connector();
         let busy = self
             .connectors
@@ -147,14 +150,18 @@ impl ConnectorSet {
         // A server that was always alone is dialed at its configured address.
         self.has_several |= members.len() > 1;
         let others = if self.has_several { members.len() } else { 0 };
-        let ranked = wanted_replicas(&self.context.node, &members, others);
-        for ((connector_id, connector), replica) in self.connectors.iter().zip(assigned) {
+        let ranked = wanted_replicas(&self.context.node, &members, &distances, others);
+        for (index, replica) in assigned.into_iter().enumerate() {
+            let Some((connector_id, connector)) = self.connectors.iter().nth(index) else {
+                continue;
+            };
             let is_free = |id: &ReplicaId| {
                 let mut others = sessions.iter().filter(|(other, _)| *other != connector_id);
                 !others.any(|(_, held)| held.as_ref() == Some(id))
             };
             let free: Vec<_> = ranked.iter().filter(|id| is_free(id)).cloned().collect();
-            let next = self.assignment(&members, replica, &free, generation);
+            let mut next = self.assignment(&members, replica, &free, generation);
+            next.other_zones = replicas_of_other_zones(&members, &current, index).into();
             connector.assignment.send_if_modified(|assignment| {
                 let is_new = *assignment != next;
                 *assignment = next;
@@ -252,6 +259,7 @@ impl ConnectorSet {
             replica,
             servers: servers.into(),
             own_servers,
+            other_zones: Arc::default(),
             members: members.len(),
             members_generation,
             losses: self.shared.replicas.losses(),

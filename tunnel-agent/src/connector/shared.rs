@@ -36,6 +36,9 @@ pub(super) struct Assignment {
     pub(super) servers: Arc<[ServerAddress]>,
     /// Number of the first servers that are addresses of `replica` alone.
     pub(super) own_servers: usize,
+    /// Replicas of zones in which no connector has a session, if this connector's session is not the
+    /// only one in its zone. Without an address of `replica`, a move to any of them will do.
+    pub(super) other_zones: Arc<[ReplicaId]>,
     /// Number of known replicas, which bounds the search for a free one.
     pub(super) members: usize,
     /// Changes with the reported members.
@@ -48,6 +51,23 @@ impl Assignment {
     /// Returns the addresses that lead to `replica` alone.
     pub(super) fn own_servers(&self) -> &[ServerAddress] {
         self.servers.get(..self.own_servers).unwrap_or_default()
+    }
+
+    /// Returns the replicas to which the connector moves if its session is with none of them.
+    pub(super) fn move_targets(&self) -> &[ReplicaId] {
+        match &self.replica {
+            Some(replica) if self.is_addressed() => std::slice::from_ref(replica),
+            Some(_) | None => &self.other_zones,
+        }
+    }
+
+    /// Returns the servers that a move dials. A load balancer selects one of all replicas.
+    pub(super) fn move_servers(&self) -> &[ServerAddress] {
+        if self.is_addressed() {
+            self.own_servers()
+        } else {
+            &self.servers
+        }
     }
 
     /// Returns whether `replica` has an address of its own.

@@ -64,6 +64,8 @@ pub(crate) enum SessionEvent {
     },
     /// The servers of the installation have changed.
     Members(Vec<Member>),
+    /// The transport has measured the path. Sent once a minute while the session is live.
+    RoundTripTime(Duration),
 }
 
 impl SessionHandle {

@@ -16,6 +16,7 @@ use tokio::task::JoinSet;
 use tokio::time::{Instant, sleep, timeout};
 use tunnel_agent::assignment::wanted_replicas;
 use tunnel_agent::backoff::{Backoff, ReconnectEvent};
+use tunnel_agent::distance::ZoneDistances;
 use tunnel_proto::egress::{SocketPeer, TargetSocket, relay_socket};
 use tunnel_proto::process::host::raise_descriptor_limit;
 use tunnel_proto::session::control;
@@ -125,7 +126,7 @@ impl Agents {
                 zone: None,
             });
         }
-        let wanted = wanted_replicas(node, &members, members.len());
+        let wanted = wanted_replicas(node, &members, &ZoneDistances::default(), members.len());
         let numbers = wanted
             .iter()
             .filter_map(|replica| members.iter().position(|member| member.id == *replica));

@@ -5,6 +5,7 @@ use tunnel_proto::wire::control::{Member, Welcome};
 
 use super::*;
 use crate::connector::assignment::wanted_replicas;
+use crate::connector::distance::ZoneDistances;
 use crate::testing::credentials;
 use crate::testing::net::welcome;
 
@@ -222,6 +223,93 @@ async fn load_balancer_that_always_chooses_one_replica_is_left_alone_until_the_m
     env.until_connected(2).await;
 }
 
+/// Three servers behind one address, two of them in one zone.
+#[tokio::test(start_paused = true)]
+async fn load_balancer_is_dialed_until_the_sessions_are_in_two_zones() {
+    let mut three = members(BEHIND_ONE);
+    three.push(member("server-3", "192.0.2.1:10262"));
+    for (member, zone) in three.iter_mut().zip(["a", "a", "b"]) {
+        member.zone = Some(zone.parse().unwrap());
+    }
+    let mut env = TestEnv::start(AUTO);
+    let mut sessions = Vec::new();
+    for id in ["server-1", "server-2"] {
+        let connection = env.net.arrival().await;
+        sessions.push(admit_as(connection, id, three.clone()).await);
+    }
+    env.until_connected(2).await;
+    // Both sessions serve while the load balancer selects a server of their zone.
+    for id in ["server-1", "server-2", "server-2"] {
+        let connection = env.net.arrival().await;
+        expect_bye(&mut admit_as(connection, id, three.clone()).await).await;
+    }
+    let connection = env.net.arrival().await;
+    let _third = admit_as(connection, "server-3", three.clone()).await;
+    expect_retirement(&mut sessions[1]).await;
+    env.until_connected(2).await;
+    env.expect_quiet().await;
+    // While the zone of the third server is not known, it is not another one.
+    three[2].zone = None;
+    sessions[0].send_members(three).await;
+    env.expect_quiet().await;
+}
+
+#[tokio::test(start_paused = true)]
+async fn load_balancer_that_selects_one_zone_is_left_alone_after_a_while() {
+    let mut three = members(BEHIND_ONE);
+    three.push(member("server-3", "192.0.2.1:10262"));
+    for (member, zone) in three.iter_mut().zip(["a", "a", "b"]) {
+        member.zone = Some(zone.parse().unwrap());
+    }
+    let mut env = TestEnv::start(AUTO);
+    let mut sessions = Vec::new();
+    for id in ["server-1", "server-2"] {
+        let connection = env.net.arrival().await;
+        sessions.push(admit_as(connection, id, three.clone()).await);
+    }
+    for _ in 0..10 {
+        let connection = env.net.arrival().await;
+        expect_bye(&mut admit_as(connection, "server-1", three.clone()).await).await;
+    }
+    env.until_connected(2).await;
+    env.expect_quiet().await;
+}
+
+/// The agent wants one session, and first reaches the server that it prefers by weight.
+#[tokio::test(start_paused = true)]
+async fn agent_of_a_far_zone_tries_another_one_and_stays_where_it_is_near() {
+    let mut both = members(TWO);
+    for (member, zone) in both.iter_mut().zip(["a", "b"]) {
+        member.zone = Some(zone.parse().unwrap());
+    }
+    let node = "worker-1".parse().unwrap();
+    let preferred = wanted_replicas(&node, &both, &ZoneDistances::default(), 1);
+    let is_preferred = |server: &&(&str, &str)| server.0 == preferred[0].as_str();
+    let far = *TWO.iter().find(is_preferred).unwrap();
+    let near = *TWO.iter().find(|server| !is_preferred(server)).unwrap();
+    let mut env = TestEnv::with_replicas(1, AUTO, &[far.1], None);
+    let connection = env.net.arrival().await;
+    connection.agent.script().rtt = Duration::from_millis(120);
+    let mut first = admit_as(connection, far.0, both.clone()).await;
+    let connection = env.net.arrival().await;
+    assert_eq!(connection.name, near.1);
+    connection.agent.script().rtt = Duration::from_millis(20);
+    let second = admit_as(connection, near.0, both.clone()).await;
+    expect_retirement(&mut first).await;
+    env.until_connected(1).await;
+    env.expect_quiet().await;
+    // A queue that is full for three minutes is not a distance, and a path that stays long is.
+    second.connection.agent.script().rtt = Duration::from_millis(400);
+    env.net.quic.dials();
+    env.advance(180).await;
+    assert_eq!(env.net.quic.dials(), []);
+    second.connection.agent.script().rtt = Duration::from_millis(20);
+    env.expect_quiet().await;
+    second.connection.agent.script().rtt = Duration::from_millis(400);
+    let connection = env.net.arrival().await;
+    assert_eq!(connection.name, far.1);
+}
+
 #[tokio::test(start_paused = true)]
 async fn loss_of_a_session_starts_another_search() {
     let mut env = TestEnv::start(AUTO);
@@ -295,7 +383,7 @@ async fn agent_stays_ready_while_one_of_its_sessions_is_lost() {
 #[tokio::test(start_paused = true)]
 async fn server_that_another_one_reported_is_dialed_when_the_configured_one_has_gone() {
     let node = "worker-1".parse().unwrap();
-    let preferred = wanted_replicas(&node, &members(TWO), 1);
+    let preferred = wanted_replicas(&node, &members(TWO), &ZoneDistances::default(), 1);
     let is_preferred = |server: &(&str, &str)| server.0 == preferred[0].as_str();
     let configured = *TWO.iter().find(|server| is_preferred(server)).unwrap();
     let other = *TWO.iter().find(|server| !is_preferred(server)).unwrap();
@@ -326,7 +414,7 @@ async fn server_that_another_one_reported_is_dialed_when_the_configured_one_has_
 async fn move_tries_each_address_of_the_preferred_server() {
     let node = "worker-1".parse().unwrap();
     let mut both = members(TWO);
-    let preferred = wanted_replicas(&node, &both, 1);
+    let preferred = wanted_replicas(&node, &both, &ZoneDistances::default(), 1);
     let preferred = preferred[0].as_str();
     let current = *TWO.iter().find(|(id, _)| *id != preferred).unwrap();
     let own = ["192.0.2.8:1", "192.0.2.8:2", "192.0.2.8:3"];

@@ -252,7 +252,7 @@ pub(super) const D16: Explanation = Explanation {
 };
 pub(super) const D17: Explanation = Explanation {
     id: "D17",
-    checks: "the connections to the other servers of the installation",
+    checks: "the connections to the other servers of the installation, and their zones",
     consequence: "nodes whose agents are connected to the other server only cannot be reached here",
     fix: "Between all servers, allow TCP 10269. Outside a cluster, check --peer and the shared CA.",
     link: "docs/how-to/servers.md",

@@ -97,13 +97,24 @@ async fn zone_that_an_operator_wrote_is_preferred_to_the_listed_one() {
     let [one, two] = ["one", "two"].map(str::to_owned);
     let written = Some("written".to_owned());
     assert_eq!(zones(), [None]);
-    a.follow([listed(&a, Some("one")), listed(&b, Some("one")), listed(&c, None)]);
+    a.follow([
+        listed(&a, Some("one")),
+        listed(&b, Some("one")),
+        listed(&c, None),
+    ]);
     let expected = [Some(one.clone()), written.clone(), None];
     eventually("the zones", || zones() == expected).await;
     assert_eq!(a.peers.zone_of(&id("b")), Some(zone("written")));
-    assert_eq!((a.peers.zone_of(&id("c")), a.peers.zone_of(&id("d"))), (None, None));
+    assert_eq!(
+        (a.peers.zone_of(&id("c")), a.peers.zone_of(&id("d"))),
+        (None, None)
+    );
     // A change of the list needs no other connection.
-    a.follow([listed(&a, None), listed(&b, Some("two")), listed(&c, Some("two"))]);
+    a.follow([
+        listed(&a, None),
+        listed(&b, Some("two")),
+        listed(&c, Some("two")),
+    ]);
     let expected = [None, written, Some(two)];
     eventually("the other zones", || zones() == expected).await;
 }
