@@ -90,6 +90,7 @@ impl KnownNodes {
         let store = dir.store(OnDamage::Stop)?;
         let mut nodes = NodeMap::new();
         let loaded = store.load(Table::Nodes, "")?;
+        store.skip_later(Table::Nodes, &loaded.later);
         store.set_aside(Table::Nodes, loaded.damaged);
         for (name, node) in loaded.values {
             // The names were names when they were written.

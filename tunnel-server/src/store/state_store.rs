@@ -9,9 +9,11 @@
 //! What an operator decided (orders, tokens) is written at once, apart from what the server observed,
 //! which is written in batches.
 
+use std::any::Any;
 use std::collections::{BTreeMap, BTreeSet, VecDeque};
 use std::fmt;
 use std::io;
+use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::path::{Path, PathBuf};
 use std::sync::mpsc::{RecvTimeoutError, SyncSender, sync_channel};
 use std::sync::{Arc, Weak};
@@ -39,7 +41,7 @@ pub(crate) use row_set::{RowSet, follow};
 #[cfg(feature = "test-util")]
 pub(crate) use rows::check_value;
 use rows::{Class, Content, Target};
-pub(crate) use rows::{DamagedValue, Loaded, RowChange, Table, json_text};
+pub(crate) use rows::{Loaded, RowChange, Table, UnreadableValue, json_text};
 
 /// The store of a data directory. Clones refer to the same store, which is closed with the last one.
 #[derive(Clone)]
@@ -92,6 +94,8 @@ struct State {
     later: BTreeSet<Target>,
     /// What was found when rows were loaded, for operators.
     findings: Vec<String>,
+    /// Why the file cannot be used, while nothing has to be written.
+    problem: Option<String>,
     readiness: Option<Readiness>,
     is_closing: bool,
     is_closed: bool,
@@ -249,8 +253,7 @@ impl StateStore {
         problem.map(str::to_owned)
     }
 
-    /// Loads the rows of a table whose keys begin with `prefix`, by the rest of their keys. Values of
-    /// later versions are skipped, stay on the disk, and are a condition.
+    /// Loads the rows of a table whose keys begin with `prefix`, by the rest of their keys.
     ///
     /// # Errors
     /// Returns an error with the path if the file cannot be read.
@@ -259,24 +262,30 @@ impl StateStore {
         table: Table,
         prefix: &str,
     ) -> io::Result<Loaded<T>> {
-        let loaded = Loaded::of(self.rows(table)?, prefix);
-        if !loaded.later.is_empty() {
-            let mut state = self.0.shared.state.lock();
-            let later = loaded.later.iter();
-            let later = later.map(|key| Target::Row(table, key.as_str().into()));
-            state.later.extend(later);
-            let finding = format!(
-                "{}: a later version wrote values that this one cannot read, and that stay as they are: {}",
-                self.0.name,
-                listed(table, &loaded.later)
-            );
-            state.find(finding);
+        Ok(Loaded::of(self.rows(table)?, prefix))
+    }
+
+    /// Reports values of later versions, which are skipped and stay on the disk.
+    pub(crate) fn skip_later(&self, table: Table, later: &[UnreadableValue]) {
+        if later.is_empty() {
+            return;
         }
-        Ok(loaded)
+        let mut state = self.0.shared.state.lock();
+        let targets = later.iter();
+        let targets = targets.map(|value| Target::Row(table, value.key.as_str().into()));
+        state.later.extend(targets);
+        let keys = later.iter().map(|value| value.key.as_str());
+        let finding = format!(
+            "{}: a later version wrote values that this one cannot read, and that stay as they are: {} {}",
+            self.0.name,
+            table.name(),
+            listed(keys)
+        );
+        state.find(finding);
     }
 
     /// Loads rows like [`StateStore::load`]. What cannot be read is set aside, is a condition, and is
-    /// observed again.
+    /// observed again. Values of later versions are skipped.
     pub(crate) fn load_observed<T: DeserializeOwned>(
         &self,
         table: Table,
@@ -284,6 +293,7 @@ impl StateStore {
     ) -> BTreeMap<String, T> {
         match self.load(table, prefix) {
             Ok(loaded) => {
+                self.skip_later(table, &loaded.later);
                 self.set_aside(table, loaded.damaged);
                 loaded.values
             }
@@ -297,7 +307,7 @@ impl StateStore {
 
     /// Moves values that cannot be read to the table of damaged ones. They stay while their copies
     /// cannot be saved.
-    pub(crate) fn set_aside(&self, table: Table, damaged: Vec<DamagedValue>) {
+    pub(crate) fn set_aside(&self, table: Table, damaged: Vec<UnreadableValue>) {
         let (Some(first), count) = (damaged.first(), damaged.len()) else {
             return;
         };
@@ -309,16 +319,22 @@ impl StateStore {
             table.name()
         );
         self.0.shared.state.lock().find(finding);
-        let aside = damaged.iter().map(|value| {
-            let key = format!("{}/{}", table.name(), value.key);
-            RowChange::upsert(&key, &String::from_utf8_lossy(&value.content))
-        });
-        self.change(Table::Damaged, aside.collect());
+        self.copy_aside(table, &damaged);
         if self.flush(Table::Damaged).is_err() {
             return;
         }
         let removed = damaged.iter().map(|value| RowChange::remove(&value.key));
         self.change(table, removed.collect());
+    }
+
+    /// Copies values that cannot be read to the table of damaged ones. Does not wait for the disk.
+    /// Vital rows that replace the values later are written after the copies, or with them.
+    pub(crate) fn copy_aside(&self, table: Table, values: &[UnreadableValue]) {
+        let copies = values.iter().map(|value| {
+            let key = format!("{}/{}", table.name(), value.key);
+            RowChange::upsert(&key, &String::from_utf8_lossy(&value.content))
+        });
+        self.change(Table::Damaged, copies.collect());
     }
 
     /// Returns the rows of a table as they are in the file, with the changes that are not there yet.
@@ -333,7 +349,10 @@ impl StateStore {
             self.0.shared.requested.notify_one();
         }
         let rows = block_current_thread(|| rows.recv_timeout(OPEN_TIMEOUT));
-        let rows = rows.map_err(|_timeout_or_end| self.error(NO_ANSWER))?;
+        let rows = rows.map_err(|error| match error {
+            RecvTimeoutError::Timeout => self.error(NO_ANSWER),
+            RecvTimeoutError::Disconnected => self.error("the database failed"),
+        })?;
         rows.map_err(|problem| self.error(&problem))
     }
 
@@ -343,7 +362,7 @@ impl StateStore {
     }
 
     /// Returns the error for a value without which the server does not start.
-    pub(crate) fn damaged(&self, table: Table, value: &DamagedValue) -> io::Error {
+    pub(crate) fn damaged(&self, table: Table, value: &UnreadableValue) -> io::Error {
         let problem = format!(
             "{} of {} is damaged: {}; {REPAIR}",
             value.key,
@@ -398,6 +417,7 @@ impl Default for State {
             loads: VecDeque::new(),
             later: BTreeSet::new(),
             findings: Vec::new(),
+            problem: None,
             readiness: None,
             is_closing: false,
             is_closed: false,
@@ -411,6 +431,9 @@ impl State {
     }
 
     fn find(&mut self, finding: String) {
+        if self.findings.contains(&finding) {
+            return;
+        }
         warn!(condition = CONDITION, "{finding}");
         self.findings.push(finding);
         self.report();
@@ -427,8 +450,14 @@ impl State {
                 "{problem}; {count} changes are in memory only, and the server tries again"
             ))
         });
-        let lines = unsaved.chain(self.findings.iter().cloned());
-        readiness.set_conditions(CONDITION, lines.collect());
+        let mut lines: Vec<_> = unsaved.collect();
+        if let (true, Some(problem)) = (lines.is_empty(), &self.problem) {
+            lines.push(format!(
+                "{problem}; the server runs from memory, and tries again"
+            ));
+        }
+        lines.extend(self.findings.iter().cloned());
+        readiness.set_conditions(CONDITION, lines);
     }
 }
 
@@ -488,12 +517,11 @@ impl<M: Medium> Owner<M> {
         let _accessing = self.activity.begin();
         let deadline = Instant::now() + IN_USE_TIMEOUT;
         loop {
-            match Db::open(&mut self.medium) {
+            match self.open_once() {
                 Ok(db) => {
-                    if let Some(problem) = &db.read_only {
-                        warn!(path = self.name, error = problem, "serving from memory");
-                    }
+                    let problem = db.read_only.clone();
                     self.db = Some(db);
+                    self.set_problem(problem.as_deref());
                     return Ok(());
                 }
                 Err(DbError::InUse) if Instant::now() < deadline => {
@@ -519,39 +547,119 @@ impl<M: Medium> Owner<M> {
         }
     }
 
+    /// Opens the database. One that panics is damaged.
+    fn open_once(&mut self) -> Result<Db, DbError> {
+        let opened = catch_unwind(AssertUnwindSafe(|| Db::open(&mut self.medium)));
+        opened.unwrap_or_else(|panic| Err(DbError::Damaged(panic_text(&*panic))))
+    }
+
     fn run(mut self) {
         loop {
             let work = self.shared.next();
             let _accessing = self.activity.begin();
-            match work {
-                Work::Load(LoadRequest { table, done }) => {
-                    let rows = self.rows(table).map_err(|error| error.to_string());
-                    let _nobody_waits_any_more = done.try_send(rows);
-                }
-                Work::Write(class) => self.write(class),
-                Work::Check => {
-                    if self.carry_over().is_err() {
-                        // The next write reports it.
-                        self.db = None;
-                    }
-                }
-                Work::Close => {
-                    self.db = None;
-                    self.shared.state.lock().is_closed = true;
-                    self.shared.progressed.notify_all();
-                    return;
-                }
+            let is_last = matches!(work, Work::Close);
+            // A bug in the database must not end the thread.
+            let worked = catch_unwind(AssertUnwindSafe(|| self.work(work)));
+            if let Err(panic) = worked {
+                self.recover(&panic_text(&*panic));
+            }
+            if is_last {
+                self.shared.state.lock().is_closed = true;
+                self.shared.progressed.notify_all();
+                return;
+            }
+        }
+    }
+
+    fn work(&mut self, work: Work) {
+        match work {
+            Work::Load(LoadRequest { table, done }) => {
+                let rows = self.rows(table).map_err(|error| {
+                    self.discard();
+                    error.to_string()
+                });
+                let _nobody_waits_any_more = done.try_send(rows);
+            }
+            Work::Write(class) => self.write(class),
+            Work::Check => self.check(),
+            Work::Close => self.db = None,
+        }
+    }
+
+    /// Closes the database after a panic, so that it is opened again. What is pending stays pending.
+    fn recover(&mut self, panic: &str) {
+        let db = self.db.take();
+        let _closed_or_not = catch_unwind(AssertUnwindSafe(|| drop(db)));
+        self.set_problem(Some(panic));
+        let mut state = self.shared.state.lock();
+        let problem = state.problem.clone().unwrap_or_default();
+        for class in [Class::Vital, Class::Observed] {
+            let pending = &mut state.pending[class as usize];
+            if pending.count() > 0 {
+                let batch = pending.batch();
+                pending.failed(&batch, problem.clone(), Instant::now());
+            }
+        }
+        state.report();
+        self.shared.progressed.notify_all();
+    }
+
+    /// Closes a database that failed, since it does not recover. A copy in memory stays.
+    fn discard(&mut self) {
+        self.db = self.db.take().filter(|db| db.read_only.is_some());
+    }
+
+    /// Reports why the file cannot be used, if so.
+    fn set_problem(&self, problem: Option<&str>) {
+        let problem = problem.map(|problem| with_name(&self.name, problem));
+        let mut state = self.shared.state.lock();
+        if state.problem == problem {
+            return;
+        }
+        match &problem {
+            Some(problem) => {
+                warn!(
+                    condition = CONDITION,
+                    error = problem,
+                    "cannot use the file; the server runs from memory and tries again"
+                );
+            }
+            None => info!(path = self.name, "the file can be used again"),
+        }
+        state.problem = problem;
+        state.report();
+    }
+
+    /// Looks whether the file is still there and can be written, and makes up for what failed.
+    fn check(&mut self) {
+        let checked = self.carry_over().and_then(|()| {
+            let is_written = |db: &Db| db.read_only.is_none();
+            if self.carried.is_empty() && self.db.as_ref().is_some_and(is_written) {
+                return Ok(());
+            }
+            self.writable().map(|_| ())
+        });
+        match checked {
+            Ok(()) => self.set_problem(None),
+            Err(error) => {
+                self.discard();
+                self.set_problem(Some(&error.to_string()));
             }
         }
     }
 
     fn rows(&mut self, table: Table) -> Result<Rows, DbError> {
-        let db = match self.db.take() {
-            Some(db) => db,
-            None => Db::open(&mut self.medium)?,
+        let carrying = self.carry_over();
+        let mut rows: BTreeMap<_, _> = if self.carried.is_empty() {
+            carrying?;
+            let db = match self.db.take() {
+                Some(db) => db,
+                None => Db::open(&mut self.medium)?,
+            };
+            self.db.insert(db).rows(table)?.into_iter().collect()
+        } else {
+            self.carried.rows(table).collect()
         };
-        let rows = self.db.insert(db).rows(table)?;
-        let mut rows: BTreeMap<_, _> = rows.into_iter().collect();
         let state = self.shared.state.lock();
         for (target, content) in state.pending[table.class() as usize].changes() {
             match (target, content) {
@@ -573,11 +681,13 @@ impl<M: Medium> Owner<M> {
         let written = match class {
             Class::Files => write_files(&batch),
             Class::Vital | Class::Observed => self.write_rows(&batch).map_err(|error| {
-                // A database does not recover from an error.
-                self.db = None;
+                self.discard();
                 with_name(&self.name, &error.to_string())
             }),
         };
+        if class != Class::Files && written.is_ok() {
+            self.set_problem(None);
+        }
         let mut state = self.shared.state.lock();
         let pending = &mut state.pending[class as usize];
         let now = Instant::now();
@@ -609,19 +719,22 @@ impl<M: Medium> Owner<M> {
         self.compact_if_large()
     }
 
-    /// Returns the database, opened again after an error.
+    /// Returns the database, opened again after an error, with all that a removed file had.
     fn writable(&mut self) -> Result<&mut Db, DbError> {
-        let open = self.db.take().filter(|db| db.read_only.is_none());
-        let db = match open {
-            Some(db) => db,
-            None => {
-                let db = Db::open_writable(&mut self.medium)?;
-                db.write(&self.carried)?;
-                self.carried = Batch::default();
-                db
+        let db = match self.db.take() {
+            Some(db) if db.read_only.is_none() => db,
+            copy => {
+                // The copy stays if the file cannot be opened.
+                self.db = copy;
+                Db::open_writable(&mut self.medium)?
             }
         };
-        Ok(self.db.insert(db))
+        let db = self.db.insert(db);
+        if !self.carried.is_empty() {
+            db.write(&self.carried)?;
+            self.carried = Batch::default();
+        }
+        Ok(db)
     }
 
     /// Creates the file again if somebody removed it, with all that it had.
@@ -629,16 +742,35 @@ impl<M: Medium> Owner<M> {
         if !self.medium.is_replaced() {
             return Ok(());
         }
-        let Some(removed) = self.db.take().filter(|db| db.read_only.is_none()) else {
-            return Ok(());
-        };
-        warn!(
-            path = self.name,
-            "the file was removed or replaced while the server runs; writing it again"
-        );
-        self.carried = removed.all()?;
-        drop(removed);
+        // What is carried already is all that there was: it is written before anything else.
+        if self.carried.is_empty() {
+            warn!(
+                path = self.name,
+                "the file was removed or replaced while the server runs; writing it again"
+            );
+            match self.removed_rows() {
+                Ok(rows) => self.carried = rows,
+                Err(DbError::Damaged(problem)) => {
+                    let finding = format!(
+                        "{}: a damaged file was removed or replaced while the server runs, and what it had is lost: {problem}",
+                        self.name
+                    );
+                    self.shared.state.lock().find(finding);
+                }
+                Err(error) => return Err(error),
+            }
+        }
+        self.db = None;
         self.writable().map(|_| ())
+    }
+
+    /// Returns all rows of the file that was removed. After an error its database is closed, but not
+    /// the file.
+    fn removed_rows(&self) -> Result<Batch, DbError> {
+        match self.db.as_ref().map(Db::all) {
+            Some(Ok(rows)) => Ok(rows),
+            Some(Err(_)) | None => Db::copy(&self.medium.read_opened()?, String::new())?.all(),
+        }
     }
 
     fn compact_if_large(&mut self) -> Result<(), DbError> {
@@ -670,6 +802,13 @@ fn write_files(batch: &Batch) -> Result<(), String> {
     written
 }
 
+/// Returns the text of a panic.
+fn panic_text(panic: &(dyn Any + Send)) -> String {
+    let text = panic.downcast_ref::<String>().map(String::as_str);
+    let text = text.or_else(|| panic.downcast_ref::<&str>().copied());
+    format!("the database panicked: {}", text.unwrap_or("no message"))
+}
+
 /// Returns a problem with the name of the file, which some have.
 fn with_name(name: &str, problem: &str) -> String {
     if problem.starts_with(name) {
@@ -684,13 +823,13 @@ fn with_name(name: &str, problem: &str) -> String {
 }
 
 /// Returns the first keys of a list, and the number of the others.
-fn listed(table: Table, keys: &[String]) -> String {
-    let shown: Vec<_> = keys.iter().take(SHOWN_MAX).map(String::as_str).collect();
-    let more = match keys.len() - shown.len() {
+pub(crate) fn listed<'a>(mut keys: impl Iterator<Item = &'a str>) -> String {
+    let shown: Vec<_> = keys.by_ref().take(SHOWN_MAX).collect();
+    let more = match keys.count() {
         0 => String::new(),
         more => format!(", and {more} more"),
     };
-    format!("{} {}{more}", table.name(), shown.join(", "))
+    format!("{}{more}", shown.join(", "))
 }
 
 /// Name of the condition in `/readyz?verbose`.

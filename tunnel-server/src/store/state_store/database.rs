@@ -1,8 +1,8 @@
 //! The file of the store, and its database.
 
 use std::fs::{self, File};
-use std::io::{self, Read as _};
-use std::os::unix::fs::MetadataExt;
+use std::io;
+use std::os::unix::fs::{FileExt as _, MetadataExt};
 use std::path::{Path, PathBuf};
 
 use redb::backends::{FileBackend, InMemoryBackend};
@@ -24,23 +24,52 @@ pub(super) trait Medium: Send + 'static {
     fn open(&mut self) -> Result<Self::Backend, DbError>;
 
     /// Reads all bytes. There are none if there is no file.
-    fn read(&self) -> io::Result<Vec<u8>>;
+    fn read(&mut self) -> io::Result<Vec<u8>>;
+
+    /// Reads all bytes of what was opened or read last, also after it was removed or replaced.
+    fn read_opened(&self) -> io::Result<Vec<u8>>;
 
     /// Returns the number of bytes, as far as it is known.
     fn bytes(&self) -> u64;
 
-    /// Returns whether somebody removed or replaced what was opened.
+    /// Returns whether somebody removed or replaced what was opened or read last.
     fn is_replaced(&self) -> bool;
 
     /// Moves the bytes to another name, which is returned.
     fn set_aside(&self) -> io::Result<PathBuf>;
 }
 
-/// A file, and its identity when it was opened.
+/// A file, and what was opened or read last.
 #[derive(Debug)]
 pub(super) struct FileMedium {
     path: PathBuf,
-    opened: Option<(u64, u64)>,
+    opened: Option<OpenedFile>,
+}
+
+/// A file that stays readable when its name is gone. Locks belong to an open file, so this one has
+/// none of the database's.
+#[derive(Debug)]
+struct OpenedFile {
+    file: File,
+    identity: (u64, u64),
+}
+
+impl OpenedFile {
+    /// Opens a file for reading. Returns `None` if it does not exist.
+    fn open(path: &Path) -> io::Result<Option<Self>> {
+        let Some(file) = files::open_private(path, File::options().read(true))? else {
+            return Ok(None);
+        };
+        let identity = identity(&file.metadata()?);
+        Ok(Some(Self { file, identity }))
+    }
+
+    fn read(&self) -> io::Result<Vec<u8>> {
+        let length = self.file.metadata()?.len();
+        let mut content = vec![0; usize::try_from(length).map_err(io::Error::other)?];
+        self.file.read_exact_at(&mut content, 0)?;
+        Ok(content)
+    }
 }
 
 impl FileMedium {
@@ -97,16 +126,23 @@ impl Medium for FileMedium {
                 created.ok_or_else(|| io::Error::from(io::ErrorKind::NotFound))?
             }
         };
-        self.opened = Some(identity(&file.metadata()?));
+        let again = OpenedFile::open(&self.path)?;
+        let is_same = |again: &OpenedFile, file: &fs::Metadata| again.identity == identity(file);
+        let metadata = file.metadata()?;
+        let again = again.filter(|again| is_same(again, &metadata));
+        self.opened = Some(again.ok_or_else(|| io::Error::other("changed while it was opened"))?);
         Ok(FileBackend::new(file)?)
     }
 
-    fn read(&self) -> io::Result<Vec<u8>> {
-        let mut content = Vec::new();
-        if let Some(mut file) = files::open_private(&self.path, File::options().read(true))? {
-            file.read_to_end(&mut content)?;
+    fn read(&mut self) -> io::Result<Vec<u8>> {
+        match OpenedFile::open(&self.path)? {
+            Some(opened) => self.opened.insert(opened).read(),
+            None => Ok(Vec::new()),
         }
-        Ok(content)
+    }
+
+    fn read_opened(&self) -> io::Result<Vec<u8>> {
+        self.opened.as_ref().map_or(Ok(Vec::new()), OpenedFile::read)
     }
 
     fn bytes(&self) -> u64 {
@@ -119,7 +155,9 @@ impl Medium for FileMedium {
             Err(error) if error.kind() == io::ErrorKind::NotFound => None,
             Err(_unknown) => return false,
         };
-        self.opened.is_some() && found != self.opened
+        self.opened
+            .as_ref()
+            .is_some_and(|opened| found != Some(opened.identity))
     }
 
     fn set_aside(&self) -> io::Result<PathBuf> {
@@ -164,12 +202,17 @@ impl Db {
         let Ok(bytes) = medium.read() else {
             return Err(DbError::Io(problem));
         };
+        Self::copy(&bytes, problem.to_string())
+    }
+
+    /// Opens a copy of the database in memory, to which nothing is written because of `problem`.
+    pub(super) fn copy(bytes: &[u8], problem: String) -> Result<Self, DbError> {
         let copy = InMemoryBackend::new();
         copy.set_len(bytes.len() as u64)?;
-        copy.write(0, &bytes)?;
+        copy.write(0, bytes)?;
         Ok(Self {
             database: builder().create_with_backend(copy)?,
-            read_only: Some(problem.to_string()),
+            read_only: Some(problem),
         })
     }
 

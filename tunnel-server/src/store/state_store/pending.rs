@@ -61,6 +61,21 @@ impl Batch {
     pub(super) fn of_rows(changes: Vec<(Target, Option<Content>)>) -> Self {
         Self { up_to: 0, changes }
     }
+
+    pub(super) fn is_empty(&self) -> bool {
+        self.changes.is_empty()
+    }
+
+    /// Returns the rows of a table that the batch inserts.
+    pub(super) fn rows(&self, table: Table) -> impl Iterator<Item = (String, Content)> {
+        let changes = self.changes.iter();
+        changes.filter_map(move |(target, content)| match target {
+            Target::Row(other, key) if *other == table => {
+                Some((key.to_string(), content.clone()?))
+            }
+            Target::Row(..) | Target::File(_) => None,
+        })
+    }
 }
 
 impl Pending {

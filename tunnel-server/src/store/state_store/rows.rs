@@ -57,10 +57,9 @@ impl Table {
 
     pub(super) fn class(self) -> Class {
         match self {
-            Self::Orders | Self::Tokens => Class::Vital,
-            Self::Nodes | Self::Cluster | Self::Records | Self::Sessions | Self::Damaged => {
-                Class::Observed
-            }
+            // With the rows that take the place of those that are set aside.
+            Self::Orders | Self::Tokens | Self::Damaged => Class::Vital,
+            Self::Nodes | Self::Cluster | Self::Records | Self::Sessions => Class::Observed,
         }
     }
 }
@@ -121,6 +120,15 @@ impl RowChange {
         }
     }
 
+    /// Inserts or replaces a row by these bytes.
+    #[cfg(test)]
+    pub(crate) fn raw(key: &str, content: &[u8]) -> Self {
+        Self {
+            key: key.into(),
+            content: Some(Content::new(content.to_vec().into())),
+        }
+    }
+
     pub(crate) fn remove(key: &str) -> Self {
         Self {
             key: key.into(),
@@ -133,14 +141,14 @@ impl RowChange {
 #[derive(Debug)]
 pub(crate) struct Loaded<T> {
     pub(crate) values: BTreeMap<String, T>,
-    pub(crate) damaged: Vec<DamagedValue>,
-    /// Keys of values that a later version wrote.
-    pub(super) later: Vec<String>,
+    pub(crate) damaged: Vec<UnreadableValue>,
+    /// Values that a later version wrote.
+    pub(crate) later: Vec<UnreadableValue>,
 }
 
 /// A value that cannot be read.
-#[derive(Debug)]
-pub(crate) struct DamagedValue {
+#[derive(Debug, Clone)]
+pub(crate) struct UnreadableValue {
     pub(crate) key: String,
     pub(crate) problem: String,
     pub(super) content: Content,
@@ -158,17 +166,19 @@ impl<T: DeserializeOwned> Loaded<T> {
             let Some(rest) = key.strip_prefix(prefix) else {
                 continue;
             };
-            match decode(&content) {
+            let (unreadable, problem) = match decode(&content) {
                 Ok(value) => {
                     loaded.values.insert(rest.to_owned(), value);
+                    continue;
                 }
-                Err(DecodeError::Later) => loaded.later.push(key),
-                Err(DecodeError::Damaged(problem)) => loaded.damaged.push(DamagedValue {
-                    key,
-                    problem,
-                    content,
-                }),
-            }
+                Err(DecodeError::Later) => (&mut loaded.later, LATER.to_owned()),
+                Err(DecodeError::Damaged(problem)) => (&mut loaded.damaged, problem),
+            };
+            unreadable.push(UnreadableValue {
+                key,
+                problem,
+                content,
+            });
         }
         loaded
     }
@@ -215,6 +225,7 @@ pub(crate) fn check_value<T: DeserializeOwned>(content: &[u8]) {
     let _any = decode::<T>(content);
 }
 
+const LATER: &str = "a later version wrote it";
 /// Version of all values.
 const VERSION: u8 = 1;
 
@@ -236,12 +247,10 @@ mod tests {
         let rows = rows.map(|(key, content)| (key.to_owned(), content));
         let loaded = Loaded::<u32>::of(rows.into(), "x/");
         assert_eq!(loaded.values, BTreeMap::from([("a".to_owned(), 7)]));
-        assert_eq!(loaded.later, ["x/d"]);
-        let damaged: Vec<_> = loaded
-            .damaged
-            .iter()
-            .map(|value| value.key.as_str())
-            .collect();
-        assert_eq!(damaged, ["x/b", "x/c", "x/e"]);
+        let keys = |values: &[UnreadableValue]| -> Vec<_> {
+            values.iter().map(|value| value.key.clone()).collect()
+        };
+        assert_eq!(keys(&loaded.later), ["x/d"]);
+        assert_eq!(keys(&loaded.damaged), ["x/b", "x/c", "x/e"]);
     }
 }

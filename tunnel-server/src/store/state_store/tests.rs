@@ -1,6 +1,8 @@
 use std::fs;
+use std::sync::atomic::{AtomicBool, Ordering};
 
 use redb::StorageBackend;
+use redb::backends::FileBackend;
 
 use super::*;
 use crate::store::data_dir::testing::Scratch;
@@ -22,6 +24,8 @@ struct DiskState {
     write_error: Option<io::ErrorKind>,
     is_read_only: bool,
     is_hanging: bool,
+    /// Whether the next write panics, as a bug of the database does.
+    is_panicking: bool,
 }
 
 #[derive(Debug, Clone)]
@@ -58,6 +62,7 @@ impl Disk {
             return Err(kind.into());
         }
         let state = &mut *disk;
+        assert!(!std::mem::take(&mut state.is_panicking), "a bug");
         state.writes += 1;
         if let Some(left) = &mut state.writes_left {
             let Some(fewer) = left.checked_sub(1) else {
@@ -138,7 +143,11 @@ impl Medium for Disk {
         Ok(self.clone())
     }
 
-    fn read(&self) -> io::Result<Vec<u8>> {
+    fn read(&mut self) -> io::Result<Vec<u8>> {
+        self.read_opened()
+    }
+
+    fn read_opened(&self) -> io::Result<Vec<u8>> {
         Ok(self.0.0.lock().bytes.clone())
     }
 
@@ -153,6 +162,69 @@ impl Medium for Disk {
     fn set_aside(&self) -> io::Result<PathBuf> {
         self.set(|disk| disk.bytes.clear());
         Ok("aside".into())
+    }
+}
+
+/// A file on a disk that may be full.
+#[derive(Debug)]
+struct FullDisk<T> {
+    file: T,
+    is_full: Arc<AtomicBool>,
+}
+
+impl StorageBackend for FullDisk<FileBackend> {
+    fn len(&self) -> io::Result<u64> {
+        self.file.len()
+    }
+
+    fn read(&self, offset: u64, out: &mut [u8]) -> io::Result<()> {
+        self.file.read(offset, out)
+    }
+
+    fn set_len(&self, len: u64) -> io::Result<()> {
+        self.file.set_len(len)
+    }
+
+    fn sync_data(&self) -> io::Result<()> {
+        self.file.sync_data()
+    }
+
+    fn write(&self, offset: u64, data: &[u8]) -> io::Result<()> {
+        if self.is_full.load(Ordering::Relaxed) {
+            return Err(io::ErrorKind::StorageFull.into());
+        }
+        self.file.write(offset, data)
+    }
+}
+
+impl Medium for FullDisk<FileMedium> {
+    type Backend = FullDisk<FileBackend>;
+
+    fn open(&mut self) -> Result<FullDisk<FileBackend>, DbError> {
+        Ok(FullDisk {
+            file: self.file.open()?,
+            is_full: self.is_full.clone(),
+        })
+    }
+
+    fn read(&mut self) -> io::Result<Vec<u8>> {
+        self.file.read()
+    }
+
+    fn read_opened(&self) -> io::Result<Vec<u8>> {
+        self.file.read_opened()
+    }
+
+    fn bytes(&self) -> u64 {
+        self.file.bytes()
+    }
+
+    fn is_replaced(&self) -> bool {
+        self.file.is_replaced()
+    }
+
+    fn set_aside(&self) -> io::Result<PathBuf> {
+        self.file.set_aside()
     }
 }
 
@@ -214,6 +286,8 @@ fn read_only_disk_is_served_from_memory() {
     disk.set(|disk| disk.is_read_only = true);
     let store = open(&disk);
     store.report_to(&readiness);
+    let shown = conditions(&readiness);
+    assert!(shown.contains("the server runs from memory"), "{shown}");
     put(&store, Table::Orders, "b", 2);
     store.flush(Table::Orders).unwrap_err();
     let shown = conditions(&readiness);
@@ -427,6 +501,84 @@ fn file_that_is_removed_is_written_again_with_all_that_it_had() {
     let store = scratch.0.store(OnDamage::Stop).unwrap();
     assert_eq!(values(&store, Table::Orders), [("a".to_owned(), 1)]);
     assert_eq!(values(&store, Table::Nodes), [("b".to_owned(), 2)]);
+}
+
+#[test]
+fn file_that_is_removed_after_a_write_failed_is_written_again_with_all_that_it_had() {
+    let scratch = Scratch::new();
+    let is_full = Arc::new(AtomicBool::new(false));
+    let medium = FullDisk {
+        file: FileMedium::new(&scratch.0.state()),
+        is_full: is_full.clone(),
+    };
+    let activity = FileActivity::default();
+    let store = StateStore::with_medium(medium, "store".to_owned(), &activity, OnDamage::Stop);
+    let store = store.unwrap();
+    put(&store, Table::Orders, "a", 1);
+    store.flush(Table::Orders).unwrap();
+    is_full.store(true, Ordering::Relaxed);
+    put(&store, Table::Tokens, "b", 2);
+    store.flush(Table::Tokens).unwrap_err();
+    // An operator makes room by it, once more while there is none, and then there is.
+    fs::remove_file(scratch.0.state()).unwrap();
+    store.flush(Table::Tokens).unwrap_err();
+    assert_eq!(values(&store, Table::Orders), [("a".to_owned(), 1)]);
+    let _created_again_or_not = fs::remove_file(scratch.0.state());
+    store.flush(Table::Tokens).unwrap_err();
+    is_full.store(false, Ordering::Relaxed);
+    store.flush(Table::Tokens).unwrap();
+    drop(store);
+    let store = scratch.0.store(OnDamage::Stop).unwrap();
+    assert_eq!(values(&store, Table::Orders), [("a".to_owned(), 1)]);
+    assert_eq!(values(&store, Table::Tokens), [("b".to_owned(), 2)]);
+}
+
+#[test]
+fn rows_that_are_read_before_a_removed_file_is_written_again_are_those_that_it_had() {
+    let scratch = Scratch::new();
+    let store = scratch.0.store(OnDamage::Stop).unwrap();
+    put(&store, Table::Orders, "a", 1);
+    store.flush(Table::Orders).unwrap();
+    let path = scratch.0.state();
+    fs::remove_file(&path).unwrap();
+    fs::create_dir(&path).unwrap();
+    put(&store, Table::Orders, "b", 2);
+    store.flush(Table::Orders).unwrap_err();
+    let both = [("a".to_owned(), 1), ("b".to_owned(), 2)];
+    assert_eq!(values(&store, Table::Orders), both);
+    fs::remove_dir(&path).unwrap();
+    assert_eq!(values(&store, Table::Orders), both);
+    store.flush(Table::Orders).unwrap();
+    drop(store);
+    let store = scratch.0.store(OnDamage::Stop).unwrap();
+    assert_eq!(values(&store, Table::Orders), both);
+}
+
+#[test]
+fn database_that_panics_is_opened_again_with_a_condition_meanwhile() {
+    let (disk, readiness) = (Disk::default(), Readiness::default());
+    let store = open(&disk);
+    store.report_to(&readiness);
+    put(&store, Table::Orders, "a", 1);
+    store.flush(Table::Orders).unwrap();
+    disk.set(|disk| disk.is_panicking = true);
+    put(&store, Table::Orders, "b", 2);
+    let error = store.flush(Table::Orders).unwrap_err().to_string();
+    assert!(error.contains("the database panicked: a bug"), "{error}");
+    assert!(conditions(&readiness).contains("1 changes are in memory only"));
+    let both = [("a".to_owned(), 1), ("b".to_owned(), 2)];
+    assert_eq!(values(&store, Table::Orders), both);
+    store.flush(Table::Orders).unwrap();
+    assert_eq!(conditions(&readiness), "");
+    drop(store);
+    // One that panics when it is opened is damaged.
+    disk.set(|disk| disk.is_panicking = true);
+    let activity = FileActivity::default();
+    let opened =
+        StateStore::with_medium(disk.clone(), "store".to_owned(), &activity, OnDamage::Stop);
+    let error = opened.unwrap_err().to_string();
+    assert!(error.contains("data repair"), "{error}");
+    assert_eq!(values(&open(&disk), Table::Orders), both);
 }
 
 #[test]
