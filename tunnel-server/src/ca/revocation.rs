@@ -5,7 +5,7 @@
 //! succeeds: to the store of the data directory, and in a cluster to a Secret, too. Orders from the
 //! store, the cluster and other servers are merged ([`Order::merge`]), so that none is lost on the way.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 use std::io;
 use std::ops::Bound;
 use std::sync::{Arc, OnceLock};
@@ -28,7 +28,9 @@ use tunnel_proto::wire::order::{NodeOrder, Order};
 use crate::routing::registry::Registry;
 use crate::store::data_dir::{DataDir, rfc3339};
 use crate::store::document::SharedDocument;
-use crate::store::state_store::{OnDamage, RowChange, StateStore, Table};
+use crate::store::state_store::{
+    OnDamage, RowChange, StateStore, Table, UnreadableValue, listed,
+};
 
 mod own;
 
@@ -56,6 +58,9 @@ struct State {
     orders: BTreeMap<NodeName, Order>,
     /// Orders of this server that nobody has confirmed.
     own: BTreeMap<NodeName, OwnOrder>,
+    /// Rows that a later version wrote. They stay as they are, and this server refuses the nodes,
+    /// until an operator orders something about them.
+    unreadable: BTreeMap<NodeName, UnreadableValue>,
     /// Number of changes of `orders`.
     changes: u64,
     received: BTreeMap<ReplicaId, ReceivedOrders>,
@@ -229,7 +234,7 @@ impl Revocations {
             let known = state.order(node);
             let order = match action {
                 OrderAction::Revoke => known.with_revoked(true, at),
-                OrderAction::Unrevoke if !known.is_revoked => continue,
+                OrderAction::Unrevoke if !state.order_in_force(node).is_revoked => continue,
                 OrderAction::Unrevoke => known.with_revoked(false, at),
                 OrderAction::Reissue => known.reissued(at),
             };
@@ -241,6 +246,10 @@ impl Revocations {
                     OrderAction::Unrevoke => own.revoke(false),
                     OrderAction::Reissue => own.reissue(),
                 }
+            }
+            // The operator decides anew.
+            if let Some(row) = state.unreadable.remove(node) {
+                self.rows.copy_aside(Table::Orders, &[row]);
             }
             changed.push(node.clone());
         }
@@ -264,13 +273,19 @@ impl Revocations {
     pub fn in_force_after(&self, after: Bound<&NodeName>, limit: usize) -> Vec<RevocationInForce> {
         let mut state = self.state.lock();
         self.reload(&mut state);
-        let orders = state.orders.range((after, Bound::Unbounded));
-        let revoked = orders.filter(|(_, order)| order.is_revoked);
-        revoked
-            .take(limit)
-            .map(|(node, order)| RevocationInForce {
+        let nodes = (after, Bound::Unbounded);
+        let orders = state.orders.range(nodes);
+        let revoked = orders.filter(|(_, order)| order.is_revoked).take(limit);
+        let unreadable = state.unreadable.range(nodes).take(limit);
+        let names: BTreeSet<_> = revoked
+            .map(|(node, _)| node)
+            .chain(unreadable.map(|(node, _)| node))
+            .collect();
+        let in_force = names.into_iter().take(limit);
+        in_force
+            .map(|node| RevocationInForce {
                 node: node.clone(),
-                at: time(order.at),
+                at: time(state.order(node).at),
             })
             .collect()
     }
@@ -488,7 +503,7 @@ impl Revocations {
     pub fn of_node(&self, node: &NodeName) -> Order {
         let mut state = self.state.lock();
         self.reload(&mut state);
-        state.order(node)
+        state.order_in_force(node)
     }
 
     /// Returns the time at which a node was revoked, or `None` if it is not.
@@ -603,6 +618,12 @@ impl Revocations {
         let failed = failed.chain(self.rows.problem(Table::Orders).map(unsaved));
         let mut lines: Vec<_> = failed.collect();
         let state = self.state.lock();
+        if !state.unreadable.is_empty() {
+            let nodes = listed(state.unreadable.keys().map(NodeName::as_str));
+            lines.push(format!(
+                "a later version wrote orders that this one cannot read, so this server refuses the nodes: {nodes}; run that                  version, or decide anew with 'tunnel-server nodes unrevoke', 'revoke' or 'reissue'"
+            ));
+        }
         let refused = state.received.iter().filter(|(replica, received)| {
             received.refused > 0 && self.announced_by(replica) == received.refused_digest
         });
@@ -767,16 +788,19 @@ impl State {
             return Err(rows.damaged(Table::Orders, damaged));
         }
         rows.set_aside(Table::Orders, loaded.damaged);
+        // The names were names when they were written.
+        let later = loaded.later.into_iter();
+        let later = later.filter_map(|row| Some((row.key.parse().ok()?, row)));
         let mut state = Self {
             rows: rows.clone(),
             orders: BTreeMap::new(),
             own: BTreeMap::new(),
+            unreadable: later.collect(),
             changes: 0,
             received: BTreeMap::new(),
             foreign_bytes: 0,
         };
         for (name, row) in loaded.values {
-            // The names were names when they were written.
             let Ok(node) = name.parse::<NodeName>() else {
                 continue;
             };
@@ -792,9 +816,12 @@ impl State {
         Ok(state)
     }
 
-    /// Makes the rows of nodes follow. Does not wait for the disk.
+    /// Makes the rows of nodes follow, unless a later version wrote them. Does not wait for the disk.
     fn save(&self, nodes: &[NodeName]) {
-        let rows = nodes.iter().map(|node| {
+        let own = nodes
+            .iter()
+            .filter(|node| !self.unreadable.contains_key(*node));
+        let rows = own.map(|node| {
             let row = OrderRow {
                 order: OrderEntry(self.order(node)),
                 unconfirmed: self.own.get(node).copied().unwrap_or_default(),
@@ -811,6 +838,16 @@ impl State {
 
     fn order(&self, node: &NodeName) -> Order {
         self.orders.get(node).copied().unwrap_or_default()
+    }
+
+    /// Returns the order about a node. What cannot be read refuses it.
+    fn order_in_force(&self, node: &NodeName) -> Order {
+        let order = self.order(node);
+        let is_revoked = order.is_revoked || self.unreadable.contains_key(node);
+        Order {
+            is_revoked,
+            ..order
+        }
     }
 
     /// Returns the size of the orders about names that are not nodes.
@@ -929,8 +966,8 @@ fn is_default<T: Default + PartialEq>(value: &T) -> bool {
 }
 
 /// Maximum size of the orders about names that are not nodes here, if other servers announce them: a
-/// quarter of the largest Secret. That has room for 15,420 revoked nodes with names of 20 characters,
-/// or for 3,084 with names of 253 that were reissued, too. Operators may order more.
+/// quarter of the largest Secret. That has room for 2,449 names of 20 characters, or for 771 of 253.
+/// Operators may order more.
 const FOREIGN_BYTES_MAX: usize = 256 * 1024;
 /// Size of an entry of a document without its name, with a revocation and a reissue.
 const ENTRY_BYTES: usize = 87;

@@ -111,6 +111,49 @@ fn damaged_order_stops_the_start_with_the_command_that_repairs_it() {
 }
 
 #[test]
+fn row_of_a_later_version_refuses_its_node_until_an_operator_decides_anew() {
+    let scratch = Scratch::new();
+    let later = |key: &str| RowChange::raw(key, b"\x02?");
+    let stored = |scratch: &Scratch, table| {
+        let store = scratch.0.store(OnDamage::Stop).unwrap();
+        let rows = store.rows(table).unwrap();
+        let rows = rows.into_iter();
+        rows.map(|(key, content)| format!("{key} {}", String::from_utf8_lossy(content.as_slice())))
+            .collect::<Vec<_>>()
+    };
+    let store = scratch.0.store(OnDamage::Stop).unwrap();
+    store.change(Table::Orders, vec![later("worker-1"), later("worker-2")]);
+    let revocations = open(&scratch);
+    assert!(revocations.is_revoked(&peer(0)) && revocations.is_revoked(&peer(9)));
+    assert_eq!(revocations.in_force().len(), 2);
+    let after = Bound::Excluded(&revocations.in_force()[0].node).cloned();
+    assert_eq!(revocations.in_force_after(after.as_ref(), 5).len(), 1);
+    // Nothing is announced that is not known.
+    assert!(revocations.all().is_empty());
+    let conditions = revocations.conditions();
+    assert!(conditions[0].contains("worker-1, worker-2"), "{conditions:?}");
+    // What another server knows may be older. The row stays.
+    merge(&revocations, "a", &[history()]);
+    revocations.record_generation(&peer(7));
+    revocations.flush().unwrap();
+    assert!(revocations.is_revoked(&peer(9)));
+    assert_eq!(
+        stored(&scratch, Table::Orders),
+        ["worker-1 \u{2}?", "worker-2 \u{2}?"]
+    );
+    // A copy of the row stays then, too.
+    assert_eq!(order(&revocations, Unrevoke, 5), 1);
+    assert!(!revocations.is_revoked(&peer(9)));
+    revocations.flush().unwrap();
+    drop((revocations, store));
+    let again = open(&scratch);
+    assert!(!again.is_revoked(&peer(9)) && again.of_node(&node()).generation == 7);
+    assert_eq!(again.in_force().len(), 1, "worker-2");
+    let aside = stored(&scratch, Table::Damaged);
+    assert!(aside[0].starts_with("orders/worker-1 "), "{aside:?}");
+}
+
+#[test]
 fn orders_of_another_server_about_unknown_names_are_bounded() {
     let scratch = Scratch::new();
     let revocations = open(&scratch);
