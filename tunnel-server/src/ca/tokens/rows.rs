@@ -26,6 +26,7 @@ impl TokenRows {
     pub(super) fn open(dir: &DataDir) -> io::Result<Self> {
         let store = dir.store(OnDamage::Stop)?;
         let loaded = store.load(Table::Tokens, "")?;
+        store.skip_later(Table::Tokens, &loaded.later);
         store.set_aside(Table::Tokens, loaded.damaged);
         Ok(Self {
             store,
@@ -33,24 +34,6 @@ impl TokenRows {
         })
     }
 
-    /// Replaces a token that is still `expected`, and waits until that is on the disk. Returns
-    /// whether it was. What cannot be saved is undone.
-    fn swap(
-        &self,
-        id: &str,
-        expected: Option<StoredToken>,
-        token: Option<StoredToken>,
-    ) -> io::Result<bool> {
-        if !self.set_if(id, expected.as_ref(), token.clone()) {
-            return Ok(false);
-        }
-        self.store
-            .flush(Table::Tokens)
-            .map(|()| true)
-            .inspect_err(|_unsaved| {
-                self.set_if(id, token.as_ref(), expected);
-            })
-    }
 
     fn set_if(&self, id: &str, expected: Option<&StoredToken>, token: Option<StoredToken>) -> bool {
         let mut tokens = self.tokens.lock();
@@ -104,21 +87,34 @@ impl TokenObjects for TokenRows {
             .transpose()
     }
 
+    /// Creates a token. One that cannot be saved is undone: nobody has seen its secret.
     fn create(&self, id: &str, token: &StoredToken) -> io::Result<()> {
-        if self.swap(id, None, Some(token.clone()))? {
-            return Ok(());
+        if !self.set_if(id, None, Some(token.clone())) {
+            return Err(io::Error::other("a token has this id"));
         }
-        Err(io::Error::other("a token has this id"))
+        let saved = self.store.flush(Table::Tokens);
+        saved.inspect_err(|_unsaved| {
+            self.set_if(id, Some(token), None);
+        })
     }
 
+    /// Replaces a token. What cannot be saved is in force and is saved later: to undo it could bring a
+    /// token back that somebody else has used or revoked meanwhile.
     fn replace(&self, id: &str, object: &TokenObject) -> io::Result<bool> {
         let current = self.tokens.lock().get(id).cloned();
-        match current {
-            Some(current) if version(&current)? == object.version => {
-                self.swap(id, Some(current), Some(object.token.clone()))
-            }
-            Some(_) | None => Ok(false),
+        let Some(current) = current else {
+            return Ok(false);
+        };
+        let is_expected = version(&current)? == object.version;
+        if !is_expected || !self.set_if(id, Some(&current), Some(object.token.clone())) {
+            return Ok(false);
         }
+        let saved = self.store.flush(Table::Tokens).map(|()| true);
+        saved.map_err(|error| {
+            io::Error::other(format!(
+                "the change is in force here but not saved: {error}; the server tries again"
+            ))
+        })
     }
 
     fn confirm(&self) -> io::Result<()> {

@@ -228,18 +228,47 @@ fn life_is_bounded() {
     }
 }
 
-#[test]
-fn use_that_cannot_be_saved_is_refused_and_may_be_repeated() {
-    let fixture = Fixture::new();
-    let store = fixture.scratch.0.store(OnDamage::Stop).unwrap();
+/// Replaces the file of the store by a directory, so that nothing can be saved.
+fn block(fixture: &Fixture) -> std::path::PathBuf {
     let path = fixture.scratch.0.state();
     std::fs::remove_file(&path).unwrap();
     std::fs::create_dir(&path).unwrap();
+    path
+}
+
+#[test]
+fn use_that_cannot_be_saved_is_refused_and_only_its_key_may_repeat_it() {
+    let fixture = Fixture::new();
+    let store = fixture.scratch.0.store(OnDamage::Stop).unwrap();
+    let blocked = block(&fixture);
     assert_eq!(fixture.redeem(KEY, 1), Err(EnrollCode::Unavailable));
     assert_eq!(fixture.redeem(KEY, 1), Err(EnrollCode::Unavailable));
-    std::fs::remove_dir(&path).unwrap();
-    assert!(fixture.redeem(OTHER_KEY, 2).is_ok());
+    std::fs::remove_dir(&blocked).unwrap();
+    assert_eq!(fixture.redeem(OTHER_KEY, 2), Err(EnrollCode::TokenUsed));
+    assert!(fixture.redeem(KEY, 2).is_ok());
     store.flush(Table::Tokens).unwrap();
     let again = fixture.open_again();
     assert_eq!(again.list(at(3)).unwrap()[0].state, TokenState::Used);
+}
+
+#[test]
+fn revocation_of_a_token_that_cannot_be_saved_is_in_force_and_saved_later() {
+    let fixture = Fixture::new();
+    let blocked = block(&fixture);
+    let id = fixture.token.id();
+    let error = fixture.store.revoke(id).unwrap_err().to_string();
+    assert_contains(&error, "in force here but not saved");
+    // A use that cannot be saved, either, does not bring it back.
+    assert_eq!(fixture.redeem(KEY, 1), Err(EnrollCode::Revoked));
+    // A token that cannot be saved is none.
+    let node = NodeOrder::new(&name("worker-2"), Order::default());
+    let hour = Duration::from_secs(3600);
+    let refused = fixture.store.create(&node, hour, vec![], CA, at(0));
+    assert!(matches!(refused, Err(CreateTokenError::File(_))));
+    std::fs::remove_dir(&blocked).unwrap();
+    let store = fixture.scratch.0.store(OnDamage::Stop).unwrap();
+    store.flush(Table::Tokens).unwrap();
+    let listed = fixture.open_again().list(at(3)).unwrap();
+    assert_eq!(listed.len(), 1);
+    assert_eq!(listed[0].state, TokenState::Revoked);
 }
