@@ -18,7 +18,7 @@ use tunnel_proto::process::shutdown::Shutdown;
 use tunnel_server::config::RawConfig;
 use tunnel_server::dns::{
     Addresses, Dns, DnsInputs, DnsLimits, DnsMetrics, DnsSettings, DnsSocket, DnsSockets, Records,
-    Resolvers, restore,
+    Resolvers, persist, restore,
 };
 use tunnel_server::store::data_dir::DataDir;
 use tunnel_tests::dns::DnsClient;
@@ -92,6 +92,7 @@ impl BareDns {
     ) -> Result<(Dns, Records)> {
         let records = Records::default();
         restore(data, &records);
+        persist(data, &records, shutdown);
         let settings = DnsSettings {
             listen: self.address()?,
             zone: None,
@@ -104,7 +105,6 @@ impl BareDns {
             sockets: self.0,
             settings: &settings,
             records: records.clone(),
-            data,
             limits: DnsLimits {
                 forward_budget: Duration::from_millis(400),
                 forwards: 16,

@@ -20,6 +20,7 @@ use crate::policy::PortPolicy;
 use crate::routing::known_nodes::KnownNodes;
 use crate::routing::peers::Peers;
 use crate::routing::registry::Registry;
+use crate::session::saved_connections;
 
 mod admin;
 mod authority;
@@ -33,7 +34,6 @@ mod drain;
 mod listeners;
 mod membership;
 mod peers;
-mod quic_sessions;
 mod records;
 mod reported;
 mod revocations;
@@ -124,7 +124,6 @@ impl App {
             own_ports,
         };
         sessions::start(inputs, &context)?;
-        quic_sessions::start(&sockets.quic, &context);
         let sources = admin::node_sources(&authority, &context);
         admin::start_socket(&authority, sources.clone(), advertised, tunnels, &context)?;
         let nodes = NodeList::new(move || sources.all(), &context.shutdown);
@@ -211,7 +210,7 @@ impl App {
         self.context.shutdown.finish().await;
         self.context.drivers.close();
         self.context.drivers.wait().await;
-        quic_sessions::clear(&self.context.store);
+        saved_connections::clear(&self.context.store);
         info!("stopped");
     }
 }

@@ -157,32 +157,29 @@ pub fn start(
 ) -> WritersHandle {
     let shutdown = inputs.shutdown.clone();
     let namespace = cluster.connection.namespace.clone();
-    let snapshot = Snapshot::load(&inputs.store);
+    let mut snapshot = Snapshot::load(&inputs.store);
     let persisted = snapshot.state();
+    let (facts, owners) = snapshot.take_nodes();
     let first_list = FirstList {
         block: (!persisted.is_listed).then(|| inputs.readiness.block("nodes of the cluster")),
-        persisted_nodes: persisted.nodes.len(),
+        persisted_nodes: facts.len(),
     };
     info!(
         namespace,
-        persisted_nodes = persisted.nodes.len(),
+        persisted_nodes = facts.len(),
         "following the cluster"
     );
     let aliases = AliasRules {
         patterns: settings.record_names.clone(),
-        owners: persisted.aliases.clone(),
+        owners,
     };
-    let nodes = NodeStore::new(
-        settings.edge_label.clone(),
-        persisted.nodes.clone(),
-        aliases,
-    )
-    .with_cloud_labels(inputs.labeled_nodes.clone())
-    .with_labels(settings.node_labels.clone());
+    let nodes = NodeStore::new(settings.edge_label.clone(), facts, aliases)
+        .with_cloud_labels(inputs.labeled_nodes.clone())
+        .with_labels(settings.node_labels.clone());
     let state = watch::Sender::new(ClusterState::persisted(persisted, nodes.nodes()));
     let desired = watch::Sender::new(DesiredState::default());
     let writing = start_writers(settings, &cluster, &state, &desired, &shutdown);
-    snapshot.start(state.subscribe(), &shutdown);
+    snapshot.start(nodes.nodes(), state.subscribe(), &shutdown);
     shutdown.spawn_service(serving_names::follow(
         inputs.serving_names.clone(),
         namespace,

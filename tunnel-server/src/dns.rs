@@ -27,7 +27,9 @@ mod udp;
 mod upstream;
 
 pub use answer::{AnswerContext, ClientQuery, Decision, QueryOutcome, Transport, decide};
-pub use listeners::{Dns, DnsInputs, DnsSockets, restore};
+#[cfg(test)]
+pub(crate) use listeners::row_changes;
+pub use listeners::{Dns, DnsInputs, DnsSockets, persist, restore};
 pub use loop_detection::LoopError;
 pub use names::{NameResolution, Names};
 pub use pattern::{NamePattern, NamePatternError};
@@ -35,7 +37,7 @@ pub(crate) use response_time::response_times;
 pub use server::DnsMetrics;
 pub use udp::DnsSocket;
 
-use crate::store::tables::SharedMap;
+use crate::store::tables::VersionedMap;
 
 /// A node as seen by the records.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -66,9 +68,9 @@ pub enum NodeLocation {
 pub struct RecordSet {
     /// Addresses of edge nodes.
     tunnel: Addresses,
-    nodes: SharedMap<NodeName, NodeRecord>,
+    nodes: VersionedMap<NodeName, NodeRecord>,
     /// The nodes with each host name.
-    aliases: SharedMap<NodeName, Vec<NodeName>>,
+    aliases: VersionedMap<NodeName, Vec<NodeName>>,
     edge: NameTotals,
     cloud: NameTotals,
 }
@@ -221,8 +223,8 @@ impl RecordSet {
         }
         match record {
             Some(record) => self.nodes.insert(node.clone(), record),
-            None => self.nodes.remove(node),
-        };
+            None => drop(self.nodes.remove(node)),
+        }
         self.account(&affected, usize::saturating_add);
         true
     }
@@ -297,6 +299,29 @@ impl RecordSet {
     pub fn iter(&self) -> impl Iterator<Item = (&NodeName, Addresses)> {
         let records = self.records().into_iter();
         records.map(|(name, record)| (name, record.addresses))
+    }
+
+    /// Returns the names whose records may differ from those of an older set. They are few if this set
+    /// was made from a clone of `older`.
+    fn changed_from(&self, older: &Self) -> BTreeSet<NodeName> {
+        if self.tunnel != older.tunnel {
+            // All edge nodes have other addresses.
+            let names = |set: &Self| {
+                let nodes = set.nodes.iter().map(|(name, _node)| name);
+                let aliases = set.aliases.iter().map(|(name, _nodes)| name);
+                nodes.chain(aliases).cloned().collect::<Vec<_>>()
+            };
+            return names(self).into_iter().chain(names(older)).collect();
+        }
+        let mut names = BTreeSet::new();
+        for node in self.nodes.changed_from(&older.nodes) {
+            // A host name follows the addresses of its node.
+            names.extend(self.nodes.get(node).and_then(|node| node.hostname.clone()));
+            names.insert(node.clone());
+        }
+        let aliases = self.aliases.changed_from(&older.aliases).into_iter();
+        names.extend(aliases.cloned());
+        names
     }
 
     /// Returns the number of names with a record.

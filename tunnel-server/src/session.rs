@@ -15,6 +15,7 @@ use tunnel_proto::tls::AgentTrust;
 use tunnel_proto::wire::control::Member;
 use tunnel_proto::wire::name::{NodeName, ReplicaId};
 
+use self::saved_connections::SavedConnections;
 use crate::ca::renewal::Renewals;
 use crate::ca::revocation::Revocations;
 use crate::egress::CloudEgress;
@@ -26,6 +27,7 @@ use crate::routing::registry::Registry;
 mod admission;
 pub mod agent_listener;
 mod renewal;
+pub(crate) mod saved_connections;
 mod session_loop;
 
 /// State of the server that all sessions share.
@@ -42,6 +44,8 @@ pub struct Sessions {
     /// Addresses of this server that agents can dial, bounded.
     pub advertised: Vec<String>,
     pub limits: SessionLimits,
+    /// Connections that the next process resets if this one is killed.
+    pub(crate) saved_connections: Option<SavedConnections>,
     /// Rate limit for the sessions that a node opens.
     pub admission_rate: Arc<AdmissionRate>,
     /// A permit for each session that the process has memory for.

@@ -163,6 +163,7 @@ impl Bench {
                 },
                 expiry_grace: Duration::from_secs(30),
             },
+            saved_connections: None,
             admission_rate: Arc::new(crate::session::AdmissionRate::new(1000)),
             permits: Arc::new(Semaphore::new(SESSIONS)),
             revocations: Arc::new(Revocations::open(&scratch.0, true).unwrap()),

@@ -135,13 +135,11 @@ pub(super) fn cluster_nodes() -> Result<Vec<Vec<u8>>> {
         node("worker-3", "169.254.169.254", "127.0.0.0/8"),
     ];
     let persisted = serde_json::json!({
-        "nodes": {
-            "worker-1": { "hostname": "worker-1.site", "internal": ["192.0.2.1"], "isEdge": true },
-            "worker-2": { "external": ["2001:db8::1"], "kubeletPort": 10250 },
+        "worker-1": {
+            "facts": { "hostname": "worker-1.site", "internal": ["192.0.2.1"], "isEdge": true },
+            "alias": "worker-1.site",
         },
-        "aliases": { "worker-1.site": "worker-1" },
-        "tunnelAddresses": ["10.96.0.10"],
-        "ports": { "http-proxy-ports": "9100, 80" },
+        "worker-2": { "facts": { "external": ["2001:db8::1"], "kubeletPort": 10250 } },
     });
     let mut corpus = vec![serde_json::to_vec(&nodes)?, serde_json::to_vec(&persisted)?];
     for pair in nodes.windows(2) {

@@ -53,7 +53,8 @@ impl NodeMetrics {
         let cluster = self.routes.of(RouteSource::Cluster);
         let edges = cluster.iter().filter(|node| node.is_edge);
         let names: BTreeSet<&NodeName> = known
-            .keys()
+            .iter()
+            .map(|(name, _node)| name)
             .chain(edges.map(|node| &node.name))
             .chain(&held_nodes)
             .collect();

@@ -11,7 +11,7 @@ use tunnel_proto::process::name_list::NAMES_SHOWN_MAX;
 use tunnel_proto::wire::name::{NodeName, ReplicaId};
 
 use crate::ca::revocation::Revocations;
-use crate::routing::known_nodes::{EnrollmentKind, KnownNode, KnownNodes};
+use crate::routing::known_nodes::{EnrollmentKind, KnownNode, KnownNodes, NodeMap};
 use crate::routing::peers::Peers;
 use crate::routing::registry::{AgentSession, LastClose, Registry};
 use crate::routing::routes::{NodeLabels, RouteNode, RouteSource, Routes};
@@ -147,7 +147,7 @@ impl NodeSources {
     #[must_use]
     pub fn of_files(nodes: KnownNodes, revocations: Revocations) -> Self {
         let routes = Routes::default();
-        routes.set(RouteSource::Known, nodes.routes());
+        nodes.update_routes(&routes, &mut NodeMap::default());
         Self {
             nodes: Arc::new(nodes),
             routes,
@@ -464,7 +464,8 @@ mod tests {
     fn list_of(bench: &Bench, cluster: &[RouteNode]) -> Vec<NodeStatus> {
         let sessions = &bench.sessions;
         let routes = Routes::default();
-        routes.set(RouteSource::Known, sessions.nodes.routes());
+        let nodes = &sessions.nodes;
+        nodes.update_routes(&routes, &mut NodeMap::default());
         routes.set(RouteSource::Cluster, cluster.to_vec());
         let sources = NodeSources {
             nodes: sessions.nodes.clone(),

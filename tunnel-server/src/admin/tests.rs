@@ -96,8 +96,8 @@ async fn token_is_made_listed_and_revoked_over_the_socket() {
         "tunnel-agent join --server tunnel.example:10262 --node-name worker-1 --token-file -";
     assert_eq!(created.command, command);
     assert!(!format!("{created:?}").contains(&created.token));
-    let known = fixture.state.nodes.snapshot();
-    assert_eq!(known[&node("worker-1")].addresses, token_request().ips);
+    let known = fixture.state.nodes.get(&node("worker-1")).unwrap();
+    assert_eq!(known.addresses, token_request().ips);
 
     let list = client.tokens().await.unwrap();
     assert_eq!(list[0].id, created.id);

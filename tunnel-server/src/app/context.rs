@@ -22,10 +22,10 @@ use crate::metrics::Metrics;
 use crate::policy::SharedPortPolicy;
 use crate::routing::Routing;
 use crate::routing::dial_policy::LiveClusterNetworks;
-use crate::routing::known_nodes::KnownNodes;
+use crate::routing::known_nodes::{KnownNodes, NodeMap};
 use crate::routing::peers::{PeerLimits, PeerMetrics, Peers};
 use crate::routing::registry::{Registry, RegistryLimits};
-use crate::routing::routes::{RouteSource, Routes};
+use crate::routing::routes::Routes;
 use crate::store::data_dir::DataDir;
 use crate::store::state_store::{OnDamage, StateStore};
 
@@ -197,14 +197,15 @@ fn session_settings(config: &Config, pool: Arc<BufferPool>) -> SessionSettings {
 fn follow_nodes(nodes: &Arc<KnownNodes>, routes: &Routes, metrics: &Metrics, shutdown: &Shutdown) {
     let (nodes, routes, metrics) = (nodes.clone(), routes.clone(), metrics.clone());
     let mut changed = nodes.changed();
-    let rebuild = move || {
-        let table = routes.set(RouteSource::Known, nodes.routes());
+    let mut handled = NodeMap::default();
+    let mut update = move || {
+        let table = nodes.update_routes(&routes, &mut handled);
         metrics.routes(table.len(), table.conflicts());
     };
-    rebuild();
+    update();
     shutdown.spawn_service(async move {
         while changed.changed().await.is_ok() {
-            rebuild();
+            update();
         }
     });
 }

@@ -1,13 +1,18 @@
 //! DNS records of a standalone server: the known nodes, which are all edge nodes, and the names of
 //! the configuration.
 
+use std::collections::BTreeSet;
+use std::sync::Arc;
+
 use prometheus_client::registry::Registry as MetricsRegistry;
+use tunnel_proto::wire::name::NodeName;
 
 use super::context::ServerContext;
 use crate::dns::{
     Dns, DnsInputs, DnsLimits, DnsMetrics, DnsSettings, DnsSockets, Node, NodeLocation, RecordSet,
-    restore,
+    persist, restore,
 };
+use crate::routing::known_nodes::NodeMap;
 
 /// Starts the embedded DNS and the tasks that update its records, if the DNS is configured.
 pub(super) fn start(
@@ -21,7 +26,6 @@ pub(super) fn start(
         sockets,
         settings,
         records: context.records.clone(),
-        data: &context.data,
         limits,
         metrics: DnsMetrics::new(metrics_registry, context.records.clone()),
     };
@@ -30,6 +34,7 @@ pub(super) fn start(
     if context.config.kubernetes.is_some() {
         // The watcher of the cluster's Nodes updates the records as soon as the API server answers.
         restore(&context.data, &context.records);
+        persist(&context.data, &context.records, &context.shutdown);
     } else {
         follow_nodes(settings, context);
     }
@@ -40,22 +45,35 @@ pub(super) fn start(
 /// configuration's record is used.
 fn follow_nodes(settings: &DnsSettings, context: &ServerContext) {
     let (nodes, records) = (context.nodes.clone(), context.records.clone());
-    let settings = settings.clone();
+    let fixed: BTreeSet<NodeName> = settings
+        .fixed
+        .iter()
+        .map(|node| node.name.clone())
+        .collect();
+    let mut following = RecordSet::new(&settings.fixed, settings.answer);
+    let mut handled = NodeMap::default();
     let mut changed = nodes.changed();
-    let rebuild = move || {
+    let mut update = move || {
         let known = nodes.snapshot();
-        let edges = known.keys().map(|name| Node {
-            name: name.clone(),
-            hostname: None,
-            location: NodeLocation::Edge,
-        });
-        let all: Vec<_> = edges.chain(settings.fixed.iter().cloned()).collect();
-        records.replace(RecordSet::new(&all, settings.answer));
+        let changed = known.changed_from(&handled).into_iter();
+        for name in changed.filter(|name| !fixed.contains(name)) {
+            if known.contains_key(name) {
+                following.insert(&Node {
+                    name: name.clone(),
+                    hostname: None,
+                    location: NodeLocation::Edge,
+                });
+            } else {
+                following.remove(name);
+            }
+        }
+        handled = known;
+        records.publish(Arc::new(following.clone()));
     };
-    rebuild();
+    update();
     context.shutdown.spawn_service(async move {
         while changed.changed().await.is_ok() {
-            rebuild();
+            update();
         }
     });
 }

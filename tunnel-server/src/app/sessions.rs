@@ -4,6 +4,7 @@ use std::sync::Arc;
 
 use tokio::net::TcpListener;
 use tokio::sync::Semaphore;
+use tracing::info;
 use tunnel_proto::process::conn_limiter::ConnLimiter;
 use tunnel_proto::process::settings::ConfigError;
 use tunnel_proto::tls;
@@ -19,6 +20,7 @@ use crate::config::{Capacity, Limits};
 use crate::egress::CloudEgress;
 use crate::routing::peers::listed_addresses;
 use crate::session::agent_listener::{AgentListener, TcpHandler};
+use crate::session::saved_connections::SavedConnections;
 use crate::session::{AdmissionRate, SessionLimits, Sessions};
 
 pub(super) struct SessionInputs<'a> {
@@ -79,6 +81,7 @@ pub(super) fn start(inputs: SessionInputs<'_>, context: &ServerContext) -> anyho
             liveness: limits.liveness(),
             expiry_grace: limits.expiry_grace(),
         },
+        saved_connections: Some(reset_earlier(&inputs.quic, context)),
         admission_rate: Arc::new(AdmissionRate::new(limits.admissions_per_node)),
         permits: Arc::new(Semaphore::new(inputs.capacity.sessions)),
         revocations: authority.revocations.clone(),
@@ -96,4 +99,20 @@ pub(super) fn start(inputs: SessionInputs<'_>, context: &ServerContext) -> anyho
     };
     listener.start(inputs.tcp);
     Ok(())
+}
+
+/// Resets the connections over QUIC that an earlier process served, and returns those of this one.
+fn reset_earlier(quic: &Arc<QuicAcceptor>, context: &ServerContext) -> SavedConnections {
+    let (connections, earlier) = SavedConnections::take_earlier(&context.store);
+    if !earlier.is_empty() {
+        info!(
+            count = earlier.len(),
+            "resetting the QUIC connections of the previous process"
+        );
+        let quic = quic.clone();
+        context
+            .shutdown
+            .spawn_service(async move { quic.reset(&earlier).await });
+    }
+    connections
 }

@@ -3,7 +3,7 @@
 use kube::runtime::watcher::Event;
 
 use super::nodes::{AliasRules, FactMap, NodeObject, NodeStore};
-use super::state::PersistedState;
+use super::snapshot::PersistedNode;
 use crate::routing::dial_policy::ClusterNetworks;
 use crate::routing::routes::RouteNode;
 
@@ -19,18 +19,14 @@ pub fn observe(json: &[u8]) -> Option<(Vec<RouteNode>, ClusterNetworks)> {
     Some(derive(&store))
 }
 
-/// Returns what follows from a persisted state in JSON, or `None` if the bytes are no such state.
+/// Returns what follows from persisted Nodes in JSON, by name, or `None` if the bytes are none.
 pub fn restore(json: &[u8]) -> Option<(Vec<RouteNode>, ClusterNetworks)> {
-    let persisted: PersistedState = serde_json::from_slice(json).ok()?;
+    let (facts, owners) = PersistedNode::split(serde_json::from_slice(json).ok()?);
     let rules = AliasRules {
-        owners: persisted.aliases,
+        owners,
         ..AliasRules::default()
     };
-    Some(derive(&NodeStore::new(
-        EDGE_LABEL.into(),
-        persisted.nodes,
-        rules,
-    )))
+    Some(derive(&NodeStore::new(EDGE_LABEL.into(), facts, rules)))
 }
 
 fn derive(store: &NodeStore) -> (Vec<RouteNode>, ClusterNetworks) {

@@ -323,6 +323,17 @@ impl NodeSet {
         self.nodes.version()
     }
 
+    /// Returns the nodes that may differ from those of an older clone, with `None` for those that are
+    /// gone.
+    pub(super) fn changed_from<'a>(
+        &'a self,
+        older: &'a Self,
+    ) -> Vec<(&'a NodeName, Option<&'a ClusterNode>)> {
+        let changed = self.nodes.changed_from(&older.nodes).into_iter();
+        let changed = changed.map(|name| (name, self.nodes.get(name).map(AsRef::as_ref)));
+        changed.collect()
+    }
+
     /// Returns the nodes that have changed since `version`, with `None` for those that are gone. If
     /// that is not known any more, returns `None`: all nodes may have changed.
     pub(super) fn changed_since(
@@ -385,16 +396,6 @@ impl NodeSet {
         let nodes = self.iter();
         nodes
             .map(|node| (node.name.as_str().into(), node.facts.clone()))
-            .collect()
-    }
-
-    pub(super) fn alias_owners(&self) -> AliasOwners {
-        let nodes = self.iter();
-        nodes
-            .filter_map(|node| {
-                let alias = node.hostname.as_ref()?;
-                Some((alias.as_str().into(), node.name.as_str().into()))
-            })
             .collect()
     }
 

@@ -272,8 +272,10 @@ mod tests {
 
     use super::super::nodes::{AliasRules, FactMap, NodeObject, NodeStore};
     use super::super::service::ListenerPorts;
+    use super::super::snapshot;
     use super::*;
     use crate::config::{CloudNodes, CloudTargetSettings};
+    use crate::dns::row_changes;
     use crate::store::tables::visits;
     use crate::testing::POOL;
 
@@ -281,6 +283,18 @@ mod tests {
         store: NodeStore,
         state: ClusterState,
         publisher: Publisher,
+        /// The Nodes and the records that are on disk.
+        persisted: (NodeSet, RecordSet),
+    }
+
+    /// What a change of one node costs.
+    #[derive(Debug, PartialEq, Eq)]
+    struct Cost {
+        /// Entries that are visited, up to the routes, records, the desired state of the writers, and
+        /// the rows on disk.
+        visits: u64,
+        /// Rows that are written.
+        rows: usize,
     }
 
     const TARGET_LABEL: &str = "example.com/registry";
@@ -352,6 +366,7 @@ mod tests {
                     ..ClusterState::default()
                 },
                 publisher,
+                persisted: Default::default(),
             };
             let listed = (0..nodes).map(|number| Event::InitApply(node(number, true)));
             let events = std::iter::once(Event::Init).chain(listed);
@@ -359,18 +374,25 @@ mod tests {
             fixture
         }
 
-        fn observe(&mut self, events: Vec<Event<NodeObject>>) {
+        /// Returns the number of rows that are written.
+        fn observe(&mut self, events: Vec<Event<NodeObject>>) -> usize {
             assert!(self.store.apply(events).is_changed);
             self.state.nodes = self.store.nodes();
             self.publisher.publish(&self.state, false);
+            let records = self.publisher.records.load();
+            let nodes = snapshot::row_changes(&self.state.nodes, &self.persisted.0);
+            let rows = nodes.len() + row_changes(&records, &self.persisted.1).len();
+            self.persisted = (self.state.nodes.clone(), RecordSet::clone(&records));
+            rows
         }
 
-        /// Returns the number of entries that a change of one node visits, up to the routes, records
-        /// and the desired state of the writers.
-        fn visits_of(&mut self, event: Event<NodeObject>) -> u64 {
+        fn cost_of(&mut self, event: Event<NodeObject>) -> Cost {
             let before = visits::count();
-            self.observe(vec![event]);
-            visits::count() - before
+            let rows = self.observe(vec![event]);
+            Cost {
+                visits: visits::count() - before,
+                rows,
+            }
         }
 
         fn check(&self, number: usize, address: Option<&str>) {
@@ -390,19 +412,21 @@ mod tests {
     }
 
     #[test]
-    fn node_event_among_20000_nodes_visits_as_many_entries_as_among_1000() {
-        let visits = [1000, 20_000].map(|nodes| {
+    fn node_event_among_20000_nodes_visits_and_writes_as_many_entries_as_among_1000() {
+        let costs = [1000, 20_000].map(|nodes| {
             let mut fixture = Fixture::new(nodes);
             fixture.check(7, Some("10.106.217.16"));
-            let flip = fixture.visits_of(Event::Apply(node(7, false)));
+            let flip = fixture.cost_of(Event::Apply(node(7, false)));
             fixture.check(7, Some("10.0.0.7"));
-            let added = fixture.visits_of(Event::Apply(node(nodes, true)));
+            let added = fixture.cost_of(Event::Apply(node(nodes, true)));
             fixture.check(nodes, Some("10.106.217.16"));
-            let removed = fixture.visits_of(Event::Delete(node(8, true)));
+            let removed = fixture.cost_of(Event::Delete(node(8, true)));
             fixture.check(8, None);
             [flip, added, removed]
         });
-        assert_eq!(visits[0], visits[1]);
+        assert_eq!(costs[0], costs[1]);
+        // A row of the Node, one of its name and one of its host name.
+        assert!(costs[0].iter().all(|cost| cost.rows == 3), "{costs:?}");
     }
 
     /// Prints the time of a flip between edge and cloud.

@@ -1,72 +1,108 @@
 //! Snapshot of the last cluster state in the store of the data directory. A server that starts
-//! without the API server serves from it.
+//! without the API server serves from it. A change of a Node writes the row of this Node.
 
 use std::collections::BTreeMap;
-use std::net::IpAddr;
 
 use serde::{Deserialize, Serialize};
 use tokio::sync::watch;
 use tunnel_proto::process::shutdown::Shutdown;
 
-use super::nodes::NodeFacts;
+use super::nodes::{AliasOwners, ClusterNode, FactMap, NodeFacts, NodeSet};
 use crate::cluster::state::{ClusterState, PersistedState};
-use crate::store::state_store::{RowSet, StateStore, Table, follow};
+use crate::store::state_store::{RowChange, RowSet, StateStore, Table, follow};
 
 /// The rows of the state.
 pub(super) struct Snapshot {
-    nodes: RowSet<Box<str>, NodeFacts>,
-    aliases: RowSet<Box<str>, Box<str>>,
+    store: StateStore,
+    /// The Nodes of the rows.
+    nodes: BTreeMap<Box<str>, PersistedNode>,
     /// One row, whose key is the prefix.
-    cluster_wide: RowSet<String, ClusterWide>,
+    state: RowSet<String, PersistedState>,
 }
 
-/// What is not about one node.
-#[derive(Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
-#[serde(rename_all = "camelCase", default)]
-struct ClusterWide {
-    is_listed: bool,
-    tunnel_addresses: Vec<IpAddr>,
-    ports: Option<BTreeMap<String, String>>,
+/// The row of a Node.
+#[derive(Debug, Default, Serialize, Deserialize)]
+#[serde(default)]
+pub(super) struct PersistedNode {
+    pub(super) facts: NodeFacts,
+    /// The host name that the node has, which others may claim, too.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub(super) alias: Option<Box<str>>,
+}
+
+impl PersistedNode {
+    fn of(node: &ClusterNode) -> Self {
+        Self {
+            facts: node.facts.clone(),
+            alias: node.hostname.as_ref().map(|alias| alias.as_str().into()),
+        }
+    }
+
+    /// Returns the facts and the owners of host names in these rows.
+    pub(super) fn split(nodes: BTreeMap<Box<str>, Self>) -> (FactMap, AliasOwners) {
+        let (mut facts, mut owners) = (FactMap::new(), AliasOwners::new());
+        for (name, node) in nodes {
+            owners.extend(node.alias.map(|alias| (alias, name.clone())));
+            facts.insert(name, node.facts);
+        }
+        (facts, owners)
+    }
 }
 
 impl Snapshot {
     /// Loads the rows. What cannot be read is missing, because the cluster provides it again. Blocks
     /// the thread.
     pub(super) fn load(store: &StateStore) -> Self {
+        let nodes = store.load_observed(Table::Cluster, NODES).into_iter();
         Self {
-            nodes: RowSet::load(store, Table::Cluster, "node/"),
-            aliases: RowSet::load(store, Table::Cluster, "alias/"),
-            cluster_wide: RowSet::load(store, Table::Cluster, "state"),
+            store: store.clone(),
+            nodes: nodes.map(|(name, node)| (name.into(), node)).collect(),
+            state: RowSet::load(store, Table::Cluster, "state"),
         }
     }
 
     pub(super) fn state(&self) -> PersistedState {
-        let cluster_wide = self.cluster_wide.values().values().next();
-        PersistedState {
-            nodes: self.nodes.values().clone(),
-            is_listed: cluster_wide.is_some_and(|cluster_wide| cluster_wide.is_listed),
-            aliases: self.aliases.values().clone(),
-            tunnel_addresses: cluster_wide.map_or_else(Vec::new, |cluster_wide| {
-                cluster_wide.tunnel_addresses.clone()
-            }),
-            ports: cluster_wide.and_then(|cluster_wide| cluster_wide.ports.clone()),
-        }
+        let state = self.state.values().values().next();
+        state.cloned().unwrap_or_default()
     }
 
-    /// Starts the task that persists the state soon after it changes.
-    pub(super) fn start(mut self, source: watch::Receiver<ClusterState>, shutdown: &Shutdown) {
-        shutdown.spawn_service(follow(source, move |state: ClusterState| {
-            let state = state.to_persisted();
-            self.nodes.replace(state.nodes);
-            self.aliases.replace(state.aliases);
+    /// Takes the facts and the owners of host names.
+    pub(super) fn take_nodes(&mut self) -> (FactMap, AliasOwners) {
+        PersistedNode::split(std::mem::take(&mut self.nodes))
+    }
+
+    /// Starts the task that persists the state soon after it changes. `persisted` are the Nodes of the
+    /// rows.
+    pub(super) fn start(
+        self,
+        mut persisted: NodeSet,
+        source: watch::Receiver<ClusterState>,
+        shutdown: &Shutdown,
+    ) {
+        let Self {
+            store, mut state, ..
+        } = self;
+        shutdown.spawn_service(follow(source, move |observed: ClusterState| {
+            store.change(Table::Cluster, row_changes(&observed.nodes, &persisted));
+            persisted = observed.nodes.clone();
             // Last, because it says that the list of nodes is complete.
-            let cluster_wide = ClusterWide {
-                is_listed: state.is_listed,
-                tunnel_addresses: state.tunnel_addresses,
-                ports: state.ports,
-            };
-            self.cluster_wide
-                .replace(BTreeMap::from([(String::new(), cluster_wide)]));
+            state.replace(BTreeMap::from([(String::new(), observed.to_persisted())]));
         }));
     }
 }
+
+/// Returns the changes of the rows for other Nodes than the persisted ones.
+pub(super) fn row_changes(nodes: &NodeSet, persisted: &NodeSet) -> Vec<RowChange> {
+    let changed = nodes.changed_from(persisted).into_iter();
+    let rows = changed.map(|(name, node)| {
+        let key = format!("{NODES}{name}");
+        match node {
+            Some(node) => RowChange::upsert(&key, &PersistedNode::of(node)),
+            None => RowChange::remove(&key),
+        }
+    });
+    rows.collect()
+}
+
+/// Prefix of the keys of Nodes.
+const NODES: &str = "node/";

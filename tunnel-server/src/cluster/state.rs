@@ -12,7 +12,7 @@ use tunnel_proto::process::networks::Cidr;
 use tunnel_proto::process::settings::PortSet;
 use tunnel_proto::wire::name::Port;
 
-use super::nodes::{AliasOwners, FactMap, NodeSet};
+use super::nodes::NodeSet;
 use super::objects::{HTTP_PORTS_KEY, HTTPS_PORTS_KEY, LOCALHOST_PORTS_KEY, PORT_PAIRS_KEY};
 use super::service::{self, ListenerPorts};
 use super::watches::Observed;
@@ -20,14 +20,12 @@ use crate::config::LOCALHOST_PORTS;
 use crate::dns::{Addresses, RecordSet};
 use crate::policy::PortPolicy;
 
-/// State that is persisted for a start without the API server.
+/// What is persisted for a start without the API server, apart from the Nodes.
 #[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "camelCase", default)]
 pub(super) struct PersistedState {
-    pub(super) nodes: FactMap,
-    /// Whether `nodes` is a complete list, possibly an empty one.
+    /// Whether the persisted Nodes are a complete list, possibly an empty one.
     pub(super) is_listed: bool,
-    pub(super) aliases: AliasOwners,
     pub(super) tunnel_addresses: Vec<IpAddr>,
     /// Values of the ports ConfigMap, if it existed.
     pub(super) ports: Option<BTreeMap<String, String>>,
@@ -140,13 +138,7 @@ impl ClusterState {
 
     pub(super) fn to_persisted(&self) -> PersistedState {
         PersistedState {
-            nodes: if self.is_listed {
-                self.nodes.facts()
-            } else {
-                self.persisted.nodes.clone()
-            },
             is_listed: self.is_listed || self.persisted.is_listed,
-            aliases: self.nodes.alias_owners(),
             tunnel_addresses: self.tunnel(),
             ports: self.port_lists().cloned(),
         }

@@ -235,8 +235,8 @@ async fn cluster_feeds_routes_records_and_policy_and_a_start_without_it_serves_t
 
     let is_on_disk = || {
         let store = scratch.0.store(OnDamage::Stop).unwrap();
-        let persisted = Snapshot::load(&store).state();
-        persisted.nodes.contains_key("worker-2")
+        let (facts, _owners) = Snapshot::load(&store).take_nodes();
+        facts.contains_key("worker-2")
     };
     first.play_until("the last on disk", is_on_disk).await;
     first.shutdown.drain().cancel();

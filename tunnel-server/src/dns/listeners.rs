@@ -18,7 +18,7 @@ use super::{
     Addresses, DnsLimits, DnsSettings, Names, RecordSet, Records, Resolvers, tcp, upstream,
 };
 use crate::store::data_dir::DataDir;
-use crate::store::state_store::{OnDamage, RowSet, Table, follow};
+use crate::store::state_store::{OnDamage, RowChange, StateStore, Table, follow};
 
 /// The UDP and TCP sockets, bound to one port.
 #[derive(Debug)]
@@ -33,8 +33,6 @@ pub struct DnsInputs<'a> {
     pub settings: &'a DnsSettings,
     /// Records to answer from. The source of the nodes updates them.
     pub records: Records,
-    /// Data directory with the record snapshot.
-    pub data: &'a DataDir,
     pub limits: DnsLimits,
     pub metrics: DnsMetrics,
 }
@@ -44,13 +42,11 @@ pub struct Dns(Arc<Server>);
 
 impl Dns {
     /// Serves until `shutdown` stops, because names must resolve while running requests end.
-    /// Persists the records after each change for [`super::restore`] in the next run.
     ///
     /// Answers from `records` immediately. Fill them before the start if nodes are already known.
     /// Otherwise queries for names that may be those of nodes fail until they are.
     #[must_use]
     pub fn start(parts: DnsInputs<'_>, shutdown: &Shutdown) -> Self {
-        persist(parts.data, &parts.records, shutdown);
         let names = Names {
             zone: parts.settings.zone.clone(),
             clusters: parts.settings.clusters.clone(),
@@ -120,12 +116,8 @@ const RESOLV_CONF: &str = "/etc/resolv.conf";
 /// Restores the records of the last run, unless records are already known. Rows that cannot be read
 /// are reported as a condition. Blocks the thread.
 pub fn restore(data: &DataDir, records: &Records) {
-    let Some(persisted) = rows(data) else { return };
-    let persisted = persisted.values().iter().filter_map(|(name, addresses)| {
-        let addresses = Addresses::first_of(addresses.iter().copied());
-        Some((name.parse().ok()?, addresses))
-    });
-    let persisted = RecordSet::of(persisted);
+    let Some(store) = store(data) else { return };
+    let persisted = persisted(&store);
     if !persisted.is_empty() && records.known().is_none() {
         info!(
             records = persisted.len(),
@@ -135,34 +127,59 @@ pub fn restore(data: &DataDir, records: &Records) {
     }
 }
 
-/// Persists the records soon after each change.
-fn persist(data: &DataDir, records: &Records, shutdown: &Shutdown) {
-    let Some(mut persisted) = rows(data) else {
-        return;
-    };
+/// Persists the records soon after each change, for [`restore`] in the next run.
+pub fn persist(data: &DataDir, records: &Records, shutdown: &Shutdown) {
+    let Some(store) = store(data) else { return };
+    let mut persisted = persisted(&store);
     shutdown.spawn_service(follow(
         records.changed(),
         move |records: Option<Arc<RecordSet>>| {
             if let Some(records) = records {
-                let rows = records.iter();
-                let rows = rows.map(|(name, addresses)| {
-                    (name.as_str().to_owned(), addresses.iter().collect())
-                });
-                persisted.replace(rows.collect());
+                store.change(Table::Records, row_changes(&records, &persisted));
+                persisted = RecordSet::clone(&records);
             }
         },
     ));
 }
 
-/// Returns the rows of the persisted records: addresses by name.
-fn rows(data: &DataDir) -> Option<RowSet<String, Vec<IpAddr>>> {
+/// Returns the changes of the rows for other records than the persisted ones.
+pub(crate) fn row_changes(records: &RecordSet, persisted: &RecordSet) -> Vec<RowChange> {
+    let changed = records.changed_from(persisted).into_iter();
+    let changed = changed.map(|name| (records.get(&name), persisted.get(&name), name));
+    let changed = changed.filter(|(record, before, _name)| record != before);
+    let rows = changed.map(|(record, _before, name)| match record {
+        Some(addresses) => RowChange::upsert(name.as_str(), &addresses.iter().collect::<Vec<_>>()),
+        None => RowChange::remove(name.as_str()),
+    });
+    rows.collect()
+}
+
+/// Returns the records of the rows: addresses by name.
+fn persisted(store: &StateStore) -> RecordSet {
+    let rows = store.load_observed::<Vec<IpAddr>>(Table::Records, "");
+    let rows = rows.into_iter();
+    RecordSet::of(
+        rows.filter_map(|(name, addresses)| {
+            Some((name.parse().ok()?, Addresses::first_of(addresses)))
+        }),
+    )
+}
+
+fn store(data: &DataDir) -> Option<StateStore> {
     let store = data.store(OnDamage::Stop);
     let store = store.inspect_err(|error| warn!(%error, "cannot use the persisted DNS records"));
-    Some(RowSet::load(&store.ok()?, Table::Records, ""))
+    store.ok()
 }
 
 #[cfg(test)]
 mod tests {
+    use std::collections::BTreeMap;
+
+    use rand::rngs::StdRng;
+    use rand::{RngExt as _, SeedableRng as _};
+    use tunnel_proto::wire::name::NodeName;
+
+    use super::super::{Node, NodeLocation};
     use super::*;
     use crate::store::data_dir::testing::Scratch;
     use crate::testing::eventually;
@@ -182,8 +199,9 @@ mod tests {
         persist(&scratch.0, &before, &shutdown);
         let set = records(&[("a", &["10.0.0.1", "fd00::1"]), ("b", &["10.0.0.2"])]);
         before.replace(set.clone());
-        let rows = || rows(&scratch.0).unwrap();
-        eventually("the rows", || rows().values().len() == 2).await;
+        let store = store(&scratch.0).unwrap();
+        eventually("the rows", || persisted(&store) == set).await;
+        drop(store);
         shutdown.finish().await;
 
         let after = Records::default();
@@ -193,5 +211,55 @@ mod tests {
         fed.replace(records(&[("c", &["10.0.0.3"])]));
         restore(&scratch.0, &fed);
         assert_eq!(fed.load().len(), 1);
+    }
+
+    /// Random nodes and host names, persisted after some changes together.
+    #[test]
+    fn rows_follow_the_records_and_only_differences_are_written() {
+        for seed in 0..50 {
+            let mut random = StdRng::seed_from_u64(seed);
+            let mut name = |count: u32| -> NodeName {
+                format!("n-{}", random.random_range(0..count))
+                    .parse()
+                    .unwrap()
+            };
+            let (mut records, mut persisted) = (RecordSet::default(), RecordSet::default());
+            let mut rows = BTreeMap::new();
+            for step in 0..200_u8 {
+                let (node, hostname) = (name(8), name(16));
+                match step % 5 {
+                    0 => drop(records.remove(&node)),
+                    1 if step % 40 == 1 => {
+                        records.set_tunnel(Addresses::first_of([[10, 0, 0, step].into()]));
+                    }
+                    kind => drop(records.insert(&Node {
+                        hostname: Some(hostname).filter(|hostname| *hostname != node),
+                        name: node,
+                        location: if kind == 2 {
+                            NodeLocation::Edge
+                        } else {
+                            NodeLocation::Cloud(vec![[192, 0, 2, step % 7].into()])
+                        },
+                    })),
+                }
+                if step % 3 == 0 {
+                    for change in row_changes(&records, &persisted) {
+                        let (key, addresses) = change.decoded::<Vec<IpAddr>>();
+                        let before = rows.get(&key).cloned();
+                        assert_ne!(before, addresses, "seed {seed}");
+                        match addresses {
+                            Some(addresses) => rows.insert(key, addresses),
+                            None => rows.remove(&key),
+                        };
+                    }
+                    persisted = records.clone();
+                    let expected = records.iter();
+                    let expected: BTreeMap<_, _> = expected
+                        .map(|(name, own)| (name.to_string(), own.iter().collect()))
+                        .collect();
+                    assert_eq!(rows, expected, "seed {seed}");
+                }
+            }
+        }
     }
 }

@@ -1,7 +1,7 @@
 //! Known nodes, persisted across restarts: the nodes with a token or a certificate, and their
 //! addresses.
 
-use std::collections::{BTreeMap, BTreeSet};
+use std::collections::BTreeSet;
 use std::io;
 use std::net::IpAddr;
 use std::ops::Bound;
@@ -13,16 +13,17 @@ use serde::{Deserialize, Serialize};
 use tokio::sync::watch;
 use tunnel_proto::wire::name::NodeName;
 
-use crate::routing::routes::{NodeLabels, RouteNode};
+use crate::routing::routes::{NodeLabels, RouteNode, RouteSource, RouteTable, Routes};
 use crate::store::data_dir::{DataDir, time_text, time_text_option, whole_seconds};
 use crate::store::state_store::{OnDamage, RowChange, StateStore, Table};
+use crate::store::tables::VersionedMap;
 
 /// The known nodes of a data directory. Changes apply in memory at once, and are on the disk soon
 /// afterwards, at the latest after [`KnownNodes::save`].
 #[derive(Debug)]
 pub struct KnownNodes {
     store: StateStore,
-    state: Mutex<State>,
+    nodes: Mutex<NodeMap>,
     version: watch::Sender<u64>,
 }
 
@@ -78,7 +79,8 @@ impl EnrollmentKind {
     }
 }
 
-pub type NodeMap = BTreeMap<NodeName, KnownNode>;
+/// Known nodes by name. Clones share structure.
+pub type NodeMap = VersionedMap<NodeName, KnownNode>;
 
 impl KnownNodes {
     /// Opens the known nodes of a data directory. Damaged rows are set aside.
@@ -88,7 +90,7 @@ impl KnownNodes {
     /// has assigned are nowhere else.
     pub fn open(dir: &DataDir) -> io::Result<Self> {
         let store = dir.store(OnDamage::Stop)?;
-        let mut nodes = NodeMap::new();
+        let mut nodes = NodeMap::default();
         let loaded = store.load(Table::Nodes, "")?;
         store.skip_later(Table::Nodes, &loaded.later);
         store.set_aside(Table::Nodes, loaded.damaged);
@@ -100,10 +102,7 @@ impl KnownNodes {
         }
         Ok(Self {
             store,
-            state: Mutex::new(State {
-                nodes,
-                shared: None,
-            }),
+            nodes: Mutex::new(nodes),
             version: watch::Sender::new(0),
         })
     }
@@ -112,35 +111,23 @@ impl KnownNodes {
     /// the previous addresses remain.
     pub fn record(&self, node: &NodeName, addresses: &[IpAddr]) {
         let canonical: BTreeSet<IpAddr> = addresses.iter().map(IpAddr::to_canonical).collect();
-        self.change(node, |state| {
-            let is_new = !state.nodes.contains_key(node);
-            let known = entry(&mut state.nodes, node, SystemTime::now());
-            let canonical: Vec<IpAddr> = canonical.into_iter().collect();
-            if !canonical.is_empty() && known.addresses != canonical {
-                known.addresses = canonical;
-                return NodeChange::Routes;
+        self.change(node, |known| {
+            let mut known = known.unwrap_or_else(|| KnownNode::new(SystemTime::now()));
+            if !canonical.is_empty() {
+                known.addresses = canonical.into_iter().collect();
             }
-            if is_new {
-                NodeChange::Routes
-            } else {
-                NodeChange::None
-            }
+            Some(known)
         });
     }
 
     /// Adds a node, and records how its agent enrolled.
     pub fn record_enrollment(&self, node: &NodeName, enrollment: EnrollmentKind) {
-        self.change(node, |state| {
-            let is_new = !state.nodes.contains_key(node);
-            let known = entry(&mut state.nodes, node, SystemTime::now());
-            let previous = known.enrollment.replace(enrollment);
-            if is_new {
-                NodeChange::Routes
-            } else if previous == Some(enrollment) {
-                NodeChange::None
-            } else {
-                NodeChange::Details
-            }
+        self.change(node, |known| {
+            let known = known.unwrap_or_else(|| KnownNode::new(SystemTime::now()));
+            Some(KnownNode {
+                enrollment: Some(enrollment),
+                ..known
+            })
         });
     }
 
@@ -157,9 +144,8 @@ impl KnownNodes {
         now: SystemTime,
     ) {
         let [issued, not_after, now] = [issued, not_after, now].map(whole_seconds);
-        self.change(node, |state| {
-            let is_new = !state.nodes.contains_key(node);
-            let known = entry(&mut state.nodes, node, now);
+        self.change(node, |known| {
+            let known = known.unwrap_or_else(|| KnownNode::new(now));
             let is_recent = known
                 .last_seen
                 .and_then(|last| now.duration_since(last).ok())
@@ -167,106 +153,88 @@ impl KnownNodes {
             let is_known = known.certificate_not_after == Some(not_after)
                 && known.certificate_issued == Some(issued);
             if is_recent && is_known {
-                return NodeChange::None;
+                return Some(known);
             }
-            known.last_seen = Some(now);
-            known.certificate_not_after = Some(not_after);
-            known.certificate_issued = Some(issued);
-            if is_new {
-                NodeChange::Routes
-            } else {
-                NodeChange::Details
-            }
+            Some(KnownNode {
+                last_seen: Some(now),
+                certificate_not_after: Some(not_after),
+                certificate_issued: Some(issued),
+                ..known
+            })
         });
     }
 
     /// Records that a certificate which ends at `not_after` was issued to a known node.
     pub fn record_renewal(&self, node: &NodeName, not_after: SystemTime) {
-        let not_after = whole_seconds(not_after);
-        self.change(node, |state| match state.nodes.get_mut(node) {
-            Some(known) if known.certificate_not_after != Some(not_after) => {
-                known.certificate_not_after = Some(not_after);
-                NodeChange::Details
-            }
-            Some(_) | None => NodeChange::None,
+        self.change(node, |known| {
+            Some(KnownNode {
+                certificate_not_after: Some(whole_seconds(not_after)),
+                ..known?
+            })
         });
     }
 
     /// Records the last sign of life of a known node, with the resolution of the persisted time.
     pub fn record_last_seen(&self, node: &NodeName, last_seen: SystemTime) {
         let last_seen = whole_seconds(last_seen);
-        self.change(node, |state| {
-            let Some(known) = state.nodes.get_mut(node) else {
-                return NodeChange::None;
-            };
+        self.change(node, |known| {
+            let mut known = known?;
             let is_recent = known
                 .last_seen
                 .is_some_and(|last| last_seen < last + LAST_SEEN_RESOLUTION);
-            if is_recent {
-                return NodeChange::None;
+            if !is_recent {
+                known.last_seen = Some(last_seen);
             }
-            known.last_seen = Some(last_seen);
-            NodeChange::Details
+            Some(known)
         });
     }
 
     /// Removes a node. Returns whether the node was known.
     pub fn forget(&self, node: &NodeName) -> bool {
         let mut was_known = false;
-        self.change(node, |state| {
-            was_known = state.nodes.remove(node).is_some();
-            if was_known {
-                NodeChange::Routes
-            } else {
-                NodeChange::None
-            }
+        self.change(node, |known| {
+            was_known = known.is_some();
+            None
         });
         was_known
     }
 
     #[must_use]
     pub fn knows(&self, node: &NodeName) -> bool {
-        self.state.lock().nodes.contains_key(node)
+        self.nodes.lock().contains_key(node)
     }
 
     /// Returns what is known of a node.
     #[must_use]
     pub fn get(&self, node: &NodeName) -> Option<KnownNode> {
-        self.state.lock().nodes.get(node).cloned()
+        self.nodes.lock().get(node).cloned()
     }
 
     /// Returns the first `limit` nodes whose names are after `after`, in order.
     #[must_use]
     pub fn names_after(&self, after: Bound<&NodeName>, limit: usize) -> Vec<NodeName> {
-        let state = self.state.lock();
-        let nodes = state.nodes.range((after, Bound::Unbounded));
+        let known = self.snapshot();
+        let nodes = known.range((after, Bound::Unbounded));
         nodes.take(limit).map(|(name, _)| name.clone()).collect()
     }
 
-    /// Returns the nodes with their addresses, for routing.
-    #[must_use]
-    pub fn routes(&self) -> Vec<RouteNode> {
+    /// Updates `routes` with the nodes that have changed since `handled`, which is then the current
+    /// state.
+    pub fn update_routes(&self, routes: &Routes, handled: &mut NodeMap) -> Arc<RouteTable> {
         let known = self.snapshot();
-        let routes = known.iter().map(|(name, node)| RouteNode {
-            name: name.clone(),
-            hostname: None,
-            addresses: node.addresses.clone(),
-            kubelet_port: None,
-            is_edge: true,
-            labels: NodeLabels::new(),
+        let changed = known.changed_from(handled).into_iter();
+        let changed = changed.map(|name| {
+            let node = known.get(name);
+            (name.clone(), node.map(|node| node.route(name)))
         });
-        routes.collect()
+        let table = routes.update(RouteSource::Known, changed);
+        *handled = known;
+        table
     }
 
     #[must_use]
-    pub fn snapshot(&self) -> Arc<NodeMap> {
-        let mut state = self.state.lock();
-        if let Some(shared) = &state.shared {
-            return shared.clone();
-        }
-        let shared = Arc::new(state.nodes.clone());
-        state.shared = Some(shared.clone());
-        shared
+    pub fn snapshot(&self) -> NodeMap {
+        self.nodes.lock().clone()
     }
 
     /// Returns a receiver that is notified whenever names or addresses change.
@@ -284,52 +252,59 @@ impl KnownNodes {
         self.store.flush(Table::Nodes)
     }
 
-    fn change(&self, node: &NodeName, change: impl FnOnce(&mut State) -> NodeChange) {
-        let mut state = self.state.lock();
-        let changed = change(&mut state);
-        if changed == NodeChange::None {
+    /// Replaces a node by what `change` makes of it, `None` for none. Costs the logarithm of the number
+    /// of nodes.
+    fn change(&self, node: &NodeName, change: impl FnOnce(Option<KnownNode>) -> Option<KnownNode>) {
+        let mut nodes = self.nodes.lock();
+        let before = nodes.get(node).cloned();
+        let after = change(before.clone());
+        if after == before {
             return;
         }
-        state.shared = None;
-        let row = match state.nodes.get(node) {
-            Some(known) => RowChange::upsert(node.as_str(), known),
-            None => RowChange::remove(node.as_str()),
+        let addresses = |node: Option<KnownNode>| node.map(|node| node.addresses);
+        let is_routed_otherwise = addresses(before) != addresses(after.clone());
+        let row = match after {
+            Some(known) => {
+                let row = RowChange::upsert(node.as_str(), &known);
+                nodes.insert(node.clone(), known);
+                row
+            }
+            None => {
+                nodes.remove(node);
+                RowChange::remove(node.as_str())
+            }
         };
         // Under the lock, so that an older state never replaces a newer one.
         self.store.change(Table::Nodes, vec![row]);
-        drop(state);
-        if changed == NodeChange::Routes {
+        drop(nodes);
+        if is_routed_otherwise {
             self.version.send_modify(|version| *version += 1);
         }
     }
 }
 
-#[derive(Debug, Default)]
-struct State {
-    nodes: NodeMap,
-    /// The last snapshot of `nodes` that was returned. `None` after a change.
-    shared: Option<Arc<NodeMap>>,
-}
+impl KnownNode {
+    fn new(now: SystemTime) -> Self {
+        Self {
+            addresses: Vec::new(),
+            first_seen: whole_seconds(now),
+            last_seen: None,
+            certificate_not_after: None,
+            certificate_issued: None,
+            enrollment: None,
+        }
+    }
 
-/// The effect of a change on readers.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-enum NodeChange {
-    None,
-    /// Only times or the kind of the enrollment have changed.
-    Details,
-    /// Names or addresses have changed.
-    Routes,
-}
-
-fn entry<'a>(nodes: &'a mut NodeMap, node: &NodeName, now: SystemTime) -> &'a mut KnownNode {
-    nodes.entry(node.clone()).or_insert_with(|| KnownNode {
-        addresses: Vec::new(),
-        first_seen: whole_seconds(now),
-        last_seen: None,
-        certificate_not_after: None,
-        certificate_issued: None,
-        enrollment: None,
-    })
+    fn route(&self, name: &NodeName) -> RouteNode {
+        RouteNode {
+            name: name.clone(),
+            hostname: None,
+            addresses: self.addresses.clone(),
+            kubelet_port: None,
+            is_edge: true,
+            labels: NodeLabels::new(),
+        }
+    }
 }
 
 /// A reconnect within this time does not change the persisted state.

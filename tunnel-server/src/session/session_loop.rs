@@ -43,6 +43,9 @@ impl Sessions {
         } = admitted;
         let agent = registration.session().clone();
         let _counted = self.metrics.agent(agent.session.transport().label());
+        let connections = self.saved_connections.as_ref();
+        let saved = connections
+            .and_then(|connections| Some(connections.save(agent.session.reset_target()?)));
         if let Some(cloud) = self.cloud_of(&agent.node) {
             let accepting = cloud.clone().accept_streams(agent.clone());
             self.shutdown.spawn_service(accepting);
@@ -97,7 +100,7 @@ impl Sessions {
             }
         };
         // Dropped before the close, which can wait for a peer that is gone.
-        drop((registration, monitor));
+        drop((registration, monitor, saved));
         self.end(&agent, ended).await;
     }
 

@@ -7,6 +7,7 @@
 use std::borrow::Borrow;
 use std::fmt;
 use std::ops::{Bound, RangeBounds};
+use std::sync::atomic::{AtomicU64, Ordering};
 
 use rpds::RedBlackTreeMapSync;
 
@@ -142,6 +143,8 @@ impl<K: Ord + Clone, V: Clone> FromIterator<(K, V)> for SharedMap<K, V> {
 /// A map of which a clone says what has changed since an older clone.
 #[derive(Debug, Clone)]
 pub struct VersionedMap<K: Ord, V> {
+    /// Distinguishes the map and its clones from others, whose versions mean nothing to it.
+    id: u64,
     /// The values, each with the version of its last change.
     entries: SharedMap<K, (u64, V)>,
     /// The keys of `entries`, by that version.
@@ -197,6 +200,39 @@ impl<K: Ord, V> VersionedMap<K, V> {
         entries.map(|(key, (_version, value))| (key, value))
     }
 
+    #[must_use]
+    pub fn contains_key(&self, key: &K) -> bool {
+        self.get(key).is_some()
+    }
+
+    /// Returns the entries with these keys, in their order.
+    pub fn range(&self, keys: impl RangeBounds<K>) -> impl Iterator<Item = (&K, &V)> {
+        let entries = self.entries.range(keys);
+        entries.map(|(key, (_version, value))| (key, value))
+    }
+
+    #[must_use]
+    pub fn len(&self) -> usize {
+        self.entries.len()
+    }
+
+    #[must_use]
+    pub fn is_empty(&self) -> bool {
+        self.entries.is_empty()
+    }
+
+    /// Returns the keys whose values may differ from those of `older`, each once. Among the clones of
+    /// one map they are those of the changes in between; otherwise they are all keys of both.
+    #[must_use]
+    pub fn changed_from<'a>(&'a self, older: &'a Self) -> Vec<&'a K> {
+        let changed = self.changed_since(older.version);
+        if let Some(changed) = changed.filter(|_| self.id == older.id) {
+            return changed.collect();
+        }
+        let gone = older.entries.keys().filter(|key| !self.contains_key(key));
+        gone.chain(self.entries.keys()).collect()
+    }
+
     /// Returns the version of the last change, 0 for a map without any.
     #[must_use]
     pub fn version(&self) -> u64 {
@@ -217,6 +253,7 @@ impl<K: Ord, V> VersionedMap<K, V> {
 impl<K: Ord, V> Default for VersionedMap<K, V> {
     fn default() -> Self {
         Self {
+            id: NEXT_ID.fetch_add(1, Ordering::Relaxed),
             entries: SharedMap::default(),
             changed: SharedMap::default(),
             removed: SharedMap::default(),
@@ -227,6 +264,7 @@ impl<K: Ord, V> Default for VersionedMap<K, V> {
     }
 }
 
+static NEXT_ID: AtomicU64 = AtomicU64::new(0);
 /// Removals that a map remembers. Readers are a moment behind, not thousands of removals.
 const REMOVED_MAX: usize = 8192;
 
@@ -326,6 +364,27 @@ mod tests {
         assert!(map.changed_since(filled).is_none());
         assert_eq!(map.changed_since(filled + 1).unwrap().count(), REMOVED_MAX);
         assert_eq!(map.removed.len(), map.removed_at.len());
+    }
+
+    #[test]
+    fn changes_from_another_map_or_from_a_forgotten_version_are_all_keys_of_both() {
+        let map = |keys: std::ops::Range<u32>| {
+            let mut map = VersionedMap::default();
+            keys.for_each(|key| map.insert(key, ()));
+            map
+        };
+        let older = map(0..3);
+        let mut newer = older.clone();
+        assert!(newer.changed_from(&older).is_empty());
+        newer.insert(7, ());
+        newer.remove(&1);
+        assert_eq!(newer.changed_from(&older), [&7, &1]);
+        assert_eq!(newer.changed_from(&map(4..6)), [&4, &5, &0, &2, &7]);
+        for key in 10..20_000 {
+            newer.insert(key, ());
+            newer.remove(&key);
+        }
+        assert_eq!(newer.changed_from(&older), [&1, &0, &2, &7]);
     }
 
     #[test]

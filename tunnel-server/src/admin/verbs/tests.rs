@@ -7,7 +7,7 @@ use tunnel_proto::process::terminal::Answer;
 use super::*;
 use crate::admin::{self, AdminState};
 use crate::ca::tokens::{TokenInfo, TokenState};
-use crate::routing::routes::RouteSource;
+use crate::routing::known_nodes::NodeMap;
 use crate::store::data_dir::testing::Scratch;
 use crate::store::state_store::{OnDamage, RowChange, Table};
 use crate::testing::assert_contains;
@@ -58,10 +58,10 @@ fn start(scratch: &Scratch, shutdown: &Shutdown) -> AdminState {
     let mut state = admin::tests::state(dir);
     state.sources.sessions = None;
     let (nodes, routes) = (state.nodes.clone(), state.sources.routes.clone());
-    let mut changed = nodes.changed();
+    let (mut changed, mut handled) = (nodes.changed(), NodeMap::default());
     shutdown.spawn_service(async move {
         while changed.changed().await.is_ok() {
-            routes.set(RouteSource::Known, nodes.routes());
+            nodes.update_routes(&routes, &mut handled);
         }
     });
     state.node_labels = vec!["zone".into()];

@@ -67,7 +67,7 @@ pub(super) fn count(
     now: SystemTime,
 ) -> AgentCounts {
     let mut counts = AgentCounts::default();
-    for (name, node) in nodes {
+    for (name, node) in nodes.iter() {
         match node.certificate_not_after {
             Some(_) if is_kubelet(node) => counts.kubelets += 1,
             Some(end) if end <= now && !connected.contains(name) => counts.expired += 1,
@@ -87,8 +87,8 @@ pub(super) fn count(
 /// Returns how long the certificates of the nodes are valid after `since`, and a second more. The
 /// lifetime may have been longer when they were issued.
 pub(super) fn longest_remaining(nodes: &NodeMap, since: SystemTime) -> Duration {
-    let issued_here = nodes.values().filter(|node| !is_kubelet(node));
-    let ends = issued_here.filter_map(|node| node.certificate_not_after);
+    let issued_here = nodes.iter().filter(|(_name, node)| !is_kubelet(node));
+    let ends = issued_here.filter_map(|(_name, node)| node.certificate_not_after);
     let remaining = ends.filter_map(|end| end.duration_since(since).ok()).max();
     remaining.unwrap_or_default() + Duration::from_secs(1)
 }

@@ -211,8 +211,8 @@ pub(in crate::cluster) struct ClusterNode {
     /// The host name that the node claims and may have.
     pub(super) claim: Option<NodeName>,
     /// The host name that the node has.
-    pub(super) hostname: Option<NodeName>,
-    pub(super) facts: NodeFacts,
+    pub(in crate::cluster) hostname: Option<NodeName>,
+    pub(in crate::cluster) facts: NodeFacts,
 }
 
 /// Rejects addresses that cannot belong to a node. A record with such an address would lead callers

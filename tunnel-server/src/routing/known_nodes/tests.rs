@@ -1,5 +1,6 @@
 use super::*;
 use crate::store::data_dir::testing::Scratch;
+use crate::store::tables::visits;
 
 fn name(text: &str) -> NodeName {
     text.parse().unwrap()
@@ -18,8 +19,10 @@ fn nodes_survive_a_restart_until_they_are_forgotten() {
     nodes.save().unwrap();
 
     let again = KnownNodes::open(&scratch.0).unwrap();
-    assert_eq!(again.snapshot(), nodes.snapshot());
-    let known = &again.snapshot()[&name("worker-2")];
+    for node in [name("worker-1"), name("worker-2")] {
+        assert_eq!(again.get(&node), nodes.get(&node));
+    }
+    let known = again.get(&name("worker-2")).unwrap();
     assert_eq!(known.certificate_not_after, Some(at(5_000)));
     assert!(again.forget(&name("worker-1")));
     assert!(!again.forget(&name("worker-1")));
@@ -53,7 +56,7 @@ fn last_enrollment_is_persisted_and_changes_routes_of_new_nodes_only() {
     assert_eq!(*changed.borrow(), 1);
     nodes.save().unwrap();
     let again = KnownNodes::open(&scratch.0).unwrap();
-    let enrollment = again.snapshot()[&name("worker-1")].enrollment;
+    let enrollment = again.get(&name("worker-1")).unwrap().enrollment;
     assert_eq!(enrollment, Some(EnrollmentKind::Kubelet));
 }
 
@@ -62,7 +65,7 @@ fn last_sign_of_life_is_persisted_and_makes_no_node_known() {
     let scratch = Scratch::new();
     let nodes = KnownNodes::open(&scratch.0).unwrap();
     nodes.record_connection_at(&name("worker-1"), [at(500), at(90_000)], at(1_000));
-    let last_seen = || nodes.snapshot()[&name("worker-1")].last_seen;
+    let last_seen = || nodes.get(&name("worker-1")).unwrap().last_seen;
     nodes.record_last_seen(&name("worker-1"), at(1_100));
     assert_eq!(last_seen(), Some(at(1_000)), "within the resolution");
     nodes.record_last_seen(&name("worker-1"), at(50_000));
@@ -107,6 +110,36 @@ fn node_added_by_a_verb_is_there_after_it_and_a_change_is_on_disk_by_itself() {
     server.forget(&name("worker-1"));
     drop(server);
     let left = KnownNodes::open(&scratch.0).unwrap();
-    let left: Vec<_> = left.snapshot().keys().cloned().collect();
+    let left = left.names_after(Bound::Unbounded, 10);
     assert_eq!(left, [name("worker-2")]);
+}
+
+#[test]
+fn join_among_20000_nodes_visits_as_many_entries_as_among_1000() {
+    let visits = [1000, 20_000].map(|count| {
+        let scratch = Scratch::new();
+        let nodes = KnownNodes::open(&scratch.0).unwrap();
+        for number in 0..count {
+            nodes.record(&name(&format!("edge-{number:05}")), &[]);
+        }
+        let (routes, mut handled) = (Routes::default(), NodeMap::default());
+        nodes.update_routes(&routes, &mut handled);
+        let mut visits_of = |change: &dyn Fn()| {
+            let before = visits::count();
+            change();
+            nodes.update_routes(&routes, &mut handled);
+            visits::count() - before
+        };
+        let joined = visits_of(&|| {
+            nodes.record(&name("joined"), &["192.0.2.1".parse().unwrap()]);
+            nodes.record_enrollment(&name("joined"), EnrollmentKind::JoinToken);
+            nodes.record_connection_at(&name("joined"), [at(500), at(5_000)], at(1_000));
+        });
+        assert!(routes.load().knows(&name("joined")));
+        let forgotten = visits_of(&|| assert!(nodes.forget(&name("edge-00007"))));
+        assert!(!routes.load().knows(&name("edge-00007")));
+        assert_eq!(routes.load().len(), count);
+        [joined, forgotten]
+    });
+    assert_eq!(visits[0], visits[1]);
 }

@@ -135,6 +135,14 @@ impl RowChange {
             content: None,
         }
     }
+
+    /// Returns the key, and the value unless the row is removed.
+    #[cfg(test)]
+    pub(crate) fn decoded<T: DeserializeOwned>(&self) -> (String, Option<T>) {
+        let content = self.content.as_ref();
+        let value = content.map(|content| decode(content).unwrap());
+        (self.key.to_string(), value)
+    }
 }
 
 /// The values of a table, by key.

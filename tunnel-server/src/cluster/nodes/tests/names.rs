@@ -6,6 +6,7 @@ use std::collections::BTreeSet;
 use serde_json::json;
 
 use super::*;
+use crate::cluster::snapshot::{PersistedNode, row_changes};
 use crate::routing::routes::RouteTable;
 
 /// A Node's name and Hostname, and whether the Hostname is an alias. `--record-names` is
@@ -96,9 +97,20 @@ fn twin(name: &str, created: Option<&str>) -> NodeObject {
     object
 }
 
+/// Returns the facts and the owners of aliases as a restart has them.
+fn persisted(store: &NodeStore) -> (FactMap, AliasOwners) {
+    let rows = row_changes(&store.nodes(), &NodeSet::default()).into_iter();
+    let rows = rows.map(|row| {
+        let (key, node) = row.decoded();
+        let name = key.strip_prefix("node/").unwrap().into();
+        (name, node.unwrap())
+    });
+    PersistedNode::split(rows.collect())
+}
+
 /// Returns the node that has the alias `a`, or an empty text.
 fn owner(store: &NodeStore) -> String {
-    let owners = store.nodes().alias_owners();
+    let (_facts, owners) = persisted(store);
     let owner = owners.get("a").map(ToString::to_string);
     owner.unwrap_or_default()
 }
@@ -119,13 +131,11 @@ fn contested_alias_stays_with_the_node_that_had_it_first() {
     assert_eq!(owner(&late), "a.new", "had it before");
 
     // After a restart, the snapshot on disk determines the previous owner.
-    let facts = serde_json::to_string(&late.nodes().facts()).unwrap();
-    let owners = serde_json::to_string(&late.nodes().alias_owners()).unwrap();
+    let (facts, owners) = persisted(&late);
     let rules = AliasRules {
-        owners: serde_json::from_str(&owners).unwrap(),
+        owners,
         ..AliasRules::default()
     };
-    let facts = serde_json::from_str(&facts).unwrap();
     let mut restarted = NodeStore::new(LABEL.into(), facts, rules);
     assert_eq!(owner(&restarted), "a.new");
     restarted.apply(vec![
