@@ -38,6 +38,7 @@ use crate::store::data_dir::DataDir;
 mod client;
 pub mod discovery;
 pub mod doctor;
+pub(crate) mod json_list;
 mod message;
 pub(crate) mod node_metrics;
 pub(crate) mod page;

@@ -10,7 +10,6 @@ use tunnel_proto::process::shutdown::Shutdown;
 use tunnel_proto::transport::quic::QuicAcceptor;
 use tunnel_proto::wire::ALPN_SESSION;
 
-use crate::admin::status::NodeList;
 use crate::ca::LocalCa;
 use crate::ca::revocation::Revocations;
 use crate::ca::tokens::TokenStore;
@@ -126,9 +125,8 @@ impl App {
         sessions::start(inputs, &context)?;
         let sources = admin::node_sources(&authority, &context);
         admin::start_socket(&authority, sources.clone(), advertised, tunnels, &context)?;
-        let nodes = NodeList::new(move || sources.all(), &context.shutdown);
-        admin::start_meta(nodes.clone(), meta_listener, metrics_registry, &context);
-        status_page::start(sockets.status, serving.certificates, nodes, &context)?;
+        admin::start_meta(sources.clone(), meta_listener, metrics_registry, &context);
+        status_page::start(sockets.status, serving.certificates, sources, &context)?;
         if let Some(dns) = &dns {
             dns.start_loop_detection(&context.shutdown).await?;
         }

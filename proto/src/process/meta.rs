@@ -2,8 +2,9 @@
 //! Plain HTTP/1.1, read-only, one request for each connection.
 //!
 //! Anybody who reaches the port may cause its work. So what grows with the number of nodes is made
-//! outside the runtime's own threads, one document of a source at a time, is shared by the callers of
-//! a moment (`documents.rs`), and no connection holds it for longer than 30 s.
+//! outside the runtime's own threads, one document of a source at a time, and is shared by the callers
+//! of a moment (`documents.rs`) or made in chunks while it is read (`streamed.rs`), and no connection
+//! holds it for longer than 30 s.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::convert::Infallible;
@@ -14,7 +15,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use bytes::Bytes;
-use http::{Method, Request, StatusCode};
+use http::{Method, Request, Response, StatusCode};
 use http_body_util::{BodyExt, Empty, Limited};
 use hyper::body::Incoming;
 use hyper::service::service_fn;
@@ -38,9 +39,11 @@ use super::shutdown::Shutdown;
 
 mod documents;
 mod response;
+mod streamed;
 
 use self::response::response;
 pub use self::response::{FullResponse, json, text};
+use self::streamed::{MetaBody, StreamedBody};
 
 /// Maximum number of connections. At the limit, newer connections evict the oldest. Probes and one
 /// or two scrapers need only a few.
@@ -52,6 +55,8 @@ const CONN_LIMITS: ConnLimits = ConnLimits {
 const HEAD_TIMEOUT: Duration = Duration::from_secs(5);
 /// Time limit of a connection. The largest page is read in a second on a local network.
 const CONNECTION_TIMEOUT: Duration = Duration::from_secs(30);
+/// Memory for the part of a response that a connection has not sent.
+const BUFFERED_MAX_BYTES: usize = 64 * 1024;
 /// Longest response body that [`get`] accepts. The metrics of 10,000 nodes are about 3 MiB.
 const RESPONSE_MAX_BYTES: usize = 8 * 1024 * 1024;
 
@@ -68,14 +73,22 @@ pub struct EndpointRequest<'a> {
 pub enum EndpointAnswer {
     /// A small response that costs nothing to speak of.
     Now(FullResponse),
-    /// A response whose size grows with the number of nodes. Callers of a moment share it.
+    /// A response whose size grows with the number of nodes and is bounded. Callers of a moment share
+    /// it.
     Document {
         /// Distinguishes the documents of one path. The number of variants must be bounded.
         variant: String,
         /// Makes the response. Runs outside the runtime's own threads.
         make: Box<dyn FnOnce() -> FullResponse + Send>,
     },
+    /// A JSON response of any size, in chunks that are made while the caller reads: no more than one
+    /// chunk of a request is in memory.
+    Json(Chunks),
 }
+
+/// The chunks of a response. They are made outside the runtime's own threads, one of a source at a
+/// time. After an error the connection ends before the response is complete.
+pub type Chunks = Box<dyn Iterator<Item = io::Result<Bytes>> + Send>;
 
 impl fmt::Debug for EndpointAnswer {
     fn fmt(&self, formatter: &mut fmt::Formatter<'_>) -> fmt::Result {
@@ -85,6 +98,7 @@ impl fmt::Debug for EndpointAnswer {
                 .debug_struct("Document")
                 .field("variant", variant)
                 .finish_non_exhaustive(),
+            Self::Json(_) => formatter.debug_tuple("Json").finish_non_exhaustive(),
         }
     }
 }
@@ -216,7 +230,8 @@ impl MetaServer {
             // response, and so hold as many documents as the caller asks for.
             .keep_alive(false)
             // A caller may close its direction before it has the response.
-            .half_close(true);
+            .half_close(true)
+            .max_buf_size(BUFFERED_MAX_BYTES);
         let evicted = async {
             match sent.await {
                 Ok(evicted) => evicted.cancelled().await,
@@ -238,15 +253,18 @@ impl MetaServer {
         request: &Request<Incoming>,
         peer: SocketAddr,
         sent_document: &SentDocument,
-    ) -> FullResponse {
+    ) -> Response<MetaBody> {
         if request.method() != Method::GET && request.method() != Method::HEAD {
-            return text(
-                StatusCode::METHOD_NOT_ALLOWED,
-                "only GET and HEAD are supported\n",
-            );
+            let problem = "only GET and HEAD are supported\n";
+            return text(StatusCode::METHOD_NOT_ALLOWED, problem).map(MetaBody::Left);
         }
         let (path, variant, make) = match self.answer(request, peer) {
-            (_, EndpointAnswer::Now(response)) => return response,
+            (_, EndpointAnswer::Now(response)) => return response.map(MetaBody::Left),
+            (_, EndpointAnswer::Json(chunks)) => {
+                let body = StreamedBody::new(source(peer.ip()), chunks);
+                return response(StatusCode::OK, "application/json", "")
+                    .map(|_empty| MetaBody::Right(body));
+            }
             (path, EndpointAnswer::Document { variant, make }) => (path, variant, make),
         };
         let document = self
@@ -255,13 +273,13 @@ impl MetaServer {
             .await;
         let Some(document) = document else {
             let problem = "the page cannot be made\n";
-            return text(StatusCode::INTERNAL_SERVER_ERROR, problem);
+            return text(StatusCode::INTERNAL_SERVER_ERROR, problem).map(MetaBody::Left);
         };
         if let Some(sender) = sent_document.lock().take() {
             // The connection may have ended.
             let _ended = sender.send(document.evicted.clone());
         }
-        document.response.clone()
+        document.response.clone().map(MetaBody::Left)
     }
 
     fn answer(

@@ -2,6 +2,7 @@
 //! without scripts and cookies. On a loopback address there is no TLS; elsewhere each caller needs
 //! a client certificate, or a name and a password.
 
+use std::borrow::Cow;
 use std::convert::Infallible;
 use std::net::{IpAddr, SocketAddr};
 use std::sync::Arc;
@@ -33,7 +34,7 @@ use tunnel_proto::process::serve_bounded::serve_bounded;
 use tunnel_proto::process::shutdown::Shutdown;
 use tunnel_proto::wire::name::NodeName;
 
-use crate::admin::status::{NodeList, NodeStatus, NodeTotals};
+use crate::admin::status::{NodeSources, NodeStatus, NodeTotals};
 use crate::ingress::client_auth::ListenerTls;
 use crate::ingress::connect::basic_auth::{BasicAuth, BasicAuthError, Credentials};
 use crate::ingress::recent_requests::RecentRequests;
@@ -57,7 +58,7 @@ use throughput::ThroughputSampler;
 
 /// What the status page reads.
 pub(crate) struct PageSources {
-    pub(crate) nodes: Arc<NodeList>,
+    pub(crate) nodes: Box<dyn PageNodes>,
     pub(crate) registry: Arc<Registry>,
     pub(crate) peers: Arc<Peers>,
     pub(crate) readiness: Readiness,
@@ -66,6 +67,24 @@ pub(crate) struct PageSources {
     pub(crate) tls: Option<Arc<ListenerTls>>,
     /// Passwords of callers without a certificate.
     pub(crate) passwords: Option<Arc<BasicAuth>>,
+}
+
+/// The nodes that the status page shows.
+pub(crate) trait PageNodes: Send + Sync {
+    /// Returns the status of all nodes, ordered by name, without holding that of many.
+    fn all(&self) -> Box<dyn Iterator<Item = Cow<'_, NodeStatus>> + '_>;
+
+    fn of_node(&self, name: &NodeName) -> Option<NodeStatus>;
+}
+
+impl PageNodes for NodeSources {
+    fn all(&self) -> Box<dyn Iterator<Item = Cow<'_, NodeStatus>> + '_> {
+        Box::new(self.parts().flatten().map(Cow::Owned))
+    }
+
+    fn of_node(&self, name: &NodeName) -> Option<NodeStatus> {
+        self.of_node(name)
+    }
 }
 
 /// The status page of a running server.
@@ -229,26 +248,30 @@ impl StatusPage {
     }
 
     fn nodes(&self, query: &NodesQuery) -> NodesDocument {
-        let nodes = self.sources.nodes.load();
-        let page = facts::nodes_page(&nodes, query);
+        let (mut totals, mut streams) = (NodeTotals::default(), 0);
+        let nodes = self.sources.nodes.all().inspect(|node| {
+            totals.add(node);
+            streams += node.streams;
+        });
+        let page = facts::nodes_page(nodes, query);
+        let nodes = page.nodes.into_iter();
         NodesDocument {
             schema_version: SCHEMA_VERSION,
             search: query.search.clone(),
             matching: page.matching,
             page: page.page,
             pages: page.pages,
-            nodes: page.nodes.iter().map(|node| self.facts(node)).collect(),
+            nodes: nodes.map(|node| self.facts(node.into_owned())).collect(),
             totals: TotalFacts {
-                nodes: NodeTotals::of(&nodes),
-                streams: nodes.iter().map(|node| node.streams).sum(),
+                nodes: totals,
+                streams,
                 throughput: self.throughput.total(),
             },
         }
     }
 
     fn node(&self, name: &NodeName) -> Result<NodeDocument, PageRefusal> {
-        let nodes = self.sources.nodes.load();
-        let status = nodes.iter().find(|status| status.node == name.as_str());
+        let status = self.sources.nodes.of_node(name);
         let requests = self.sources.recent.of_node(name).into_iter();
         Ok(NodeDocument {
             schema_version: SCHEMA_VERSION,
@@ -278,12 +301,12 @@ impl StatusPage {
         }
     }
 
-    fn facts(&self, status: &NodeStatus) -> NodeFacts {
+    fn facts(&self, status: NodeStatus) -> NodeFacts {
         let name = status.node.parse::<NodeName>().ok();
         let errors = name.as_ref().map(|name| self.sources.recent.errors(name));
         let errors = errors.into_iter().flatten();
         NodeFacts {
-            status: status.clone(),
+            status,
             throughput: name.and_then(|name| self.throughput.of_node(&name)),
             errors: errors
                 .map(|(outcome, count)| (outcome.label(), count))

@@ -15,8 +15,9 @@ use super::authority::Authority;
 use super::clocks::OtherClocks;
 use super::context::ServerContext;
 use crate::admin::discovery::{self, DiscoveryQuery};
+use crate::admin::json_list::JsonList;
 use crate::admin::node_metrics::{NodeMetrics, observe_rtts};
-use crate::admin::status::{NodeList, NodeSources, SessionSources};
+use crate::admin::status::{NodeSources, NodeStatus, SessionSources};
 use crate::admin::{self, AdminState, NoRotation};
 use crate::ca::rotation::{CaRotator, FOLLOWERS_INTERVAL, Surroundings};
 use crate::ingress::connect::AdminTunnels;
@@ -47,7 +48,7 @@ pub(super) fn start_socket(
 }
 
 pub(super) fn start_meta(
-    nodes: Arc<NodeList>,
+    nodes: NodeSources,
     listener: TcpListener,
     mut metrics_registry: MetricsRegistry,
     context: &ServerContext,
@@ -135,39 +136,38 @@ pub(super) fn node_sources(authority: &Authority, context: &ServerContext) -> No
     }
 }
 
-fn nodes_endpoint(nodes: Arc<NodeList>) -> EndpointHandler {
+fn nodes_endpoint(nodes: NodeSources) -> EndpointHandler {
     Box::new(move |request: EndpointRequest<'_>| {
         if !request.peer.ip().to_canonical().is_loopback() {
             let refused = "only for callers on this host\n";
             return EndpointAnswer::Now(meta::text(StatusCode::FORBIDDEN, refused));
         }
-        let nodes = nodes.clone();
-        EndpointAnswer::Document {
-            variant: String::new(),
-            make: Box::new(move || meta::json(StatusCode::OK, &*nodes.load())),
-        }
+        json_list(&nodes, |part| serde_json::to_vec(part))
     })
 }
 
 /// Returns the handler of `/sd/prometheus`. Every caller of the meta port may use it, since
 /// Prometheus is on another host.
-fn discovery_endpoint(nodes: Arc<NodeList>, context: &ServerContext) -> EndpointHandler {
+fn discovery_endpoint(nodes: NodeSources, context: &ServerContext) -> EndpointHandler {
     let (policy, peers) = (context.policy.clone(), context.peers.clone());
     Box::new(move |request: EndpointRequest<'_>| {
         let query = match checked_query(request.query, &policy.load()) {
             Ok(query) => query,
             Err((status, text)) => return EndpointAnswer::Now(meta::text(status, text)),
         };
-        let (nodes, peers) = (nodes.clone(), peers.clone());
-        EndpointAnswer::Document {
-            variant: format!("{query:?}"),
-            make: Box::new(move || {
-                let nodes = nodes.load();
-                let groups = discovery::target_groups(&query, &nodes, peers.own());
-                meta::json(StatusCode::OK, &groups)
-            }),
-        }
+        let peers = peers.clone();
+        json_list(&nodes, move |part| {
+            serde_json::to_vec(&discovery::target_groups(&query, part, peers.own()))
+        })
     })
+}
+
+/// Answers with a JSON list of what `encode` makes of all nodes: a JSON list for each part of them.
+fn json_list(
+    nodes: &NodeSources,
+    encode: impl FnMut(&[NodeStatus]) -> serde_json::Result<Vec<u8>> + Send + 'static,
+) -> EndpointAnswer {
+    EndpointAnswer::Json(Box::new(JsonList::new(nodes.parts(), encode)))
 }
 
 fn checked_query(query: &str, policy: &PortPolicy) -> Result<DiscoveryQuery, Refusal> {

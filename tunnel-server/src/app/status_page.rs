@@ -8,13 +8,13 @@ use tokio::net::TcpListener;
 use super::context::ServerContext;
 use super::serving::{CallerCa, PasswordFile, listener_tls, passwords};
 use crate::admin::page::{self, PageSources};
-use crate::admin::status::NodeList;
+use crate::admin::status::NodeSources;
 
 /// Starts the status page if it is on. `certificates` are those of the HTTPS listener.
 pub(super) fn start(
     listener: Option<TcpListener>,
     certificates: Arc<dyn ResolvesServerCert>,
-    nodes: Arc<NodeList>,
+    nodes: NodeSources,
     context: &ServerContext,
 ) -> anyhow::Result<()> {
     let (Some(listener), Some(settings), Some(recent)) =
@@ -40,7 +40,7 @@ pub(super) fn start(
         passwords(&file, watcher)
     });
     let sources = PageSources {
-        nodes,
+        nodes: Box::new(nodes),
         registry: context.registry.clone(),
         peers: context.peers.clone(),
         readiness: context.readiness.clone(),

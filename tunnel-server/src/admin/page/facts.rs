@@ -1,5 +1,6 @@
 //! The documents that the status page shows, as HTML or as JSON. All functions are pure.
 
+use std::borrow::Cow;
 use std::collections::BTreeMap;
 
 use serde::Serialize;
@@ -171,29 +172,35 @@ pub(super) struct NodesPage<'a> {
     pub(super) matching: usize,
     pub(super) page: usize,
     pub(super) pages: usize,
-    pub(super) nodes: Vec<&'a NodeStatus>,
+    pub(super) nodes: Vec<Cow<'a, NodeStatus>>,
 }
 
 /// Returns the nodes of the page that the query selects. A page beyond the last one is the last
-/// one.
-pub(super) fn nodes_page<'a>(nodes: &'a [NodeStatus], query: &NodesQuery) -> NodesPage<'a> {
-    let matching: Vec<&NodeStatus> = nodes
-        .iter()
-        .filter(|node| node.node.to_lowercase().contains(&query.search))
-        .collect();
-    let pages = matching.len().div_ceil(NODES_PER_PAGE).max(1);
-    let page = query.page.clamp(1, pages);
-    let first = (page - 1) * NODES_PER_PAGE;
-    NodesPage {
-        matching: matching.len(),
-        page,
-        pages,
-        nodes: matching
-            .into_iter()
-            .skip(first)
-            .take(NODES_PER_PAGE)
-            .collect(),
+/// one. Holds the nodes of one page at a time.
+pub(super) fn nodes_page<'a>(
+    nodes: impl Iterator<Item = Cow<'a, NodeStatus>>,
+    query: &NodesQuery,
+) -> NodesPage<'a> {
+    let wanted = query.page.max(1);
+    let mut page = NodesPage {
+        matching: 0,
+        page: 1,
+        pages: 1,
+        nodes: Vec::new(),
+    };
+    for node in nodes.filter(|node| node.node.to_lowercase().contains(&query.search)) {
+        page.pages = page.matching / NODES_PER_PAGE + 1;
+        let is_first = page.matching.is_multiple_of(NODES_PER_PAGE);
+        page.matching += 1;
+        if page.pages <= wanted {
+            if is_first {
+                page.nodes.clear();
+                page.page = page.pages;
+            }
+            page.nodes.push(node);
+        }
     }
+    page
 }
 
 /// Version of the JSON documents.
@@ -213,7 +220,8 @@ mod tests {
         let nodes: Vec<NodeStatus> = (0..1_001).map(named).collect();
         let page = |search: &str, page| {
             let search = search.to_owned();
-            let page = nodes_page(&nodes, &NodesQuery { search, page });
+            let all = nodes.iter().map(Cow::Borrowed);
+            let page = nodes_page(all, &NodesQuery { search, page });
             let first = page.nodes.first().map(|node| node.node.clone());
             (
                 page.page,

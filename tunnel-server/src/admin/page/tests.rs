@@ -161,10 +161,21 @@ async fn get(page: &Arc<StatusPage>, target: &str, accept: &str) -> Reply {
     }
 }
 
+impl PageNodes for Vec<NodeStatus> {
+    fn all(&self) -> Box<dyn Iterator<Item = Cow<'_, NodeStatus>> + '_> {
+        Box::new(self.iter().map(Cow::Borrowed))
+    }
+
+    fn of_node(&self, name: &NodeName) -> Option<NodeStatus> {
+        let mut nodes = self.iter();
+        nodes.find(|node| node.node == name.as_str()).cloned()
+    }
+}
+
 fn page(bench: &Bench, nodes: Vec<NodeStatus>) -> Arc<StatusPage> {
     let sessions = &bench.sessions;
     Arc::new(StatusPage::new(PageSources {
-        nodes: NodeList::new(move || nodes.clone(), &Shutdown::new()),
+        nodes: Box::new(nodes),
         registry: sessions.registry.clone(),
         peers: sessions.peers.clone(),
         readiness: Readiness::default(),

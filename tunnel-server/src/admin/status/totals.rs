@@ -20,15 +20,6 @@ pub struct NodeTotals {
 }
 
 impl NodeTotals {
-    #[must_use]
-    pub fn of(nodes: &[NodeStatus]) -> Self {
-        let mut totals = Self::default();
-        for node in nodes {
-            totals.add(node);
-        }
-        totals
-    }
-
     /// Counts a node by its status.
     pub fn add(&mut self, node: &NodeStatus) {
         let is_suspect = node.state.as_deref() == Some("suspect");

@@ -1,0 +1,74 @@
+//! A JSON list in chunks, one for each part of what it is made from.
+
+use std::io;
+
+use bytes::Bytes;
+
+/// The chunks of a list. `encode` makes a JSON list of each part.
+pub(crate) struct JsonList<P, F> {
+    parts: P,
+    encode: F,
+    /// What comes before the next element. `None` after the end of the list.
+    before: Option<&'static [u8]>,
+}
+
+impl<T, P, F> JsonList<P, F>
+where
+    P: Iterator<Item = Vec<T>>,
+    F: FnMut(&[T]) -> serde_json::Result<Vec<u8>>,
+{
+    pub(crate) fn new(parts: P, encode: F) -> Self {
+        Self {
+            parts,
+            encode,
+            before: Some(BEGIN),
+        }
+    }
+}
+
+impl<T, P, F> Iterator for JsonList<P, F>
+where
+    P: Iterator<Item = Vec<T>>,
+    F: FnMut(&[T]) -> serde_json::Result<Vec<u8>>,
+{
+    type Item = io::Result<Bytes>;
+
+    fn next(&mut self) -> Option<io::Result<Bytes>> {
+        let before = self.before?;
+        for part in self.parts.by_ref() {
+            let list = match (self.encode)(&part) {
+                Ok(list) => list,
+                Err(error) => return Some(Err(error.into())),
+            };
+            let elements = list.strip_prefix(b"[");
+            let elements = elements.and_then(|list| list.strip_suffix(b"]"));
+            if let Some(elements) = elements.filter(|elements| !elements.is_empty()) {
+                self.before = Some(b",");
+                return Some(Ok([before, elements].concat().into()));
+            }
+        }
+        self.before = None;
+        Some(Ok(if before == BEGIN { "[]\n" } else { "]\n" }.into()))
+    }
+}
+
+const BEGIN: &[u8] = b"[";
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn parts_are_one_list() {
+        let text = |parts: &[&[u8]]| {
+            let parts = parts.iter().map(|part| part.to_vec());
+            let chunks = JsonList::new(parts, |part| serde_json::to_vec(part));
+            let bytes: Vec<_> = chunks.map(Result::unwrap).collect();
+            String::from_utf8(bytes.concat()).unwrap()
+        };
+        assert_eq!(text(&[]), "[]\n");
+        assert_eq!(text(&[&[], &[]]), "[]\n");
+        assert_eq!(text(&[&[1]]), "[1]\n");
+        assert_eq!(text(&[&[], &[1, 2], &[], &[3]]), "[1,2,3]\n");
+    }
+}
