@@ -13,25 +13,58 @@ async fn f39_slow_path_with_a_long_queue_makes_no_session_suspect() -> Result<()
     let mut runs = Runs::throughput(Clocks::of_gear())?;
     let (up, down) = (TrafficClass::TCP.up(), TrafficClass::TCP.down());
     let loads = |to_edge, to_cloud| Loads { to_edge, to_cloud };
-    for (case, class, loads) in [
-        ("upload", up, loads(Load::Quiet, Load::Bulk)),
-        ("download", down, loads(Load::Bulk, Load::Quiet)),
-        ("both", TrafficClass::TCP, Loads::both(Load::Bulk)),
+    for (case, grown_case, class, loads) in [
+        (
+            "upload",
+            "upload, grown windows",
+            up,
+            loads(Load::Quiet, Load::Bulk),
+        ),
+        (
+            "download",
+            "download, grown windows",
+            down,
+            loads(Load::Bulk, Load::Quiet),
+        ),
+        (
+            "both",
+            "both, grown windows",
+            TrafficClass::TCP,
+            Loads::both(Load::Bulk),
+        ),
     ] {
-        runs.start(TransportMode::H2, case, move |run| {
-            transfer(run, class, loads)
-        });
+        for (case, has_grown) in [(case, false), (grown_case, true)] {
+            runs.start(TransportMode::H2, case, move |run| {
+                transfer(run, class, loads, has_grown)
+            });
+        }
     }
     runs.finish().await
 }
 
-/// Transfers data through a full queue. Neither end suspects the other.
-async fn transfer(run: Run, class: TrafficClass, loads: Loads) -> Result<()> {
+/// Transfers data through a full queue, after `has_grown` windows were filled over a fast path. Neither
+/// end suspects the other.
+async fn transfer(run: Run, class: TrafficClass, loads: Loads, has_grown: bool) -> Result<()> {
     let site = Site::up(run).await?;
     let before = site.ids();
     let slow = Impairment::limited(RATE).with_queue(QUEUE_BYTES);
-    site.link.set(class, slow);
-    let pipe = site.node_client.pipe(loads).await?;
+    let pipe = if has_grown {
+        let pipe = site.node_client.pipe(loads).await?;
+        let wanted = [loads.to_edge, loads.to_cloud].map(|load| match load {
+            Load::Bulk => GROWN_BYTES,
+            _none => 0,
+        });
+        let is_grown =
+            async || pipe.to_edge.received() >= wanted[0] && pipe.to_cloud.received() >= wanted[1];
+        let grown = until(Instant::now(), scaled(FILL_LIMIT), is_grown).await;
+        run.observed("the windows have grown", grown);
+        ensure!(grown.is_ok(), "the windows are small");
+        site.link.set(class, slow);
+        pipe
+    } else {
+        site.link.set(class, slow);
+        site.node_client.pipe(loads).await?
+    };
     let (began, length) = (Instant::now(), run.clocks.pick(LENGTH * 4, LENGTH));
     let is_queued = async || {
         let DirectionCounts { up, down } = site.link.counters().tcp;
@@ -54,6 +87,8 @@ async fn transfer(run: Run, class: TrafficClass, loads: Loads) -> Result<()> {
     Ok(())
 }
 
+/// Transferred bytes after which the windows are as large as they become.
+const GROWN_BYTES: u64 = 32 << 20;
 /// Bytes per second. The smallest window of a session holds the data of 26 s.
 const RATE: u64 = 10_000;
 const QUEUE_BYTES: usize = 1_000_000;

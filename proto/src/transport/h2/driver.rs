@@ -150,12 +150,14 @@ impl<S: AsyncRead + AsyncWrite + Unpin> Driver<S> {
             self.take(commands);
             let queued = self.shared.queued.take();
             loop {
+                self.shared.conn_state.begin_h2_poll();
                 match self.connection.poll(cx) {
                     Poll::Ready(Ok(Some((request, respond)))) => {
                         self.accept_request(request, respond)
                     }
                     Poll::Ready(Ok(None)) => return self.handle_end(None, cx),
                     Poll::Ready(Err(error)) => return self.handle_end(Some(&error), cx),
+                    Poll::Pending if self.shared.conn_state.keep_writes() => {}
                     Poll::Pending => break,
                 }
             }

@@ -1,5 +1,11 @@
 //! The TLS connection below h2. It records what h2 does not report: how much was received, and
 //! whether everything was written.
+//!
+//! h2 reads no frame while a PING, the answer to one, or SETTINGS waits to be written. If the socket
+//! takes no more data, this end would receive nothing for as long as that lasts: it would suspect a
+//! peer that sends all the time, and two ends that send much could wait for each other for ever. In
+//! this case the connection keeps what h2 has to write until the socket takes it, see
+//! [`ConnState::keep_writes`].
 
 use std::io;
 use std::pin::Pin;
@@ -8,6 +14,7 @@ use std::sync::atomic::{AtomicBool, AtomicU8, AtomicU64, AtomicUsize, Ordering};
 use std::task::{Context, Poll, ready};
 use std::time::Duration;
 
+use bytes::{Buf, BytesMut};
 use parking_lot::Mutex;
 use tokio::io::{AsyncRead, AsyncWrite, ReadBuf};
 use tokio::time::{Instant, Sleep, sleep};
@@ -18,6 +25,9 @@ use crate::tls;
 /// Bytes that h2 reads in one poll of the driver. Many small frames must not accumulate inside h2,
 /// because h2 would close the connection. After each poll the driver moves them to their streams.
 const READ_PER_POLL_MAX: usize = 256 * 1024;
+/// Bytes that the connection keeps for the socket, above which h2 waits, and reads nothing. More than
+/// the streams hand to h2 while the socket is blocked, and one PING, its answer and SETTINGS.
+const KEPT_MAX: usize = 512 * 1024;
 /// Time for which a closed connection continues to read. A close with unread data would send a
 /// reset, and the peer would lose the last data.
 const LINGER: Duration = Duration::from_secs(1);
@@ -29,6 +39,10 @@ pub(super) struct ConnState {
     /// Time of the last poll of the driver that received something.
     received_at: Mutex<Instant>,
     read_this_poll: AtomicUsize,
+    /// Whether h2 has read, or tried to, since its poll began.
+    has_tried_to_read: AtomicBool,
+    /// Whether the connection keeps what the socket does not take.
+    keeps_writes: AtomicBool,
     /// Whether the socket takes no more of h2's output.
     is_blocked: AtomicBool,
     /// Time at which the socket was last blocked no longer.
@@ -46,6 +60,8 @@ impl ConnState {
             received: AtomicU64::new(0),
             received_at: Mutex::new(Instant::now()),
             read_this_poll: AtomicUsize::new(0),
+            has_tried_to_read: AtomicBool::new(false),
+            keeps_writes: AtomicBool::new(false),
             is_blocked: AtomicBool::new(false),
             unblocked_at: Mutex::new(Instant::now()),
             ending: AtomicBool::new(false),
@@ -66,6 +82,25 @@ impl ConnState {
 
     pub(super) fn begin_poll(&self) {
         self.read_this_poll.store(0, Ordering::Relaxed);
+    }
+
+    /// Records that a poll of h2 begins.
+    pub(super) fn begin_h2_poll(&self) {
+        self.has_tried_to_read.store(false, Ordering::Relaxed);
+    }
+
+    /// Keeps what h2 writes until h2 reads, if it did not try to because the socket is blocked.
+    /// Returns whether h2 must be polled again. It is polled again once only, because h2 also reads
+    /// nothing when [`KEPT_MAX`] bytes are kept.
+    pub(super) fn keep_writes(&self) -> bool {
+        let must_keep = !self.has_tried_to_read.load(Ordering::Relaxed) && !self.is_flushed();
+        let kept_before = self.keeps_writes.swap(must_keep, Ordering::Relaxed);
+        must_keep && !kept_before
+    }
+
+    fn begin_read(&self) {
+        self.has_tried_to_read.store(true, Ordering::Relaxed);
+        self.keeps_writes.store(false, Ordering::Relaxed);
     }
 
     /// Returns whether h2 reads no more in this poll of the driver.
@@ -126,6 +161,8 @@ pub(super) struct ConnIo<S> {
     inner: S,
     conn_state: Arc<ConnState>,
     control_rate: ControlRate,
+    /// What h2 has written and the socket has not taken.
+    kept: BytesMut,
     end: Option<io::Result<()>>,
     linger: Option<Pin<Box<Sleep>>>,
 }
@@ -138,17 +175,30 @@ impl<S> ConnIo<S> {
             inner,
             conn_state: conn_state.clone(),
             control_rate: ControlRate::new(preface),
+            kept: BytesMut::new(),
             end: None,
             linger: None,
         };
         (io, conn_state)
     }
+}
 
-    fn record_write(&mut self, written: &Poll<io::Result<usize>>) {
-        self.conn_state.record_write(written.is_pending());
-        if let Poll::Ready(Ok(count)) = written {
-            self.control_rate.sent(*count);
+impl<S: AsyncWrite + Unpin> ConnIo<S> {
+    /// Writes what is kept.
+    fn poll_kept(&mut self, cx: &mut Context<'_>) -> Poll<io::Result<()>> {
+        while self.kept.has_remaining() {
+            let count = ready!(Pin::new(&mut self.inner).poll_write(cx, &self.kept))?;
+            if count == 0 {
+                return Poll::Ready(Err(io::ErrorKind::WriteZero.into()));
+            }
+            self.kept.advance(count);
         }
+        self.kept = BytesMut::new();
+        Poll::Ready(Ok(()))
+    }
+
+    fn keeps_writes(&self) -> bool {
+        self.conn_state.keeps_writes.load(Ordering::Relaxed)
     }
 }
 
@@ -158,6 +208,7 @@ impl<S: AsyncRead + Unpin> AsyncRead for ConnIo<S> {
         cx: &mut Context<'_>,
         out: &mut ReadBuf<'_>,
     ) -> Poll<io::Result<()>> {
+        self.conn_state.begin_read();
         if self.conn_state.is_read_limited() {
             cx.waker().wake_by_ref();
             return Poll::Pending;
@@ -191,13 +242,11 @@ impl<S: AsyncRead + Unpin> AsyncRead for ConnIo<S> {
 
 impl<S: AsyncRead + AsyncWrite + Unpin> AsyncWrite for ConnIo<S> {
     fn poll_write(
-        mut self: Pin<&mut Self>,
+        self: Pin<&mut Self>,
         cx: &mut Context<'_>,
         data: &[u8],
     ) -> Poll<io::Result<usize>> {
-        let written = Pin::new(&mut self.inner).poll_write(cx, data);
-        self.record_write(&written);
-        written
+        self.poll_write_vectored(cx, &[io::IoSlice::new(data)])
     }
 
     fn poll_write_vectored(
@@ -205,8 +254,23 @@ impl<S: AsyncRead + AsyncWrite + Unpin> AsyncWrite for ConnIo<S> {
         cx: &mut Context<'_>,
         data: &[io::IoSlice<'_>],
     ) -> Poll<io::Result<usize>> {
-        let written = Pin::new(&mut self.inner).poll_write_vectored(cx, data);
-        self.record_write(&written);
+        let this = &mut *self;
+        let mut written = match this.poll_kept(cx) {
+            Poll::Ready(Ok(())) => Pin::new(&mut this.inner).poll_write_vectored(cx, data),
+            Poll::Ready(Err(error)) => Poll::Ready(Err(error)),
+            Poll::Pending => Poll::Pending,
+        };
+        this.conn_state.record_write(written.is_pending());
+        if written.is_pending() && this.keeps_writes() && this.kept.len() < KEPT_MAX {
+            let before = this.kept.len();
+            for piece in data {
+                this.kept.extend_from_slice(piece);
+            }
+            written = Poll::Ready(Ok(this.kept.len() - before));
+        }
+        if let Poll::Ready(Ok(count)) = written {
+            this.control_rate.sent(count);
+        }
         written
     }
 
@@ -215,8 +279,15 @@ impl<S: AsyncRead + AsyncWrite + Unpin> AsyncWrite for ConnIo<S> {
     }
 
     fn poll_flush(mut self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<io::Result<()>> {
-        let flushed = Pin::new(&mut self.inner).poll_flush(cx);
-        self.conn_state.record_write(flushed.is_pending());
+        let this = &mut *self;
+        let flushed = match this.poll_kept(cx) {
+            Poll::Ready(Ok(())) => Pin::new(&mut this.inner).poll_flush(cx),
+            not_written => not_written,
+        };
+        this.conn_state.record_write(flushed.is_pending());
+        if flushed.is_pending() && this.keeps_writes() {
+            return Poll::Ready(Ok(()));
+        }
         flushed
     }
 

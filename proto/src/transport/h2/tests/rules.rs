@@ -61,6 +61,58 @@ async fn finished_half_has_ended_only_when_it_is_written() {
     within(waits.shutdown()).await.unwrap();
 }
 
+/// h2 reads nothing while a PING or its answer waits for the socket. Two ends that send much would
+/// wait for each other for ever.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn end_whose_socket_takes_nothing_receives_behind_pings() {
+    for probes in [false, true] {
+        let (session, mut raw) = with_raw_agent(WIDE).await;
+        let (mut asked, id) = opened(&session, &mut raw).await;
+        let (written, _tasks) = full_socket(&session, &mut raw).await;
+        let question = if probes {
+            session.probe();
+            None
+        } else {
+            raw.send(&raw::frame(PING, 0, 0, b"question")).await;
+            Some(b"question")
+        };
+        for _ in 0..100 {
+            raw.send_data(id, 0, &[0; 1024]).await;
+        }
+        raw.send_data(id, END_STREAM, b"answer").await;
+        assert_eq!(read_all(&mut asked).await.unwrap().len(), 100 * 1024 + 6);
+        // What was kept for the socket arrives whole and in order.
+        let mut received = 0;
+        let ping = loop {
+            let frame = within(raw.reader.next()).await.unwrap();
+            match frame.kind {
+                DATA => received += frame.payload.len() as u64,
+                PING => break frame,
+                _window => {}
+            }
+        };
+        assert_eq!(ping.flags, if probes { 0 } else { ACK });
+        if let Some(question) = question {
+            assert_eq!(ping.payload[..], question[..]);
+        }
+        let before = written.load(Ordering::Relaxed);
+        while received < before {
+            received += within(raw.reader.next_of_kind(DATA)).await.payload.len() as u64;
+        }
+    }
+}
+
+/// Writes to streams of the session until the socket takes no more.
+async fn full_socket(
+    session: &Arc<dyn Session>,
+    raw: &mut RawPeer,
+) -> (Arc<AtomicU64>, JoinSet<()>) {
+    let (filler, _) = opened(session, raw).await;
+    let (written, task) = bulk(filler);
+    stalled(&written).await;
+    (written, task)
+}
+
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn what_a_stopped_half_sends_is_dropped_and_its_window_given_back() {
     // The sent half cannot end, because there is no window for its reply.
