@@ -27,6 +27,8 @@ pub struct Shutdown {
     services: TaskTracker,
     /// Set when a listener panicked. The log contains the panic.
     listener_panicked: Arc<AtomicBool>,
+    /// Canceled when a drain has reached its deadline.
+    drained: CancellationToken,
     /// Counts the requests to read files again at once.
     reloads: watch::Sender<u64>,
 }
@@ -41,6 +43,7 @@ impl Default for Shutdown {
             work: TaskTracker::new(),
             services: TaskTracker::new(),
             listener_panicked: Arc::default(),
+            drained: CancellationToken::new(),
             reloads: watch::Sender::default(),
         }
     }
@@ -71,6 +74,13 @@ impl Shutdown {
     #[must_use]
     pub fn stop(&self) -> &CancellationToken {
         &self.stop
+    }
+
+    /// Returns the token that is canceled when a drain has reached its deadline. Work that is left
+    /// then ends because this process stops.
+    #[must_use]
+    pub fn drained(&self) -> &CancellationToken {
+        &self.drained
     }
 
     /// Requests that all files are read again.
@@ -126,7 +136,10 @@ impl Shutdown {
             biased;
             () = self.stop.cancelled() => DrainOutcome::Stopped,
             () = self.work.wait() => DrainOutcome::Complete,
-            () = tokio::time::sleep(deadline) => DrainOutcome::Deadline,
+            () = tokio::time::sleep(deadline) => {
+                self.drained.cancel();
+                DrainOutcome::Deadline
+            }
         }
     }
 

@@ -8,8 +8,10 @@ use std::sync::Arc;
 use std::time::SystemTime;
 
 use tokio::time::Instant;
+use tokio_util::sync::CancellationToken;
 use tracing::info;
 use tunnel_proto::process::conn_limiter::source;
+use tunnel_proto::process::shutdown::Shutdown;
 use tunnel_proto::process::telemetry::{ACCESS, StreamLines, StreamStage, non_empty};
 use tunnel_proto::transport::ByteCount;
 use tunnel_proto::wire::header::one_line;
@@ -66,6 +68,8 @@ pub struct AccessLog {
     /// A stream or a dialed connection carries the request.
     has_reached_target: bool,
     recent: Option<Arc<RecentRequests>>,
+    /// Canceled when this server ends what its drain has left.
+    drained: CancellationToken,
 }
 
 impl AccessLog {
@@ -100,7 +104,14 @@ impl AccessLog {
             is_unreadable: false,
             has_reached_target: false,
             recent: None,
+            drained: CancellationToken::new(),
         }
+    }
+
+    /// Makes a cut that happens when a drain has reached its deadline one of the drain:
+    /// [`Outcome::Draining`].
+    pub fn ends_with(&mut self, shutdown: &Shutdown) {
+        self.drained = shutdown.drained().clone();
     }
 
     /// Records the caller's identity, as far as the caller has proved it.
@@ -247,6 +258,10 @@ impl ExchangeGuard {
 
 impl Drop for AccessLog {
     fn drop(&mut self) {
+        if self.outcome == Outcome::Cut && self.drained.is_cancelled() {
+            self.outcome = Outcome::Draining;
+            "this server stops, and --drain-timeout is over".clone_into(&mut self.error);
+        }
         let (received, sent) = self.bytes.read();
         let received = received.saturating_sub(self.before.0);
         let sent = sent.saturating_sub(self.before.1);

@@ -503,6 +503,7 @@ impl Caller {
             &self.ingress.metrics,
         );
         access_log.caller(&self.identity);
+        access_log.ends_with(&self.ingress.shutdown);
         let is_of_kubelet = KubeletPath::of(request.uri().path()) != KubeletPath::Other;
         // A caller that gets no answer gets a reset.
         let unanswered = self.close_mode.start();

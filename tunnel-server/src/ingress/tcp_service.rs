@@ -34,6 +34,7 @@ pub async fn serve(
         response_guard: close_mode.start(),
         access_log: AccessLog::start("service", peer, &service.name, &ingress.metrics),
     });
+    exchange_guard.access_log.ends_with(&ingress.shutdown);
     // The box is freed before the relay, which lasts as long as the connection.
     let opening = Box::pin(open(
         &ingress,
