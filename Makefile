@@ -12,7 +12,7 @@ SEED ?= 1
 PACKAGES := -p tunnel-proto -p tunnel-server -p tunnel-agent -p tunnel-tests
 
 .DEFAULT_GOAL := help
-.PHONY: help demo check test test-all faults soak bench bench-compare bench-guards lint audit docs tools static images images-test packages packages-test upgrade-test dist dist-test arm64-test release manifests install-yaml chart
+.PHONY: help demo check test test-all faults soak bench bench-compare bench-guards lint audit docs tools static images images-test packages packages-test upgrade-test dist dist-test arm64-test cluster-test release manifests install-yaml chart
 
 help: ## lists the targets
 	@grep -hE '^[a-z0-9-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{ printf "  make %-13s %s\n", $$1, $$2 }'
@@ -33,7 +33,7 @@ test: tools ## runs all tests and lists those that were skipped because this mac
 test-all: ## runs all tests with full timers, all seeds and millions of fuzz inputs, faults, images, packages, benchmark; takes hours
 	@tests/tools.sh full
 	@tests/run.sh test-all
-	$(MAKE) faults images-test packages-test upgrade-test arm64-test bench-guards bench
+	$(MAKE) faults images-test packages-test upgrade-test arm64-test cluster-test bench-guards bench
 
 faults: ## runs the fault matrix with full timers, about 15 minutes; ONLY=F06,F14 SEEDS=1,2,3 GEAR=quick
 	cargo build --release --bins
@@ -103,6 +103,11 @@ arm64-test: ## runs the binaries for arm64 under qemu, through an enrollment and
 	@here=$${BINARIES:+$$BINARIES/amd64} arm64=$${BINARIES:+$$BINARIES/arm64}; \
 	{ arm64=$${arm64:-$$(deploy/static.sh aarch64-unknown-linux-gnu)} && here=$${here:-$$(deploy/static.sh)} && \
 	  tests/arm64.sh "$$here" "$$arm64"; } || { code=$$?; [ $$code -eq 77 ] || exit $$code; }
+
+cluster-test: ## runs three servers and two edges in a real Kubernetes with kube-proxy, about 8 minutes, as root; ROWS=1,9 KUBEBUILDER_ASSETS=DIR
+	cargo build $(PACKAGES) --bins
+	@CULVERT_BIN_DIR=$${CULVERT_BIN_DIR:-$${CARGO_TARGET_DIR:-target}/debug} python3 tests/cluster $(if $(ROWS),--rows $(ROWS)) $(ARGS) || \
+	  { code=$$?; [ $$code -eq 77 ] || exit $$code; }
 
 release: ## makes the commit and the tag of a release after all checks, and pushes nothing; VERSION=0.1.0 ARGS=--dry-run
 	@deploy/release.sh "$(VERSION)" $(ARGS)
