@@ -28,9 +28,7 @@ use tunnel_proto::wire::order::{NodeOrder, Order};
 use crate::routing::registry::Registry;
 use crate::store::data_dir::{DataDir, rfc3339};
 use crate::store::document::SharedDocument;
-use crate::store::state_store::{
-    OnDamage, RowChange, StateStore, Table, UnreadableValue, listed,
-};
+use crate::store::state_store::{OnDamage, RowChange, StateStore, Table, UnreadableValue, listed};
 
 mod own;
 

@@ -3,7 +3,6 @@
 
 use std::net::SocketAddr;
 
-use serde::de::IgnoredAny;
 use tracing::warn;
 use tunnel_proto::transport::quic::ResetTarget;
 use tunnel_proto::wire::enroll::hex;
@@ -45,12 +44,9 @@ impl SavedConnections {
 }
 
 /// Removes the rows that are left after all sessions were closed, and saves that. Their agents need
-/// no reset. Blocks the thread.
+/// no reset. Blocks the thread, for a few seconds where the file system does not answer.
 pub(crate) fn clear(store: &StateStore) {
-    let saved = store.load_observed::<IgnoredAny>(Table::Sessions, "");
-    let removed = saved.keys().map(|key| RowChange::remove(key));
-    store.change(Table::Sessions, removed.collect());
-    if let Err(error) = store.flush(Table::Sessions) {
+    if let Err(error) = store.clear(Table::Sessions) {
         warn!(%error, "cannot save the last changes");
     }
 }

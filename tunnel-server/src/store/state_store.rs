@@ -337,18 +337,37 @@ impl StateStore {
         self.change(Table::Damaged, copies.collect());
     }
 
+    /// Removes all rows of a table, and waits until that is on the disk. Waits for a file system that
+    /// does not answer for 5 s at most.
+    ///
+    /// # Errors
+    /// Returns an error with the path if the file cannot be read or written.
+    pub(crate) fn clear(&self, table: Table) -> io::Result<()> {
+        if self.0.activity.is_blocked() {
+            return Err(self.error(NO_ANSWER));
+        }
+        let rows = self.rows_within(table, ANSWER_TIMEOUT)?;
+        let removed = rows.iter().map(|(key, _)| RowChange::remove(key));
+        self.change(table, removed.collect());
+        self.flush(table)
+    }
+
     /// Returns the rows of a table as they are in the file, with the changes that are not there yet.
     ///
     /// # Errors
     /// Returns an error with the path if the file cannot be read.
     pub(crate) fn rows(&self, table: Table) -> io::Result<Vec<(String, Content)>> {
+        self.rows_within(table, OPEN_TIMEOUT)
+    }
+
+    fn rows_within(&self, table: Table, limit: Duration) -> io::Result<Rows> {
         let (done, rows) = sync_channel(1);
         {
             let mut state = self.0.shared.state.lock();
             state.loads.push_back(LoadRequest { table, done });
             self.0.shared.requested.notify_one();
         }
-        let rows = block_current_thread(|| rows.recv_timeout(OPEN_TIMEOUT));
+        let rows = block_current_thread(|| rows.recv_timeout(limit));
         let rows = rows.map_err(|error| match error {
             RecvTimeoutError::Timeout => self.error(NO_ANSWER),
             RecvTimeoutError::Disconnected => self.error("the database failed"),

@@ -131,7 +131,10 @@ fn row_of_a_later_version_refuses_its_node_until_an_operator_decides_anew() {
     // Nothing is announced that is not known.
     assert!(revocations.all().is_empty());
     let conditions = revocations.conditions();
-    assert!(conditions[0].contains("worker-1, worker-2"), "{conditions:?}");
+    assert!(
+        conditions[0].contains("worker-1, worker-2"),
+        "{conditions:?}"
+    );
     // What another server knows may be older. The row stays.
     merge(&revocations, "a", &[history()]);
     revocations.record_generation(&peer(7));

@@ -34,7 +34,6 @@ impl TokenRows {
         })
     }
 
-
     fn set_if(&self, id: &str, expected: Option<&StoredToken>, token: Option<StoredToken>) -> bool {
         let mut tokens = self.tokens.lock();
         if tokens.get(id) != expected {

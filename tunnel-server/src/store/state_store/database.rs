@@ -142,7 +142,9 @@ impl Medium for FileMedium {
     }
 
     fn read_opened(&self) -> io::Result<Vec<u8>> {
-        self.opened.as_ref().map_or(Ok(Vec::new()), OpenedFile::read)
+        self.opened
+            .as_ref()
+            .map_or(Ok(Vec::new()), OpenedFile::read)
     }
 
     fn bytes(&self) -> u64 {

@@ -70,9 +70,7 @@ impl Batch {
     pub(super) fn rows(&self, table: Table) -> impl Iterator<Item = (String, Content)> {
         let changes = self.changes.iter();
         changes.filter_map(move |(target, content)| match target {
-            Target::Row(other, key) if *other == table => {
-                Some((key.to_string(), content.clone()?))
-            }
+            Target::Row(other, key) if *other == table => Some((key.to_string(), content.clone()?)),
             Target::Row(..) | Target::File(_) => None,
         })
     }

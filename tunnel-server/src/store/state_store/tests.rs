@@ -329,6 +329,25 @@ fn disk_that_does_not_answer_fails_changes_in_time_and_they_are_made_later() {
     assert_eq!(values(&open(&disk), Table::Orders).len(), 2);
 }
 
+#[test]
+fn rows_are_not_cleared_while_a_disk_does_not_answer_and_that_is_known_soon() {
+    let disk = Disk::default();
+    let store = open(&disk);
+    put(&store, Table::Sessions, "a", 1);
+    store.flush(Table::Sessions).unwrap();
+    disk.set(|disk| disk.is_hanging = true);
+    // Its write begins, and what is read waits behind it.
+    put(&store, Table::Orders, "b", 2);
+    let began = Instant::now();
+    let error = store.clear(Table::Sessions).unwrap_err().to_string();
+    assert!(error.ends_with("does not answer"), "{error}");
+    assert!(began.elapsed() < OPEN_TIMEOUT);
+    disk.set(|disk| disk.is_hanging = false);
+    store.flush(Table::Orders).unwrap();
+    store.clear(Table::Sessions).unwrap();
+    assert!(values(&store, Table::Sessions).is_empty());
+}
+
 /// Makes 20 changes in the order of their values, until a write fails. Returns the last value that
 /// is on the disk.
 fn work(disk: &mut Disk) -> u32 {
