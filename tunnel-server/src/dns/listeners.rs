@@ -112,13 +112,17 @@ fn default_resolvers(resolvers: &Resolvers) -> Vec<SocketAddr> {
 }
 
 const RESOLV_CONF: &str = "/etc/resolv.conf";
+/// Key of the row that says that the records were known, also if there are none. It is no name of a
+/// node.
+const KNOWN: &str = ".";
 
-/// Restores the records of the last run, unless records are already known. Rows that cannot be read
-/// are reported as a condition. Blocks the thread.
+/// Restores the records of the last run, unless records are already known. There may be none. Rows
+/// that cannot be read are reported as a condition. Blocks the thread.
 pub fn restore(data: &DataDir, records: &Records) {
     let Some(store) = store(data) else { return };
-    let persisted = persisted(&store);
-    if !persisted.is_empty() && records.known().is_none() {
+    if let Some(persisted) = persisted(&store)
+        && records.known().is_none()
+    {
         info!(
             records = persisted.len(),
             "serving the persisted DNS records"
@@ -135,8 +139,13 @@ pub fn persist(data: &DataDir, records: &Records, shutdown: &Shutdown) {
         records.changed(),
         move |records: Option<Arc<RecordSet>>| {
             if let Some(records) = records {
-                store.change(Table::Records, row_changes(&records, &persisted));
-                persisted = RecordSet::clone(&records);
+                let is_first = persisted.is_none();
+                let mut changes = row_changes(&records, &persisted.take().unwrap_or_default());
+                if is_first {
+                    changes.push(RowChange::upsert(KNOWN, &Vec::<IpAddr>::new()));
+                }
+                store.change(Table::Records, changes);
+                persisted = Some(RecordSet::clone(&records));
             }
         },
     ));
@@ -154,15 +163,14 @@ pub(crate) fn row_changes(records: &RecordSet, persisted: &RecordSet) -> Vec<Row
     rows.collect()
 }
 
-/// Returns the records of the rows: addresses by name.
-fn persisted(store: &StateStore) -> RecordSet {
-    let rows = store.load_observed::<Vec<IpAddr>>(Table::Records, "");
+/// Returns the records of the rows, addresses by name, or `None` if records were never known.
+fn persisted(store: &StateStore) -> Option<RecordSet> {
+    let mut rows = store.load_observed::<Vec<IpAddr>>(Table::Records, "");
+    rows.remove(KNOWN)?;
     let rows = rows.into_iter();
-    RecordSet::of(
-        rows.filter_map(|(name, addresses)| {
-            Some((name.parse().ok()?, Addresses::first_of(addresses)))
-        }),
-    )
+    Some(RecordSet::of(rows.filter_map(|(name, addresses)| {
+        Some((name.parse().ok()?, Addresses::first_of(addresses)))
+    })))
 }
 
 fn store(data: &DataDir) -> Option<StateStore> {
@@ -200,7 +208,7 @@ mod tests {
         let set = records(&[("a", &["10.0.0.1", "fd00::1"]), ("b", &["10.0.0.2"])]);
         before.replace(set.clone());
         let store = store(&scratch.0).unwrap();
-        eventually("the rows", || persisted(&store) == set).await;
+        eventually("the rows", || persisted(&store).as_ref() == Some(&set)).await;
         drop(store);
         shutdown.finish().await;
 
@@ -211,6 +219,24 @@ mod tests {
         fed.replace(records(&[("c", &["10.0.0.3"])]));
         restore(&scratch.0, &fed);
         assert_eq!(fed.load().len(), 1);
+    }
+
+    #[tokio::test]
+    async fn records_that_are_known_to_be_empty_are_so_after_a_restart() {
+        let scratch = Scratch::new();
+        let unknown = Records::default();
+        restore(&scratch.0, &unknown);
+        assert_eq!(unknown.known(), None, "a new server");
+        let before = Records::default();
+        let shutdown = Shutdown::new();
+        persist(&scratch.0, &before, &shutdown);
+        before.replace(RecordSet::default());
+        let store = store(&scratch.0).unwrap();
+        eventually("the row", || persisted(&store).is_some()).await;
+        drop(store);
+        shutdown.finish().await;
+        restore(&scratch.0, &unknown);
+        assert_eq!(*unknown.known().unwrap(), RecordSet::default());
     }
 
     /// Random nodes and host names, persisted after some changes together.
