@@ -3,16 +3,20 @@
 
 use std::collections::HashMap;
 use std::sync::Arc;
-use std::time::SystemTime;
+use std::time::{Duration, SystemTime};
 
 use parking_lot::Mutex;
+use tokio::time::Instant;
 
 /// Maximum number of bindings, of about 100 bytes each. Only tokens that the cluster attested are
 /// bound.
 const TOKENS_MAX: usize = 65_536;
+/// Minimum time for which a token is bound, if the clock is wrong when it is used: the usual life of
+/// a token of a pod.
+const BOUND_MIN: Duration = Duration::from_secs(60 * 60);
 
-/// The first key of each token. A binding lives until the token expires or the process ends. Clones
-/// share the bindings.
+/// The first key of each token. A binding lives until the token has expired by the wall clock and by
+/// the time of this process, or the process ends. Clones share the bindings.
 #[derive(Debug, Clone, Default)]
 pub(crate) struct KeyBindings(Arc<Mutex<HashMap<[u8; 32], BoundKey>>>);
 
@@ -20,6 +24,8 @@ pub(crate) struct KeyBindings(Arc<Mutex<HashMap<[u8; 32], BoundKey>>>);
 struct BoundKey {
     key: [u8; 32],
     ends: SystemTime,
+    /// When the token ends by the time of this process; `None` is never.
+    stays_until: Option<Instant>,
 }
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -42,15 +48,24 @@ impl KeyBindings {
         now: SystemTime,
     ) -> KeyBinding {
         let mut all = self.0.lock();
+        let instant = Instant::now();
         if all.len() >= TOKENS_MAX {
-            all.retain(|_, bound| bound.ends > now);
+            all.retain(|_, bound| {
+                bound.ends > now || bound.stays_until.is_none_or(|until| until > instant)
+            });
         }
         match all.get(&token) {
             Some(bound) if bound.key == key => KeyBinding::Granted,
             Some(_) => KeyBinding::BoundToOtherKey,
             None if all.len() >= TOKENS_MAX => KeyBinding::Full,
             None => {
-                all.insert(token, BoundKey { key, ends });
+                let left = ends.duration_since(now).unwrap_or_default();
+                let bound = BoundKey {
+                    key,
+                    ends,
+                    stays_until: instant.checked_add(left.max(BOUND_MIN)),
+                };
+                all.insert(token, bound);
                 KeyBinding::Granted
             }
         }
@@ -59,8 +74,6 @@ impl KeyBindings {
 
 #[cfg(test)]
 mod tests {
-    use std::time::Duration;
-
     use super::*;
 
     fn hash(number: usize) -> [u8; 32] {
@@ -80,8 +93,8 @@ mod tests {
         assert_eq!(bind(2, 2), KeyBinding::Granted);
     }
 
-    #[test]
-    fn tokens_are_forgotten_when_they_end_and_never_before() {
+    #[tokio::test(start_paused = true)]
+    async fn tokens_are_forgotten_when_they_end_by_both_clocks() {
         let (keys, now) = (KeyBindings::default(), SystemTime::now());
         let ends = now + Duration::from_secs(3600);
         let bind = |token, key| keys.bind(hash(token), hash(key), ends, now);
@@ -92,6 +105,10 @@ mod tests {
         assert_eq!(bind(TOKENS_MAX, 1), KeyBinding::Full);
         assert_eq!(bind(7, 2), KeyBinding::BoundToOtherKey);
         let later = ends + Duration::from_secs(1);
-        assert_eq!(keys.bind(next, hash(1), later, later), KeyBinding::Granted);
+        let bind_later = || keys.bind(next, hash(1), later, later);
+        assert_eq!(bind_later(), KeyBinding::Full, "the clock is wrong");
+        tokio::time::advance(Duration::from_secs(3601)).await;
+        assert_eq!(bind(7, 2), KeyBinding::BoundToOtherKey, "the clock is late");
+        assert_eq!(bind_later(), KeyBinding::Granted);
     }
 }
