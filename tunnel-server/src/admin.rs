@@ -4,6 +4,7 @@
 use std::convert::Infallible;
 use std::fmt;
 use std::io;
+use std::path::Path;
 use std::sync::Arc;
 use std::time::{Duration, SystemTime};
 
@@ -13,14 +14,16 @@ use hyper::body::Incoming;
 use hyper::service::service_fn;
 use hyper_util::rt::{TokioIo, TokioTimer};
 use serde::Serialize;
-use tokio::net::UnixStream;
+use tokio::net::{UnixListener, UnixStream};
 use tokio::sync::Semaphore;
 use tokio::time::Instant;
 use tracing::{debug, info, warn};
 use tunnel_proto::process::accept::RetryingListener;
+use tunnel_proto::process::files;
 use tunnel_proto::process::meta::{FullResponse, json, text};
 use tunnel_proto::process::shutdown::Shutdown;
-use tunnel_proto::process::unix_socket::{self, SocketPermissions};
+use tunnel_proto::process::unix_socket::{self, SocketFile, SocketPermissions};
+use tunnel_proto::timers::sleep_coalesced;
 use tunnel_proto::wire::name::{NodeName, ReplicaId};
 use tunnel_proto::wire::order::NodeOrder;
 
@@ -103,24 +106,33 @@ impl fmt::Debug for AdminState {
 }
 
 /// Serves the admin socket of a data directory until `stop`, then removes it. A socket left behind
-/// by a dead server is replaced. Must be called within a runtime.
+/// by a dead server is replaced. Where nothing can be written, the socket is created as soon as that
+/// is possible. Must be called within a runtime.
 ///
 /// # Errors
 /// Returns an error with the path if another server answers on the socket, or if the socket cannot
 /// be created.
 pub fn start(state: AdminState, dir: &DataDir, shutdown: &Shutdown) -> io::Result<()> {
     let path = dir.admin_socket();
-    let bound = unix_socket::bind(&path, OWNER_ONLY);
-    let (listener, socket) = bound.map_err(|error| match error.kind() {
-        io::ErrorKind::AddrInUse => {
-            let problem = "another tunnel-server runs with this data directory";
-            io::Error::new(error.kind(), format!("{}: {problem}", path.display()))
+    let bound = match unix_socket::bind(&path, OWNER_ONLY) {
+        Err(error) if files::is_unwritable(&error) => {
+            warn!(%error, "cannot create the admin socket, so commands do not reach this server; trying again");
+            None
         }
-        _ => error,
-    })?;
+        Err(error) if error.kind() == io::ErrorKind::AddrInUse => {
+            let problem = "another tunnel-server runs with this data directory";
+            let text = format!("{}: {problem}", path.display());
+            return Err(io::Error::new(error.kind(), text));
+        }
+        bound => Some(bound?),
+    };
     let state = Arc::new(state);
     let tasks = shutdown.clone();
     shutdown.spawn_listener(async move {
+        let (listener, socket) = match bound {
+            Some(bound) => bound,
+            None => bind_later(&path).await,
+        };
         let _removed_at_the_end = socket;
         let permits = Arc::new(Semaphore::new(CONNECTIONS_MAX));
         let mut accepting = RetryingListener::new(listener, "admin");
@@ -134,6 +146,17 @@ pub fn start(state: AdminState, dir: &DataDir, shutdown: &Shutdown) -> io::Resul
         }
     });
     Ok(())
+}
+
+/// Tries to create the socket until that succeeds.
+async fn bind_later(path: &Path) -> (UnixListener, SocketFile) {
+    loop {
+        sleep_coalesced(BIND_PAUSE).await;
+        if let Ok(bound) = unix_socket::bind(path, OWNER_ONLY) {
+            info!(path = %path.display(), "commands reach this server again");
+            return bound;
+        }
+    }
 }
 
 async fn serve(state: Arc<AdminState>, socket: UnixStream) {
@@ -501,6 +524,8 @@ const OWNER_ONLY: SocketPermissions = SocketPermissions {
 /// Maximum number of concurrent connections; further ones wait. Each command opens one.
 const CONNECTIONS_MAX: usize = 16;
 const HEAD_TIMEOUT: Duration = Duration::from_secs(5);
+/// Pause between two attempts to create the socket where nothing could be written.
+const BIND_PAUSE: Duration = Duration::from_secs(5);
 /// Time for which the answer to an order waits for the other servers and the stores.
 const ORDER_WAIT: Duration = Duration::from_secs(3);
 const ORDER_POLL: Duration = Duration::from_millis(20);

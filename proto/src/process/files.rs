@@ -320,21 +320,44 @@ pub fn create(path: &Path, content: &[u8]) -> io::Result<()> {
     })
 }
 
+/// Returns whether an error means that nothing can be written: the file system is read-only or full,
+/// or this user has no right to write.
+#[must_use]
+pub fn is_unwritable(error: &io::Error) -> bool {
+    matches!(
+        error.kind(),
+        io::ErrorKind::ReadOnlyFilesystem
+            | io::ErrorKind::PermissionDenied
+            | io::ErrorKind::StorageFull
+            | io::ErrorKind::QuotaExceeded
+    )
+}
+
+/// Opens a lock file, and creates it if it does not exist. A lock needs no right to write, so a file
+/// that exists is opened where nothing can be written, too.
+///
+/// # Errors
+/// The system's error with the path; `InvalidData` for a link or another file type.
+pub fn open_lock(path: &Path) -> io::Result<File> {
+    if fs::symlink_metadata(path).is_ok_and(|metadata| !metadata.is_file()) {
+        return Err(invalid_file(path, NOT_A_FILE));
+    }
+    let mut create = OpenOptions::new();
+    create.create(true).append(true).mode(PRIVATE_MODE);
+    let opened = create.open(path).or_else(|error| {
+        let existing = is_unwritable(&error).then(|| File::open(path));
+        existing.and_then(Result::ok).ok_or(error)
+    });
+    opened.map_err(|error| with_path(path, &error))
+}
+
 /// Acquires the lock of a data directory. Returns `None` if another process holds it. Dropping the
 /// file releases the lock.
 ///
 /// # Errors
 /// When the lock file cannot be opened.
 pub fn try_lock(path: &Path) -> io::Result<Option<File>> {
-    if fs::symlink_metadata(path).is_ok_and(|metadata| !metadata.is_file()) {
-        return Err(invalid_file(path, NOT_A_FILE));
-    }
-    let file = OpenOptions::new()
-        .create(true)
-        .append(true)
-        .mode(PRIVATE_MODE)
-        .open(path)
-        .map_err(|error| with_path(path, &error))?;
+    let file = open_lock(path)?;
     match file.try_lock() {
         Ok(()) => Ok(Some(file)),
         Err(TryLockError::WouldBlock) => Ok(None),

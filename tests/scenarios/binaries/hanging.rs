@@ -1,5 +1,5 @@
-//! A data directory whose file system does not answer: callers, probes and agents are served from
-//! memory, and a condition says so.
+//! A data directory whose file system does not answer or is read-only: callers, probes and agents are
+//! served from memory, and a condition says so.
 
 use std::path::Path;
 use std::time::Duration;
@@ -7,10 +7,13 @@ use std::time::Duration;
 use anyhow::{Result, ensure};
 use tunnel_tests::eventually::eventually;
 use tunnel_tests::metrics::meta_page;
-use tunnel_tests::process::{Listener, Process, Program, Signal, stored_text};
+use tunnel_tests::process::{
+    Listener, Process, Program, ScratchDir, ServerSetup, Signal, stored_text,
+};
 use tunnel_tests::tools::{Skip, Tool, or_skip};
 
 use super::{CONNECT, NODE, Stack};
+use crate::credentials::disk::SmallDisk;
 
 #[tokio::test(flavor = "multi_thread")]
 async fn server_whose_file_system_does_not_answer_serves_from_memory_and_says_so() -> Result<()> {
@@ -64,6 +67,68 @@ async fn server_whose_file_system_does_not_answer_serves_from_memory_and_says_so
     Ok(())
 }
 
+#[tokio::test(flavor = "multi_thread")]
+async fn server_starts_from_memory_where_its_data_directory_is_read_only() -> Result<()> {
+    let scratch = ScratchDir::new()?;
+    let folder = scratch.path().join("server");
+    let Some(disk) = or_skip(SmallDisk::new(&folder, DISK_KIB)) else {
+        return Ok(());
+    };
+    let setup = ServerSetup::on_loopback(&folder);
+    disk.read_only(true);
+    let refused = setup.start().await.map(|_server| ());
+    let refused = format!("{:#}", refused.expect_err("there is no CA"));
+    ensure!(
+        refused.contains("ca.key: Read-only file system"),
+        "{refused}"
+    );
+
+    disk.read_only(false);
+    let server = setup.start().await?;
+    let agent_setup = server
+        .agent_setup(NODE, &scratch.path().join("agent"))
+        .await?;
+    let _agent = agent_setup.start()?;
+    server.wait_until_connected(&[NODE]).await;
+    let revoke = server.verb(&["nodes", "revoke", "worker-2"])?.run().await?;
+    revoke.ok()?;
+    server.into_process().kill().await?;
+    disk.read_only(true);
+
+    let server = setup.start().await?;
+    let meta = server.address(Listener::Meta);
+    eventually("the agent", CONNECT, async || {
+        let nodes = meta_page(meta, "/nodes").await?;
+        ensure!(nodes.contains("\"connected\":true"), "{nodes}");
+        anyhow::Ok(())
+    })
+    .await;
+    eventually("the conditions", HANGING, async || {
+        let page = meta_page(meta, "/readyz?verbose").await?;
+        ensure!(page.contains("[!] disk: data directory"), "{page}");
+        ensure!(
+            page.contains("the server runs from memory") || page.contains("in memory only"),
+            "{page}"
+        );
+        anyhow::Ok(())
+    })
+    .await;
+    // What the server had is in force, and is saved with what is new as soon as that is possible.
+    disk.read_only(false);
+    eventually("the commands", HANGING, async || {
+        let listed = server.verb(&["nodes", "revocations"])?.run().await?.ok()?;
+        ensure!(listed.contains("worker-2"), "{listed}");
+        let page = meta_page(meta, "/readyz?verbose").await?;
+        ensure!(!page.contains("[!]"), "{page}");
+        anyhow::Ok(())
+    })
+    .await;
+    let revoke = server.verb(&["nodes", "revoke", "worker-3"])?.run().await?;
+    ensure!(!revoke.err.contains("pending"), "{revoke}");
+    revoke.ok()?;
+    Ok(())
+}
+
 /// Replaces a file by one whose open blocks. Returns the process that holds the new file.
 async fn block(python: Program, file: &Path) -> Result<Process, Skip> {
     let failed = |error: anyhow::Error| Skip::because(format!("no lease of a file: {error:#}"));
@@ -87,5 +152,7 @@ print("held", flush=True)
 time.sleep(600)
 "#;
 
+/// Room for the store of a few nodes and the keys.
+const DISK_KIB: u32 = 8 * 1024;
 /// The server looks every 5 s whether the file is still there, it has 5 s to answer, and the condition is checked every 10 s.
 const HANGING: Duration = Duration::from_secs(30);

@@ -28,7 +28,7 @@ impl SmallDisk {
         Ok(Self(at.to_owned()))
     }
 
-    fn read_only(&self, read_only: bool) {
+    pub(crate) fn read_only(&self, read_only: bool) {
         let how = if read_only { "ro" } else { "rw" };
         assert!(mount(&["-o", &format!("remount,{how}")], &self.0));
     }

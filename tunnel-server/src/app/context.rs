@@ -1,6 +1,5 @@
 //! The configuration and the state that the parts of the server share.
 
-use std::fs::File;
 use std::sync::Arc;
 
 use anyhow::{Context as _, bail};
@@ -26,7 +25,7 @@ use crate::routing::known_nodes::{KnownNodes, NodeMap};
 use crate::routing::peers::{PeerLimits, PeerMetrics, Peers};
 use crate::routing::registry::{Registry, RegistryLimits};
 use crate::routing::routes::Routes;
-use crate::store::data_dir::DataDir;
+use crate::store::data_dir::{DataDir, DirLock};
 use crate::store::state_store::{OnDamage, StateStore};
 
 /// The context of the process before the state of the server is loaded.
@@ -34,7 +33,7 @@ pub(super) struct ProcessContext {
     pub(super) config: Config,
     pub(super) data: DataDir,
     store: StateStore,
-    lock: File,
+    lock: DirLock,
     pub(super) readiness: Readiness,
     pub(super) shutdown: Shutdown,
 }
@@ -67,8 +66,9 @@ pub(super) struct ServerContext {
     pub(super) labeled_nodes: LabeledNodes,
     /// Tracks the tasks that drive connections to targets.
     pub(super) drivers: TaskTracker,
-    /// Lock of the data directory, held until the process ends: one server per data directory.
-    _lock: File,
+    /// Lock of the data directory, held until the process ends: one server that writes per data
+    /// directory.
+    _lock: DirLock,
 }
 
 impl ProcessContext {

@@ -1,13 +1,13 @@
 //! The data directory: the path of each file of the server, the locks for changing them, and the
 //! QUIC keys that live as long as the directory.
 
-use std::fs::{self, File, OpenOptions};
+use std::fs::{self, File};
 use std::io;
-use std::os::unix::fs::OpenOptionsExt;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
 use parking_lot::Mutex;
+use tracing::warn;
 use tunnel_proto::process::disk::FileActivity;
 use tunnel_proto::process::files;
 use tunnel_proto::transport::quic::QuicKeys;
@@ -24,6 +24,24 @@ pub struct DataDir {
     activity: FileActivity,
     /// The store, while somebody uses it.
     store: Arc<Mutex<WeakStore>>,
+}
+
+/// A lock in a data directory, released on drop.
+#[derive(Debug)]
+pub struct DirLock {
+    _file: Option<File>,
+}
+
+impl DirLock {
+    /// Returns a lock without a file, if that cannot be created because nothing can be written: then
+    /// there is nothing to lock, and the store has a lock of its own.
+    fn needless_after(error: io::Error) -> io::Result<Self> {
+        if files::is_unwritable(&error) {
+            Ok(Self { _file: None })
+        } else {
+            Err(error)
+        }
+    }
 }
 
 impl DataDir {
@@ -191,37 +209,38 @@ impl DataDir {
         self.path.join("advertise.json")
     }
 
-    /// Takes the lock of the *running server*. Returns `None` if another server holds it. Closing
-    /// the file releases the lock.
+    /// Takes the lock of the *running server*. Returns `None` if another server holds it.
     ///
     /// # Errors
     /// Returns an error if the lock file cannot be opened.
-    pub fn lock(&self) -> io::Result<Option<File>> {
-        files::try_lock(&self.path.join("lock"))
+    pub fn lock(&self) -> io::Result<Option<DirLock>> {
+        match files::try_lock(&self.path.join("lock")) {
+            Ok(locked) => Ok(locked.map(|file| DirLock { _file: Some(file) })),
+            Err(error) => DirLock::needless_after(error).map(Some),
+        }
     }
 
     /// Waits for the lock on the files that the server and the commands share. Hold it for one
-    /// change only. Closing the file releases the lock. Blocks the thread.
+    /// change only. Blocks the thread.
     ///
     /// # Errors
     /// Returns an error if the lock file cannot be opened.
-    pub fn lock_files(&self) -> io::Result<File> {
+    pub fn lock_files(&self) -> io::Result<DirLock> {
         let path = self.path.join("files.lock");
         let _waiting = self.activity.begin();
-        let locked = || {
-            let file = OpenOptions::new()
-                .create(true)
-                .append(true)
-                .mode(0o600)
-                .open(&path)?;
-            file.lock().map(|()| file)
-        };
-        locked()
-            .map_err(|error| io::Error::new(error.kind(), format!("{}: {error}", path.display())))
+        match files::open_lock(&path) {
+            Ok(file) => {
+                let locked = file.lock().map(|()| DirLock { _file: Some(file) });
+                locked.map_err(|error| {
+                    io::Error::new(error.kind(), format!("{}: {error}", path.display()))
+                })
+            }
+            Err(error) => DirLock::needless_after(error),
+        }
     }
 
     /// Returns the keys by which QUIC recognizes its own connections after a restart. They are
-    /// generated once.
+    /// generated once, or at each start where nothing can be written.
     ///
     /// # Errors
     /// Returns an error if the file cannot be read or created, or is damaged.
@@ -232,7 +251,7 @@ impl DataDir {
             stored
         } else {
             let fresh = random::<{ QuicKeys::LEN }>()?;
-            files::replace(&path, &fresh)?;
+            replace_or_warn(&path, &fresh)?;
             fresh.to_vec().into()
         };
         let bytes = <[u8; QuicKeys::LEN]>::try_from(stored.as_slice())
@@ -257,13 +276,28 @@ impl DataDir {
     /// Saves the addresses for `token create` without a running server.
     ///
     /// # Errors
-    /// Returns an error if the file cannot be replaced.
+    /// As [`replace_or_warn`].
     pub fn set_advertised(&self, addresses: &[String]) -> io::Result<()> {
         if self.advertised().is_ok_and(|stored| stored == addresses) {
             return Ok(());
         }
         let content = serde_json::to_vec(addresses).map_err(io::Error::other)?;
-        files::replace(&self.advertise(), &content)
+        replace_or_warn(&self.advertise(), &content)
+    }
+}
+
+/// Replaces a file without which a server runs. Where nothing can be written, that is a line in the
+/// log, and the next start makes the content anew.
+///
+/// # Errors
+/// Returns an error if the file cannot be replaced for another reason.
+pub(crate) fn replace_or_warn(path: &Path, content: &[u8]) -> io::Result<()> {
+    match files::replace(path, content) {
+        Err(error) if files::is_unwritable(&error) => {
+            warn!(%error, "cannot save a file; the next start makes its content anew");
+            Ok(())
+        }
+        replaced => replaced,
     }
 }
 

@@ -14,7 +14,7 @@ use tunnel_proto::process::files;
 use tunnel_proto::tls;
 use zeroize::Zeroizing;
 
-use crate::store::data_dir::DataDir;
+use crate::store::data_dir::{DataDir, replace_or_warn};
 
 /// Range for the fraction of a certificate's lifetime after which it is renewed, as in the kubelet.
 const RENEW_FRACTION: (f64, f64) = (0.7, 0.9);
@@ -52,7 +52,7 @@ impl KubeletClientCredential {
             }
             None => {
                 let key = KeyPair::generate().map_err(io::Error::other)?;
-                files::replace(&path, Zeroizing::new(key.serialize_pem()).as_bytes())?;
+                replace_or_warn(&path, Zeroizing::new(key.serialize_pem()).as_bytes())?;
                 key
             }
         };
