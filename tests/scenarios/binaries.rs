@@ -10,6 +10,7 @@ mod drain;
 mod exhaustion;
 mod hanging;
 mod join;
+mod killed_writes;
 mod logs;
 mod many;
 mod memory;
