@@ -422,6 +422,10 @@ mod tests {
             fixture.check(nodes, Some("10.106.217.16"));
             let removed = fixture.cost_of(Event::Delete(node(8, true)));
             fixture.check(8, None);
+            // A pass over all nodes is counted.
+            fixture.persisted = Default::default();
+            let all = fixture.cost_of(Event::Apply(node(7, true)));
+            assert!(all.visits > nodes as u64 && all.rows > nodes, "{all:?}");
             [flip, added, removed]
         });
         assert_eq!(costs[0], costs[1]);

@@ -139,6 +139,10 @@ fn join_among_20000_nodes_visits_as_many_entries_as_among_1000() {
         let forgotten = visits_of(&|| assert!(nodes.forget(&name("edge-00007"))));
         assert!(!routes.load().knows(&name("edge-00007")));
         assert_eq!(routes.load().len(), count);
+        // A pass over all nodes is counted.
+        let before = visits::count();
+        nodes.update_routes(&routes, &mut NodeMap::default());
+        assert!(visits::count() - before > count as u64);
         [joined, forgotten]
     });
     assert_eq!(visits[0], visits[1]);
