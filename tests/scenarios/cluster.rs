@@ -44,6 +44,7 @@ mod restarts;
 mod revocations;
 mod rights;
 mod rollout;
+mod rotations;
 mod scaling;
 mod signing;
 

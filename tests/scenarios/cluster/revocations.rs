@@ -1,7 +1,6 @@
 //! Revocations at three servers of a cluster, whose paths to each other and to the API server fail in
 //! turn, and kills of the server that orders.
 
-use std::net::SocketAddr;
 use std::time::Duration;
 
 use anyhow::{Result, ensure};
@@ -18,19 +17,24 @@ use super::replicas::{SLICES, endpoint_slice};
 use super::restarts::own_path;
 use super::{ClusterEnv, FIRST};
 
-/// Three servers, each with its own path to the API server.
-struct Three {
-    cluster_env: ClusterEnv,
+/// Three servers, each with its own path to the API server, and one to it from the other servers.
+pub(super) struct Three {
+    pub(super) cluster_env: ClusterEnv,
     paths: Vec<Link>,
-    peers: Vec<SocketAddr>,
-    servers: Vec<Server>,
+    links: Vec<Link>,
+    pub(super) servers: Vec<Server>,
 }
 
 impl Three {
     /// Starts the servers, which do not know each other.
     async fn start(has_peers: bool) -> Result<Self> {
+        Self::start_with(has_peers, &[]).await
+    }
+
+    /// Starts them with further arguments of `run`.
+    pub(super) async fn start_with(has_peers: bool, arguments: &[&str]) -> Result<Self> {
         let cluster_env = ClusterEnv::fake().await?;
-        let (mut paths, mut peers, mut servers) = (Vec::new(), Vec::new(), Vec::new());
+        let (mut paths, mut links, mut servers) = (Vec::new(), Vec::new(), Vec::new());
         for number in 0..3 {
             let name = name(number);
             let (path, kubeconfig) = own_path(&cluster_env, &name)?;
@@ -43,25 +47,30 @@ impl Three {
             };
             let setup = ServerSetup::in_cluster(&folder, &kubeconfig)
                 .args(&["--namespace", "kube-system", "--replica-name", &name])
-                .args(&["--peer-listen", &listen]);
+                .args(&["--peer-listen", &listen])
+                .args(arguments);
             paths.push(path);
-            peers.push(peer);
+            links.push(Link::start(peer, 0)?);
             servers.push(setup.start().await?);
         }
         Ok(Self {
             cluster_env,
             paths,
-            peers,
+            links,
             servers,
         })
     }
 
     /// Lets the servers find each other at their addresses, or `others` at an address where nobody
     /// listens.
-    async fn introduce(&self, is_reached: impl Fn(usize) -> bool) -> Result<()> {
-        for (number, peer) in self.peers.iter().enumerate() {
+    pub(super) async fn introduce(&self, is_reached: impl Fn(usize) -> bool) -> Result<()> {
+        for (number, link) in self.links.iter().enumerate() {
             let nobody = Listener::Peers.on(next_loopback());
-            let address = if is_reached(number) { *peer } else { nobody };
+            let address = if is_reached(number) {
+                link.addr()
+            } else {
+                nobody
+            };
             let slice = endpoint_slice(&name(number), address);
             self.cluster_env.admin().create(SLICES, &slice).await?;
         }
@@ -87,8 +96,20 @@ impl Three {
     }
 
     /// Loses all packets between a server and the API server.
-    fn silence_api(&self, number: usize) {
+    pub(super) fn silence_api(&self, number: usize) {
         self.paths[number].set(TrafficClass::ALL, Impairment::black_hole());
+    }
+
+    /// Loses all packets between the servers.
+    pub(super) fn silence_links(&self) {
+        for link in &self.links {
+            link.set(TrafficClass::ALL, Impairment::black_hole());
+        }
+    }
+
+    /// Repairs all paths that lose packets.
+    pub(super) fn heal(&self) {
+        self.links.iter().chain(&self.paths).for_each(Link::heal);
     }
 
     /// Orders the end of a node at a server.

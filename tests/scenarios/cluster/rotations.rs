@@ -1,0 +1,194 @@
+//! Rotations of the CA among three servers, one of which is silent, stopped, new or partitioned in
+//! every stage, with agents that hold sessions with two of them. Nobody uses `--force`, so no agent is
+//! cut off. The simulation of `ca/rotation` has many more orders of events.
+
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::time::Duration;
+
+use anyhow::{Context, Result, ensure};
+use futures_util::future::try_join_all;
+use rand::rngs::StdRng;
+use rand::{RngExt as _, SeedableRng as _};
+use tokio::time::sleep;
+use tunnel_tests::eventually::eventually;
+use tunnel_tests::gear::Gear;
+use tunnel_tests::process::{AgentSetup, Listener, Process, ScratchDir, Signal};
+
+use super::FIRST;
+use super::revocations::Three;
+use crate::credentials::ca_rotation::{STAGES, is_of, rotation_status};
+
+/// What happens to a server in a stage.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Fault {
+    /// The process stands still.
+    Silent,
+    /// It is stopped, and started again later.
+    Stopped,
+    /// It is killed, and another one with an empty data directory takes its place.
+    New,
+    /// It reaches neither the API server nor other servers.
+    Partitioned,
+}
+
+const FAULTS: [Fault; 4] = [
+    Fault::Silent,
+    Fault::Stopped,
+    Fault::New,
+    Fault::Partitioned,
+];
+
+#[tokio::test(flavor = "multi_thread")]
+async fn no_agent_is_cut_off_whatever_happens_to_a_server_in_each_stage() -> Result<()> {
+    let seeds = 0..Gear::current().pick(1, 5);
+    let rotations = seeds.map(async |seed| {
+        let rotated = rotate(seed).await;
+        rotated.with_context(|| format!("seed {seed}"))
+    });
+    try_join_all(rotations).await.map(drop)
+}
+
+async fn rotate(seed: u64) -> Result<()> {
+    let mut random = StdRng::seed_from_u64(seed);
+    let limits = ScratchDir::new()?;
+    let config = limits.file("limits.yaml", "limits: { certificateLife: 12s }\n")?;
+    let config = config.to_string_lossy();
+    let mut three = Three::start_with(true, &["--config", &config]).await?;
+    three.introduce(|_| true).await?;
+    let agents = start_agents(&three).await?;
+    let old = ca(&three).await?;
+    for (command, stage) in STAGES {
+        let (victim, fault) = (random.random_range(0..3), random.random_range(0..4));
+        let fault = FAULTS[fault];
+        let operator = (victim + random.random_range(1..3)) % 3;
+        begin(&mut three, victim, fault).await?;
+        // It may be refused, or succeed before anybody notices.
+        let tried = three.servers[operator].verb(command)?;
+        let is_entered = AtomicBool::new(tried.run().await?.out.contains(stage));
+        sleep(Duration::from_millis(random.random_range(0..8_000))).await;
+        end(&mut three, victim, fault).await?;
+        let what = format!("{stage:?} after {victim} was {fault:?}");
+        eventually(&what, STAGE, async || {
+            if !is_entered.load(Ordering::Relaxed) {
+                let entering = three.servers[operator].verb(command)?.run().await?;
+                ensure!(entering.out.contains(stage), "{entering}");
+                is_entered.store(true, Ordering::Relaxed);
+            }
+            anyhow::Ok(())
+        })
+        .await;
+        eventually("all servers to follow", STAGE, async || {
+            for server in &three.servers {
+                let status = rotation_status(server).await?;
+                ensure!(status.contains(stage), "{status}");
+            }
+            anyhow::Ok(())
+        })
+        .await;
+        all_connected(&three, &agents).await;
+    }
+    let new = ca(&three).await?;
+    ensure!(new != old, "the CA is not another one");
+    eventually("certificates of the new CA", STAGE, async || {
+        for (node, _agent) in &agents {
+            let leaf = three
+                .cluster_env
+                .scratch
+                .path()
+                .join(node)
+                .join("agent.crt");
+            ensure!(is_of(&std::fs::read(leaf)?, &new)?, "{node}");
+        }
+        anyhow::Ok(())
+    })
+    .await;
+    all_connected(&three, &agents).await;
+    Ok(())
+}
+
+async fn start_agents(three: &Three) -> Result<Vec<(String, Process)>> {
+    let mut agents = Vec::new();
+    let addresses = three.servers.iter();
+    let addresses: Vec<_> = addresses
+        .map(|server| server.address(Listener::Agents))
+        .collect();
+    for number in 0..AGENTS {
+        let node = format!("worker-{number}");
+        let token = three.servers[0].token(&node, None).await?;
+        let data = three.cluster_env.scratch.path().join(&node);
+        let mut setup = AgentSetup::on_loopback(&node, addresses[0], &data);
+        for address in &addresses[1..] {
+            setup = setup.args(&["--server", &address.to_string()]);
+        }
+        agents.push((node, setup.args(&["--token", &token]).start()?));
+    }
+    all_connected(three, &agents).await;
+    Ok(agents)
+}
+
+/// Waits until each agent is connected, as every server lists it.
+async fn all_connected(three: &Three, agents: &[(String, Process)]) {
+    for server in &three.servers {
+        eventually("the agents' sessions", STAGE, async || {
+            let listed = server.nodes().await?;
+            for (node, agent) in agents {
+                let mut of_node = listed.iter().filter(|listed| listed["node"] == **node);
+                let is_connected = of_node.any(|listed| listed["connected"] == true);
+                ensure!(is_connected, "{node}: {}", agent.log());
+            }
+            anyhow::Ok(())
+        })
+        .await;
+    }
+}
+
+async fn begin(three: &mut Three, victim: usize, fault: Fault) -> Result<()> {
+    let server = &mut three.servers[victim];
+    match fault {
+        Fault::Silent => server.process().signal(Signal::Stop),
+        Fault::Stopped => {
+            server.process().signal(Signal::Term)?;
+            server.process().end(STOP).await.map(drop)
+        }
+        Fault::New => server.process().signal(Signal::Kill),
+        Fault::Partitioned => {
+            three.silence_api(victim);
+            three.silence_links();
+            Ok(())
+        }
+    }
+}
+
+async fn end(three: &mut Three, victim: usize, fault: Fault) -> Result<()> {
+    match fault {
+        Fault::Silent => three.servers[victim].process().signal(Signal::Cont),
+        Fault::Stopped => restart(three, victim, false).await,
+        Fault::New => restart(three, victim, true).await,
+        Fault::Partitioned => {
+            three.heal();
+            Ok(())
+        }
+    }
+}
+
+async fn restart(three: &mut Three, victim: usize, is_new: bool) -> Result<()> {
+    let setup = three.servers[victim].setup_for_restart();
+    if is_new {
+        let server = &mut three.servers[victim];
+        server.process().end(FIRST).await?;
+        std::fs::remove_dir_all(server.data_dir())?;
+    }
+    three.servers[victim] = setup.start().await?;
+    Ok(())
+}
+
+async fn ca(three: &Three) -> Result<Vec<u8>> {
+    let printed = three.servers[0].verb(&["ca"])?.run().await?.ok()?;
+    Ok(printed.into_bytes())
+}
+
+const AGENTS: usize = 3;
+/// Agents renew certificates of 12 s after about 6 s. A stage counts from 10 s after its begin, and
+/// begins again while a server does not follow.
+const STAGE: Duration = Duration::from_secs(90);
+const STOP: Duration = Duration::from_secs(60);
