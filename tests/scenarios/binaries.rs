@@ -11,6 +11,7 @@ mod exhaustion;
 mod hanging;
 mod join;
 mod killed_writes;
+mod large;
 mod logs;
 mod many;
 mod memory;
@@ -29,6 +30,8 @@ use tunnel_tests::client::RawRequest;
 use tunnel_tests::eventually::{eventually, scaled};
 use tunnel_tests::process::{AgentSetup, Listener, Process, ScratchDir, Server, ServerSetup};
 use tunnel_tests::targets::Exporter;
+
+pub(crate) use memory::kib;
 
 /// A server and one agent on loopback, with an exporter behind the agent.
 struct Stack {

@@ -29,6 +29,7 @@ mod doctor_table;
 mod edge_clients;
 mod hosts_file;
 mod install;
+mod joins;
 mod kubectl;
 mod kubelet;
 mod leader;

@@ -10,6 +10,7 @@ mod kubelet_client;
 mod objects;
 mod real;
 
+use std::net::SocketAddr;
 use std::path::PathBuf;
 
 use anyhow::{Context, Result, bail};
@@ -22,8 +23,8 @@ pub use api::{Api, is_status};
 pub use audit::AuditLog;
 pub use kubelet::Kubelet;
 pub use objects::{
-    Node, Objects, SERVICE_ACCOUNT, cloud, edge, empty_secrets, endpoints, internal_service,
-    server_roles, server_roles_of, shipped,
+    Node, Objects, SERVICE_ACCOUNT, cloud, edge, edge_at, empty_secrets, endpoints,
+    internal_service, server_roles, server_roles_of, shipped,
 };
 pub use real::{Real, egress_flag};
 
@@ -138,6 +139,17 @@ impl Cluster {
         match &self.server {
             ApiBackend::FakeApiServer(fake_api) => Ok(fake_api),
             ApiBackend::Real(_) => bail!("a real API server has no faults on demand"),
+        }
+    }
+
+    /// Returns the address of the metrics of etcd.
+    ///
+    /// # Errors
+    /// Returns an error if this is a fake API server.
+    pub fn etcd(&self) -> Result<SocketAddr> {
+        match &self.server {
+            ApiBackend::FakeApiServer(_) => bail!("the stand-in has no etcd"),
+            ApiBackend::Real(real) => Ok(real.etcd()),
         }
     }
 

@@ -24,6 +24,15 @@ pub async fn metric(meta: SocketAddr, series: &str) -> Result<u64> {
     Ok(value(&page, series).unwrap_or(0))
 }
 
+/// Returns the sum of a metric on a page over all labels, which may be no whole number.
+pub fn sum(page: &str, name: &str) -> f64 {
+    let found = page.lines().filter_map(|line| line.strip_prefix(name));
+    let found = found.filter(|rest| rest.starts_with(['{', ' ']));
+    found
+        .filter_map(|rest| rest.rsplit(' ').next()?.parse::<f64>().ok())
+        .sum()
+}
+
 /// Returns the value of a metric on a page. `series` is a name without labels, for the sum over all
 /// of them, or a name with all its labels.
 pub fn value(page: &str, series: &str) -> Option<u64> {

@@ -8,19 +8,26 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use anyhow::{Context, Result, bail};
+use bytes::BytesMut;
 use rcgen::{CertificateParams, KeyPair};
 use rustls::RootCertStore;
 use rustls::sign::CertifiedKey;
+use rustls_pki_types::CertificateDer;
+use tokio::io::AsyncWriteExt;
+use tokio::net::TcpStream;
 use tokio::time::Instant;
+use tokio_rustls::TlsConnector;
 use tunnel_proto::session::control::{self, ControlReader, ControlWriter};
 use tunnel_proto::tcp::{Direct, ServerAddr};
 use tunnel_proto::tls::{self, Trust};
 use tunnel_proto::transport::h2::H2Dialer;
 use tunnel_proto::transport::quic::QuicDialer;
 use tunnel_proto::transport::{BufferPool, CongestionControl, SessionSettings, TransportKind};
-use tunnel_proto::transport::{CloseReason, Dialer, Session, Stream};
+use tunnel_proto::transport::{CloseReason, Dialer, Session, Stream, read_frame};
 use tunnel_proto::wire::code::CloseCode;
 use tunnel_proto::wire::control::{ControlMessage, Hello};
+use tunnel_proto::wire::enroll::{EnrollReply, EnrollRequest, JoinToken};
+use tunnel_proto::wire::frame::ENROLL_MESSAGE_MAX;
 use tunnel_proto::wire::name::{InstanceId, NodeName};
 use tunnel_proto::wire::{ALPN_SESSION, ALPN_SESSION_TCP};
 use tunnel_server::ca::LocalCa;
@@ -37,6 +44,56 @@ pub struct ScriptedAgent {
     session: Arc<dyn Session>,
     control: (ControlReader, ControlWriter),
     _dialer: Box<dyn Dialer>,
+}
+
+/// A certificate with its key, and the CAs of the servers.
+#[derive(Debug, Clone)]
+pub struct AgentCredential {
+    pub key: Arc<CertifiedKey>,
+    pub roots: Arc<RootCertStore>,
+}
+
+impl AgentCredential {
+    /// Enrolls a node at a server with a join token.
+    pub async fn enroll(server: SocketAddr, token: &str, node: &str) -> Result<Self> {
+        let parsed: JoinToken = token.parse()?;
+        let pin = *parsed.ca_hash().context("a token without the CA")?;
+        let key = KeyPair::generate()?;
+        let csr = CertificateParams::default().serialize_request(&key)?;
+        let request = EnrollRequest {
+            token: token.to_owned().into(),
+            csr: csr.der().to_vec(),
+            node_name: node.parse()?,
+            proof: None,
+        };
+        let (chain, roots) = match enroll(server, pin, &request).await? {
+            EnrollReply::Issued { chain, roots } => (chain, roots),
+            EnrollReply::Refused(code, detail) => bail!("not enrolled: {code} {detail}"),
+        };
+        let key = key.serialize_der().try_into().map_err(anyhow::Error::msg)?;
+        let chain = chain.into_iter().map(CertificateDer::from).collect();
+        Ok(Self {
+            key: tls::certified_key(chain, key)?,
+            roots: tls::roots(roots.into_iter().map(CertificateDer::from))?,
+        })
+    }
+}
+
+/// Sends one enrollment request to a server whose CA has this hash, and returns the reply.
+pub async fn enroll(
+    server: SocketAddr,
+    pin: [u8; 32],
+    request: &EnrollRequest,
+) -> Result<EnrollReply> {
+    let tcp = TcpStream::connect(server).await?;
+    let config = tls::enroll_client(Trust::Pin(pin))?;
+    let name = "tunnel-server.culvert".try_into()?;
+    let mut stream = TlsConnector::from(config).connect(name, tcp).await?;
+    let mut framed = BytesMut::new();
+    request.encode(&mut framed)?;
+    stream.write_all(&framed).await?;
+    let reply = read_frame(&mut stream, ENROLL_MESSAGE_MAX).await?;
+    Ok(EnrollReply::decode(&reply)?)
 }
 
 /// The server's answer to a Hello.
@@ -185,8 +242,21 @@ impl ScriptedAgent {
         transport: TransportKind,
     ) -> Result<Self> {
         let ca = LocalCa::load_or_create(&DataDir::open_existing(data_dir)?)?;
-        let key = issue_agent_key(&ca, node)?;
-        let roots = tls::roots(ca.roots())?;
+        let credential = AgentCredential {
+            key: issue_agent_key(&ca, node)?,
+            roots: tls::roots(ca.roots())?,
+        };
+        Self::connect_with(server, &credential, node, transport).await
+    }
+
+    /// Connects an agent with a credential, which must be admitted.
+    pub async fn connect_with(
+        server: SocketAddr,
+        credential: &AgentCredential,
+        node: &str,
+        transport: TransportKind,
+    ) -> Result<Self> {
+        let AgentCredential { key, roots } = credential.clone();
         // Over h2 the initial limit of the agent's end holds for its own streams, too.
         let settings = SessionSettings {
             streams: STREAMS,

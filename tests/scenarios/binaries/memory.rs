@@ -231,7 +231,7 @@ impl Site {
 }
 
 /// Writes nodes that a server knows from its start on.
-fn record_nodes(data_dir: &Path, count: usize) -> Result<()> {
+pub(super) fn record_nodes(data_dir: &Path, count: usize) -> Result<()> {
     let nodes = KnownNodes::open(&DataDir::open(data_dir)?)?;
     for number in 0..count {
         nodes.record(&format!("edge-{number:05}").parse()?, &[]);
@@ -245,7 +245,7 @@ pub(super) fn resident(process: u32) -> Result<u64> {
 }
 
 /// Returns a field of `/proc/PID/status` in KiB.
-pub(super) fn kib(process: u32, field: &str) -> Result<u64> {
+pub(crate) fn kib(process: u32, field: &str) -> Result<u64> {
     let status = fs::read_to_string(format!("/proc/{process}/status"))?;
     let line = status.lines().find_map(|line| line.strip_prefix(field));
     let number = line.and_then(|line| line.split_whitespace().next());

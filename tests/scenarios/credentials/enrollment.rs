@@ -3,37 +3,14 @@
 use std::time::{Duration, SystemTime};
 
 use anyhow::{Context, Result, ensure};
-use bytes::BytesMut;
 use rand::rngs::SmallRng;
 use rand::{RngExt, SeedableRng};
 use rcgen::{CertificateParams, KeyPair};
-use tokio::io::AsyncWriteExt;
-use tokio::net::TcpStream;
 use tokio::task::JoinSet;
-use tokio_rustls::TlsConnector;
-use tunnel_proto::tls::{self, Trust};
-use tunnel_proto::transport::read_frame;
 use tunnel_proto::wire::code::EnrollCode;
 use tunnel_proto::wire::enroll::{EnrollReply, EnrollRequest, JoinToken, TOKEN_SECRET_BYTES};
-use tunnel_proto::wire::frame::ENROLL_MESSAGE_MAX;
 use tunnel_tests::env::TestEnv;
-
-/// Sends one enrollment request and returns the reply.
-async fn enroll(
-    address: std::net::SocketAddr,
-    pin: [u8; 32],
-    request: &EnrollRequest,
-) -> Result<EnrollReply> {
-    let tcp = TcpStream::connect(address).await?;
-    let config = tls::enroll_client(Trust::Pin(pin))?;
-    let name = "tunnel-server.culvert".try_into()?;
-    let mut stream = TlsConnector::from(config).connect(name, tcp).await?;
-    let mut framed = BytesMut::new();
-    request.encode(&mut framed)?;
-    stream.write_all(&framed).await?;
-    let reply = read_frame(&mut stream, ENROLL_MESSAGE_MAX).await?;
-    Ok(EnrollReply::decode(&reply)?)
-}
+use tunnel_tests::scripted::enroll;
 
 fn csr() -> Result<Vec<u8>> {
     let request = CertificateParams::default().serialize_request(&KeyPair::generate()?)?;

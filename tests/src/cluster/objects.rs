@@ -21,9 +21,14 @@ pub struct Node(Value);
 
 /// Returns a Node behind the tunnel, with an address that only its site can reach.
 pub fn edge(name: &str) -> Node {
+    edge_at(name, "192.168.33.221")
+}
+
+/// Returns a Node behind the tunnel with an address.
+pub fn edge_at(name: &str, address: &str) -> Node {
     Node::new(name)
         .labeled(EDGE_LABEL, "true")
-        .addressed("InternalIP", "192.168.33.221")
+        .addressed("InternalIP", address)
 }
 
 /// Returns a Node that is reached at `address`.

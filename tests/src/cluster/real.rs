@@ -18,6 +18,7 @@ use crate::tools::Skip;
 pub struct Real {
     scratch: ScratchDir,
     _etcd: Process,
+    etcd: SocketAddr,
     program: Program,
     apiserver: Process,
 }
@@ -120,6 +121,7 @@ impl Real {
         let real = Self {
             scratch,
             _etcd: etcd,
+            etcd: clients,
             program,
             apiserver,
         };
@@ -159,6 +161,11 @@ impl Real {
         self.apiserver.end(START).await?;
         self.apiserver = serving(&self.program).await?;
         Ok(())
+    }
+
+    /// Returns the address at which etcd serves clients, and its metrics.
+    pub(super) fn etcd(&self) -> SocketAddr {
+        self.etcd
     }
 
     /// Returns the log of kube-apiserver.
