@@ -26,7 +26,17 @@ use tunnel_tests::tools::or_skip;
 use super::memory::{CAP, MemoryCgroup, NODES, Site, SiteShape, kib};
 use crate::abuse::report_figure;
 
-/// Callers of one address ask for pages of the whole fleet in ever other variants.
+/// Attacks on the meta port, where pages of the whole fleet are the most expensive.
+#[derive(Debug, Clone, Copy)]
+enum MetaAttack {
+    /// Callers of one address ask for pages in ever other variants.
+    Pages,
+    /// Three connections send many requests at once, again and again.
+    Pipelines,
+    /// 64 callers of two addresses do not read.
+    DeafReaders,
+}
+
 #[tokio::test(flavor = "multi_thread")]
 async fn t25_callers_of_the_meta_port_delay_neither_probes_nor_requests() -> Result<()> {
     let shape = SiteShape {
@@ -35,21 +45,70 @@ async fn t25_callers_of_the_meta_port_delay_neither_probes_nor_requests() -> Res
     };
     let mut site = Site::build(&shape).await?;
     let before = Figures::measure(&site, window()).await?;
-    let (meta, made) = (site.server.address(Listener::Meta), AtomicUsize::new(0));
-    let attack = async {
-        let callers = (0..CALLERS).map(|caller| ask_for_targets(meta, caller, &made));
-        futures_util::future::join_all(callers).await;
-    };
-    let during = tokio::select! {
-        during = Figures::measure(&site, window()) => during?,
-        () = attack => unreachable!("the callers do not end"),
-    };
-    let made = made.into_inner();
-    ensure!(made > 0, "no page was made");
-    let subject = format!("T25: {made} pages of {} nodes", shape.known_nodes);
-    during.compare(&subject, &before)?;
+    let meta = site.server.address(Listener::Meta);
+    for attack in [
+        MetaAttack::Pages,
+        MetaAttack::Pipelines,
+        MetaAttack::DeafReaders,
+    ] {
+        let answers = AtomicUsize::new(0);
+        let during = tokio::select! {
+            during = Figures::measure(&site, window()) => during?,
+            () = attack.run(meta, &answers) => unreachable!("the callers do not end"),
+        };
+        let answers = answers.into_inner();
+        ensure!(answers > 0, "{attack:?}: no request was answered");
+        let nodes = shape.known_nodes;
+        let subject = format!("T25: {attack:?}, {answers} requests for {nodes} nodes");
+        during.compare(&subject, &before)?;
+    }
     ensure!(site.server.process().id().is_some(), "the server ended");
     Ok(())
+}
+
+impl MetaAttack {
+    /// Attacks until the future is dropped. Counts answers in `answers`.
+    async fn run(self, meta: SocketAddr, answers: &AtomicUsize) {
+        match self {
+            Self::Pages => {
+                let callers = (0..CALLERS).map(|caller| ask_for_targets(meta, caller, answers));
+                futures_util::future::join_all(callers).await;
+            }
+            Self::Pipelines => {
+                let callers = (0..PIPELINES).map(|_| pipeline(meta, answers));
+                futures_util::future::join_all(callers).await;
+            }
+            Self::DeafReaders => {
+                let mut readers = Vec::new();
+                for round in 0.. {
+                    for number in 0..64_u16 {
+                        let port = 2048 + round % 900 * 64 + number;
+                        readers.extend(deaf_reader(meta, number, port).await.ok());
+                        answers.fetch_add(1, Ordering::Relaxed);
+                    }
+                    // Those of the last round stay, as far as the server lets them.
+                    readers.drain(..readers.len().saturating_sub(64));
+                    sleep(Duration::from_millis(250)).await;
+                }
+            }
+        }
+    }
+}
+
+/// Sends requests behind each other over one connection after the other, until the future is dropped.
+async fn pipeline(meta: SocketAddr, answers: &AtomicUsize) {
+    let request = "GET /sd/prometheus HTTP/1.1\r\nHost: meta\r\n\r\n".repeat(100);
+    loop {
+        let exchange = async {
+            let mut caller = TcpStream::connect(meta).await?;
+            // The server may close the connection before it has read all of it.
+            let _closed = caller.write_all(request.as_bytes()).await;
+            tokio::io::copy(&mut caller, &mut tokio::io::sink()).await
+        };
+        // Unread requests may reset the connection behind the answer.
+        let _reset = exchange.await;
+        answers.fetch_add(1, Ordering::Relaxed);
+    }
 }
 
 /// Asks for the targets of ever other ports until the future is dropped.
@@ -330,6 +389,8 @@ fn window() -> Duration {
 
 /// Callers of the meta port at once, fewer than one address may have.
 const CALLERS: usize = 24;
+/// Connections that send requests behind each other.
+const PIPELINES: usize = 3;
 /// Connections of a flood of requests.
 const FLOODING: usize = 4;
 /// Longer than a connection to the meta port may last.
@@ -339,4 +400,4 @@ const MEMORY_BACK: Duration = Duration::from_secs(45);
 const MEMORY_MARGIN: u64 = 32 << 20;
 /// The 99th percentile of others may be three times as high as before, or this.
 const P99_FREE: Duration = Duration::from_millis(50);
-const LIVEZ_MAX: Duration = Duration::from_secs(1);
+pub(super) const LIVEZ_MAX: Duration = Duration::from_secs(1);

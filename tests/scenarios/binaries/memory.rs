@@ -20,12 +20,14 @@ use tunnel_server::store::data_dir::DataDir;
 use tunnel_tests::client::RawRequest;
 use tunnel_tests::eventually::{eventually, scaled};
 use tunnel_tests::gear::Gear;
+use tunnel_tests::metrics::meta_page;
 use tunnel_tests::process::{Listener, Process, ScratchDir, Server, ServerSetup};
 use tunnel_tests::stats::{millis, percentile};
 use tunnel_tests::targets::{Exporter, HostileAction, HostileTarget, SilentTarget};
 use tunnel_tests::tools::{Skip, or_skip};
 
 use super::CONNECT;
+use super::costs::LIVEZ_MAX;
 
 /// A memory cgroup (v1) of the test's own, gone with it. What a process had before it came, some 20 MiB, is not charged.
 pub(super) struct MemoryCgroup(PathBuf);
@@ -452,6 +454,8 @@ async fn stalled_target_of(
 #[derive(Debug, Default)]
 struct Scrapes {
     delays: Vec<Duration>,
+    /// The longest time in which `/livez` of the server has answered.
+    slowest_livez: Duration,
     /// The error of each scrape that failed.
     failures: Vec<anyhow::Error>,
 }
@@ -467,21 +471,26 @@ impl Scrapes {
     /// itself, also checks the delays.
     fn compare(&self, during: &Self, subject: &str) -> Result<()> {
         let (before, p99) = (self.p99(), during.p99());
-        let Self { delays, failures } = during;
+        let Self {
+            delays,
+            slowest_livez,
+            failures,
+        } = during;
         let failed = failures.len();
         let longest = delays.iter().max().copied().unwrap_or_default();
         crate::abuse::report_figure(&format!(
-            "F26: {subject}: p99 of others {} ms before, {} ms of {} scrapes during, {} ms at most, {failed} failed",
+            "F26: {subject}: p99 of others {} ms before, {} ms of {} scrapes during, {} ms at most, {failed} failed; slowest /livez {} ms",
             millis(before),
             millis(p99),
             delays.len(),
-            millis(longest)
+            millis(longest),
+            millis(*slowest_livez)
         ));
         let bound = (before * 3).max(P99_MAX);
         let is_checked = Gear::current().pick(false, true);
         ensure!(
-            !is_checked || (failed == 0 && p99 <= bound),
-            "{p99:?}, bound {bound:?}; {failed} failed, {:?}, {:?}",
+            !is_checked || (failed == 0 && p99 <= bound && *slowest_livez <= LIVEZ_MAX),
+            "{p99:?}, bound {bound:?}; /livez {slowest_livez:?}; {failed} failed, {:?}, {:?}",
             failures.first(),
             failures.last()
         );
@@ -496,6 +505,10 @@ impl Site {
             let sent = Instant::now();
             scrapes.failures.extend(self.scrape(node).await.err());
             scrapes.delays.push(sent.elapsed());
+            let sent = Instant::now();
+            let livez = meta_page(self.server.address(Listener::Meta), "/livez").await;
+            scrapes.failures.extend(livez.err());
+            scrapes.slowest_livez = scrapes.slowest_livez.max(sent.elapsed());
         }
         scrapes
     }
@@ -521,6 +534,7 @@ impl Site {
             let scrapes = self.scrapes_for(node, Duration::from_secs(1)).await;
             most.fetch_max(kib(process, "RssAnon:")? << 10, Ordering::Relaxed);
             all.delays.extend(scrapes.delays);
+            all.slowest_livez = all.slowest_livez.max(scrapes.slowest_livez);
             all.failures.extend(scrapes.failures);
         }
         Ok(all)
