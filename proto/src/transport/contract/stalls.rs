@@ -1,6 +1,7 @@
 //! Readers that stall, next to others that do not.
 
 use std::future::{pending, poll_fn};
+use std::sync::atomic::{AtomicUsize, Ordering};
 
 use tokio::io::{AsyncReadExt, AsyncWriteExt};
 use tokio::task::JoinSet;
@@ -120,14 +121,15 @@ pub(super) async fn source_of_unread_answers_leaves_others_served(pair: Pair) {
 }
 
 /// One source fills the memory with what is not read, until it gets no new streams. Others are
-/// served, without an end of its streams.
+/// served, and none of its streams ends: its readers read a byte now and then, so that none may be
+/// ended for being stalled, however long the test takes.
 async fn greedy_source_leaves_others_served(pair: Pair, unread: Unread) {
     pair.peer.set_max_concurrent_streams(DEFAULT.streams);
-    let mut tasks = JoinSet::new();
-    tasks.spawn(serve(pair.peer.clone(), unread));
+    let (mut tasks, ended) = (JoinSet::new(), Arc::<AtomicUsize>::default());
+    tasks.spawn(serve(pair.peer.clone(), unread, ended.clone()));
     let open = async |source| within(pair.opener.open(&header_of(source), TEST_TIMEOUT)).await;
     for _ in 0..GREEDY_STREAMS {
-        let opener = pair.opener.clone();
+        let (opener, ended) = (pair.opener.clone(), ended.clone());
         tasks.spawn(async move {
             let Ok(mut stream) = opener.open(&header_of(GREEDY), TEST_TIMEOUT).await else {
                 return;
@@ -136,16 +138,18 @@ async fn greedy_source_leaves_others_served(pair: Pair, unread: Unread) {
                 Unread::Requests => write_on(stream).await,
                 Unread::Answers => {
                     if stream.accepted().await.is_ok() {
-                        hold(stream).await;
+                        hold(stream, &ended).await;
                     }
                 }
             }
         });
     }
-    // Another server refuses the stream in place of the opener if its own memory is short first.
+    // Another server refuses the stream in place of the opener if its own memory is short first. A
+    // stream that was opened just before waits with the others of its source.
     within(async {
         while let Ok(mut stream) = open(GREEDY).await {
-            if stream.accepted().await.is_err() {
+            let accepted = timeout(FULL_AFTER, stream.accepted()).await;
+            if !accepted.is_ok_and(|accepted| accepted.is_ok()) {
                 break;
             }
             sleep(Duration::from_millis(5)).await;
@@ -157,12 +161,18 @@ async fn greedy_source_leaves_others_served(pair: Pair, unread: Unread) {
         within(stream.write_all(&pattern(200))).await.unwrap();
         assert!(read_all(&mut stream).await.unwrap() == pattern(200));
     }
+    assert_eq!(
+        ended.load(Ordering::Relaxed),
+        0,
+        "greedy streams have ended"
+    );
 }
 
 /// Answers the streams of the other source, and treats those of the greedy one as `unread` says.
-async fn serve(session: Arc<dyn Session>, unread: Unread) {
+async fn serve(session: Arc<dyn Session>, unread: Unread, ended: Arc<AtomicUsize>) {
     let mut streams = JoinSet::new();
     while let Ok(incoming) = session.accept().await {
+        let ended = ended.clone();
         streams.spawn(async move {
             let deadline = Instant::now() + TEST_TIMEOUT;
             let Ok((header, mut stream)) = incoming.header(deadline).await else {
@@ -172,7 +182,7 @@ async fn serve(session: Arc<dyn Session>, unread: Unread) {
                 return;
             }
             match (header.source, unread) {
-                (GREEDY, Unread::Requests) => hold(stream).await,
+                (GREEDY, Unread::Requests) => hold(stream, &ended).await,
                 (GREEDY, Unread::Answers) => write_on(stream).await,
                 _ => {
                     let mut request = [0; 200];
@@ -190,8 +200,22 @@ async fn write_on(mut stream: Stream) {
     pending::<()>().await;
 }
 
-/// Reads nothing until the stream must end.
-async fn hold(stream: Stream) {
+/// Reads a byte each second until the stream must end, which it counts.
+async fn hold(mut stream: Stream, ended: &AtomicUsize) {
     let watch = stream.watch();
-    poll_fn(|cx| watch.poll_stalled(cx)).await;
+    loop {
+        let reading = async {
+            sleep(Duration::from_secs(1)).await;
+            stream.read_exact(&mut [0]).await
+        };
+        tokio::select! {
+            () = poll_fn(|cx| watch.poll_stalled(cx)) => {
+                ended.fetch_add(1, Ordering::Relaxed);
+                return;
+            }
+            read = reading => if read.is_err() {
+                return;
+            }
+        }
+    }
 }
