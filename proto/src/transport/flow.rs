@@ -18,7 +18,8 @@
 //! window therefore takes effect as the peer uses its credit, and memory is released then, or when
 //! streams end.
 //!
-//! When the pool is short, new windows are small first: a session may reserve a third of the free
+//! The first stream of a session begins with a stream window, if half of the pool is free and the
+//! sessions are few. When the pool is short, new windows are small first: a session may reserve a third of the free
 //! part of the pool in total (or as much, if its peer opens streams), much less before its streams
 //! are read, and nothing of the last eighth while it has stalled streams.
 //!
@@ -91,6 +92,11 @@ const FREE_SHARE_OF_PEER: u64 = 1;
 /// Fraction of the free part of the pool that one session may reserve for streams of which nothing
 /// was read.
 const UNREAD_SHARE: u64 = 256;
+/// Fraction of the pool that the first windows of all sessions may reserve together. A session keeps
+/// what is left of its credit, so that more would be reserved when all of them have a stream.
+const FIRST_SHARE: u64 = 8;
+/// First windows are small while less than this fraction of the pool is free.
+const FIRST_FREE_SHARE: u64 = 2;
 /// Fraction of the pool that sessions with stalled streams leave to others.
 const OTHERS_SHARE: u64 = 8;
 /// Fraction of the pool below which the sources that hold the most get no new streams.
@@ -174,6 +180,8 @@ pub(super) trait FlowTransport: Send + Sync {
 pub struct BufferPool {
     limit: u64,
     reserved: AtomicU64,
+    /// The number of all sessions.
+    session_count: AtomicU64,
     /// The sessions that have streams.
     sessions: Mutex<Vec<Weak<SessionFlow>>>,
     /// Notified when `sessions` is no longer empty.
@@ -192,6 +200,7 @@ impl BufferPool {
         Arc::new(Self {
             limit,
             reserved: AtomicU64::new(0),
+            session_count: AtomicU64::new(0),
             sessions: Mutex::default(),
             session_added: Arc::default(),
             refused: AtomicU32::new(0),
@@ -245,7 +254,13 @@ impl BufferPool {
             let sampling = sample_all(Arc::downgrade(self), self.session_added.clone());
             AbortOnDropHandle::new(TaskTracker::new().spawn(sampling))
         });
+        self.session_count.fetch_add(1, Ordering::Relaxed);
         let initial = settings.stream_window.initial;
+        let first_window = if settings.peer_opens {
+            self.first_window(&settings)
+        } else {
+            ACTIVE_WINDOW_MIN
+        };
         let flow = Arc::new_cyclic(|this| SessionFlow {
             this: this.clone(),
             pool: self.clone(),
@@ -259,6 +274,7 @@ impl BufferPool {
                 stream_window: initial,
                 largest_window: initial,
                 active: ActiveWindow::new(SPARE_WINDOWS * initial),
+                idle_window: first_window,
                 stalled: Stalled::default(),
                 refused: 0,
                 times_blocked: 0,
@@ -275,6 +291,21 @@ impl BufferPool {
         });
         flow.grow(&mut flow.lock());
         flow
+    }
+
+    /// Returns the window with which the streams of a session begin: up to a stream window, so that
+    /// the first transfer waits for no larger one. Each doubling would cost a round trip over TCP,
+    /// whose congestion window may be large.
+    fn first_window(&self, settings: &FlowSettings) -> u64 {
+        if self.free() < self.limit / FIRST_FREE_SHARE {
+            return ACTIVE_WINDOW_MIN;
+        }
+        let sessions = self.session_count.load(Ordering::Relaxed).max(1);
+        let memory = self.limit / FIRST_SHARE / sessions;
+        let bytes = memory / settings.memory_percent * 100;
+        bytes
+            .min(settings.stream_window.initial)
+            .max(ACTIVE_WINDOW_MIN)
     }
 
     /// Samples the sessions that have streams. Returns whether any session still has one.
@@ -338,6 +369,9 @@ struct FlowState {
     /// The largest stream window that was ever set.
     largest_window: u64,
     active: ActiveWindow,
+    /// The active window while no stream is open. It is the same at all times, as is what an idle
+    /// session reserves.
+    idle_window: u64,
     stalled: Stalled,
     /// Samples for which streams of this session count as waiting for its window.
     refused: u32,
@@ -374,9 +408,18 @@ impl SessionFlow {
             self.record_refusal(state);
             return None;
         }
+        if source != 0 && state.open == 0 {
+            self.begin_active(state, self.pool.first_window(&self.settings));
+        }
         let read_monitor = self.add_stream(state)?;
         read_monitor.activity().set_source(source, false);
         Some(read_monitor)
+    }
+
+    fn begin_active(&self, state: &mut FlowState, bytes: u64) {
+        state.active.begin(bytes);
+        self.grow_at
+            .store(state.active.grow_at(), Ordering::Relaxed);
     }
 
     /// Returns whether a source gets no new streams, because it holds the most of what is short.
@@ -388,7 +431,11 @@ impl SessionFlow {
     /// Returns the monitor of a stream that the peer has opened. If the pool has no memory for it,
     /// [`SessionFlow::has_room`] is false and the stream must be refused.
     pub(super) fn accept(&self) -> Arc<ReadMonitor> {
-        self.add_stream(&mut self.lock()).unwrap_or_default()
+        let state = &mut *self.lock();
+        if state.open == 0 {
+            self.begin_active(state, state.idle_window);
+        }
+        self.add_stream(state).unwrap_or_default()
     }
 
     fn add_stream(&self, state: &mut FlowState) -> Option<Arc<ReadMonitor>> {
@@ -508,7 +555,7 @@ impl SessionFlow {
         }
         let mut active = match state.open {
             // What is left of a larger window carries the next stream, until its window grows.
-            0 => ACTIVE_WINDOW_MIN,
+            0 => state.idle_window,
             _ => state.active.bytes(),
         };
         if active <= ACTIVE_WINDOW_MIN {
@@ -695,6 +742,7 @@ impl std::fmt::Debug for SessionFlow {
 impl Drop for SessionFlow {
     fn drop(&mut self) {
         let state = self.state.get_mut();
+        self.pool.session_count.fetch_sub(1, Ordering::Relaxed);
         self.pool.release(state.reserved + state.send.reserved);
     }
 }

@@ -28,6 +28,11 @@ impl ActiveWindow {
         }
     }
 
+    /// Makes the window at least `bytes` large for the first stream.
+    pub(super) fn begin(&mut self, bytes: u64) {
+        self.bytes = self.bytes.max(bytes.min(self.max));
+    }
+
     pub(super) fn bytes(&self) -> u64 {
         self.bytes
     }

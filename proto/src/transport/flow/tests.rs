@@ -61,14 +61,69 @@ async fn idle_session_reserves_nothing_and_a_stream_has_its_window_at_once() {
 #[tokio::test(start_paused = true)]
 async fn session_whose_peer_opens_streams_reserves_what_the_peer_may_send() {
     let pool = BufferPool::new(1 << 30);
-    let (flow, _) = session_of(&pool, settings(true));
-    assert_eq!(pool.reserved(), ACTIVE_WINDOW_MIN * 2);
+    let (flow, transport) = session_of(&pool, settings(true));
+    let (idle, window) = (u64::from(WINDOW) * 2, BASE_WINDOW + u64::from(WINDOW));
+    let is_idle = || (pool.reserved(), transport.connection_window()) == (idle, window);
+    assert!(is_idle());
     let stream = flow.accept();
-    assert_eq!(pool.reserved(), FIRST);
+    assert_eq!(pool.reserved(), window * 2);
     drop(stream);
-    assert_eq!(pool.reserved(), ACTIVE_WINDOW_MIN * 2);
-    drop(flow);
+    assert!(is_idle());
+    // It is the same after larger windows, and whatever is free then.
+    let streams = [flow.accept(), flow.accept()];
+    streams[0].count_read(8 << 20);
+    assert!(transport.connection_window() > window);
+    let others = pool.limit() / 4 * 3;
+    assert!(pool.try_reserve(others));
+    drop(streams);
+    sample(&pool, 1);
+    assert_eq!(pool.reserved(), others + idle);
+    let (narrow, transport) = session_of(&pool, settings(true));
+    assert_eq!(
+        transport.connection_window(),
+        BASE_WINDOW + ACTIVE_WINDOW_MIN
+    );
+    pool.release(others);
+    drop((flow, narrow));
     assert_eq!(pool.reserved(), 0);
+}
+
+/// The first transfer of a session waits for no larger window.
+#[tokio::test(start_paused = true)]
+async fn first_stream_of_a_caller_begins_with_a_stream_window_while_much_is_free() {
+    let pool = BufferPool::new(1 << 30);
+    let (flow, transport) = session(&pool);
+    let stream = flow.open(1).unwrap();
+    let wide = BASE_WINDOW + u64::from(WINDOW);
+    assert_eq!(transport.connection_window(), wide);
+    assert_eq!(pool.reserved(), u64::from(WINDOW) * 2);
+    drop(stream);
+    assert_eq!(pool.reserved(), 0);
+    let others = pool.limit() / 2 + 1;
+    assert!(pool.try_reserve(others));
+    let (flow, transport) = session(&pool);
+    let _stream = flow.open(1).unwrap();
+    assert_eq!(transport.connection_window() * 2, FIRST);
+    pool.release(others);
+}
+
+/// Sessions keep their credit, which must not refuse streams when all of them have one.
+#[tokio::test(start_paused = true)]
+async fn first_windows_leave_memory_for_a_stream_of_each_of_many_sessions() {
+    let pool = BufferPool::new(1 << 30);
+    let mut sessions = Vec::new();
+    for _ in 0..1000 {
+        let (flow, transport) = session(&pool);
+        drop(flow.open(1).unwrap());
+        sample(&pool, 1);
+        sessions.push((flow, transport));
+    }
+    let streams: Vec<_> = sessions
+        .iter()
+        .filter_map(|(flow, _)| flow.open(1))
+        .collect();
+    assert_eq!(streams.len(), sessions.len());
+    assert!(pool.reserved() <= pool.limit());
 }
 
 #[tokio::test(start_paused = true)]
@@ -116,7 +171,7 @@ async fn messages_of_the_control_stream_grow_no_window() {
         control_stream.count_read(64 << 10);
         sample(&pool, 1);
     }
-    let first = BASE_WINDOW + ACTIVE_WINDOW_MIN;
+    let first = BASE_WINDOW + u64::from(WINDOW);
     assert_eq!(
         (pool.reserved(), transport.connection_window()),
         (idle, first)
@@ -253,18 +308,13 @@ async fn reader_stalled_for_10_s_ends_only_when_another_stream_waits() {
 async fn window_grows_when_the_peer_reports_that_nobody_reads_what_holds_it() {
     let pool = BufferPool::new(1 << 30);
     let (flow, transport) = session_of(&pool, settings(true));
-    let _dialing = flow.accept();
+    let _dialing = [flow.accept(), flow.accept()];
     sample(&pool, 10);
-    assert_eq!(
-        transport.connection_window(),
-        BASE_WINDOW + ACTIVE_WINDOW_MIN
-    );
+    let window = || transport.connection_window() - BASE_WINDOW;
+    assert_eq!(window(), u64::from(WINDOW));
     transport.block();
     sample(&pool, 10);
-    assert_eq!(
-        transport.connection_window(),
-        BASE_WINDOW + 2 * ACTIVE_WINDOW_MIN
-    );
+    assert_eq!(window(), 2 * u64::from(WINDOW));
 }
 
 /// A transport that tells what is unread.
