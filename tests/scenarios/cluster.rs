@@ -48,6 +48,7 @@ mod rollout;
 mod rotations;
 mod scaling;
 mod signing;
+mod start;
 
 use std::net::SocketAddr;
 use std::panic::Location;

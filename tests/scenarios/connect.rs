@@ -2,7 +2,7 @@
 
 mod callers;
 mod dial_policy;
-mod egress;
+pub(crate) mod egress;
 mod listener;
 mod prometheus;
 mod rights;

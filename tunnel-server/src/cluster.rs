@@ -92,7 +92,6 @@ use shared_state::TokenSecrets;
 use signing::KubeletClientCertificateTask;
 pub use signing::SignerConfig;
 use snapshot::Snapshot;
-use state_watches::FirstList;
 use writers::Writers;
 
 #[derive(Debug)]
@@ -160,10 +159,7 @@ pub fn start(
     let mut snapshot = Snapshot::load(&inputs.store);
     let persisted = snapshot.state();
     let (facts, owners) = snapshot.take_nodes();
-    let first_list = FirstList {
-        block: (!persisted.is_listed).then(|| inputs.readiness.block("nodes of the cluster")),
-        persisted_nodes: facts.len(),
-    };
+    let persisted_nodes = persisted.is_listed.then_some(facts.len());
     info!(
         namespace,
         persisted_nodes = facts.len(),
@@ -196,6 +192,7 @@ pub fn start(
             inputs.dials_by_ranges,
         ));
     }
+    inputs.routes.begin();
     let mut publisher = publisher(settings, &cluster, inputs, desired);
     let (observed, conditions) = (state.subscribe(), cluster.conditions.clone());
     shutdown.spawn_service(async move {
@@ -213,7 +210,7 @@ pub fn start(
         &settings.names,
         nodes,
         state,
-        first_list,
+        persisted_nodes,
         &shutdown,
     );
     writing
@@ -374,6 +371,7 @@ fn publisher(
     desired: watch::Sender<DesiredState>,
 ) -> Publisher {
     Publisher {
+        waiting: Some(inputs.readiness.block("nodes of the cluster")),
         ranges: inputs.ranges,
         local_facts: LocalFacts {
             policy: PortPolicy::clone(&inputs.policy.load()),

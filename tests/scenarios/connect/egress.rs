@@ -217,7 +217,7 @@ async fn p04a_a_restart_is_felt_by_running_connections_alone() -> Result<()> {
 }
 
 /// Sends bytes and checks that the target echoes them and then closes.
-pub(super) async fn talk(mut tunnel: Tunnel) -> Result<()> {
+pub(crate) async fn talk(mut tunnel: Tunnel) -> Result<()> {
     tunnel.write_all(b"hello").await?;
     let mut received = [0; 5];
     tunnel.read_exact(&mut received).await?;

@@ -7,6 +7,7 @@ use std::time::Duration;
 
 use tokio::sync::watch;
 use tokio::time::{Instant, sleep_until};
+use tunnel_proto::process::meta::ReadinessBlock;
 use tunnel_proto::process::networks::Cidr;
 use tunnel_proto::wire::name::NodeName;
 
@@ -26,6 +27,8 @@ use crate::routing::routes::{RouteSource, Routes};
 
 /// Applies the state derived from the cluster as soon as it changes.
 pub(super) struct Publisher {
+    /// Blocks readiness until a list of Nodes is published.
+    pub(super) waiting: Option<ReadinessBlock>,
     pub(super) local_facts: LocalFacts,
     pub(super) routes: Routes,
     pub(super) labeled_nodes: LabeledNodes,
@@ -130,6 +133,10 @@ impl Publisher {
             }
             is_other
         });
+        if observed.has_list() {
+            self.routes.complete();
+            self.waiting = None;
+        }
     }
 
     /// Updates what follows from each node that has changed.
@@ -332,6 +339,7 @@ mod tests {
             let service = json!({"spec": {"clusterIP": "10.106.217.16"}});
             let metrics = ClusterMetrics::default();
             let publisher = Publisher {
+                waiting: None,
                 local_facts: LocalFacts {
                     policy: crate::policy::PortPolicy::default(),
                     listener_ports: ListenerPorts {

@@ -125,8 +125,13 @@ impl ClusterState {
     /// before a list of Nodes, there are none, and the existing records stay.
     pub(super) fn records_tunnel(&self) -> Option<Addresses> {
         let tunnel = self.tunnel();
-        let has_records = !tunnel.is_empty() && (self.is_listed || self.persisted.is_listed);
+        let has_records = !tunnel.is_empty() && self.has_list();
         has_records.then(|| Addresses::first_of(tunnel))
+    }
+
+    /// Returns whether the nodes are a complete list, observed or persisted.
+    pub(super) fn has_list(&self) -> bool {
+        self.is_listed || self.persisted.is_listed
     }
 
     /// Returns whether the records and the ports follow from observed state rather than from
@@ -138,7 +143,7 @@ impl ClusterState {
 
     pub(super) fn to_persisted(&self) -> PersistedState {
         PersistedState {
-            is_listed: self.is_listed || self.persisted.is_listed,
+            is_listed: self.has_list(),
             tunnel_addresses: self.tunnel(),
             ports: self.port_lists().cloned(),
         }

@@ -10,7 +10,6 @@ use kube::{Api, Resource};
 use serde::de::DeserializeOwned;
 use tokio::sync::{oneshot, watch};
 use tokio::time::timeout;
-use tunnel_proto::process::meta::ReadinessBlock;
 use tunnel_proto::process::shutdown::Shutdown;
 
 use super::client::ClusterHandle;
@@ -28,22 +27,15 @@ use crate::config::ObjectNames;
 /// without the list.
 const FIRST_LIST_REPORTED: Duration = Duration::from_secs(10);
 
-/// What a server does until the first list of Nodes is complete.
-#[derive(Debug)]
-pub(super) struct FirstList {
-    /// Blocks readiness. `None` with a persisted list, which is served meanwhile.
-    pub(super) block: Option<ReadinessBlock>,
-    pub(super) persisted_nodes: usize,
-}
-
 /// Starts one task per watch. `nodes` has the Nodes as persisted, and `state` receives the observed
-/// state.
+/// state. `persisted_nodes` is the number of nodes of a persisted list, which is served until the
+/// first one is complete. Without a persisted list the server is not ready until then.
 pub(super) fn start(
     cluster: &ClusterHandle,
     names: &ObjectNames,
     nodes: NodeStore,
     state: watch::Sender<ClusterState>,
-    first_list: FirstList,
+    persisted_nodes: Option<usize>,
     shutdown: &Shutdown,
 ) {
     let Connection {
@@ -85,7 +77,11 @@ pub(super) fn start(
         |state, observed| state.ports_map = observed.map(|map| map),
     ));
     let conditions = cluster.conditions.clone();
-    shutdown.spawn_service(first_list.wait(first_list_rx, conditions));
+    shutdown.spawn_service(report_first_list(
+        persisted_nodes,
+        first_list_rx,
+        conditions,
+    ));
 }
 
 /// Applies the Nodes to the cluster state.
@@ -158,25 +154,25 @@ async fn follow_object<K>(
     .await;
 }
 
-impl FirstList {
-    /// Waits until the list is complete. A server that knows no list is not ready until then,
-    /// because it would answer that nodes do not exist.
-    async fn wait(self, mut listed: oneshot::Receiver<()>, conditions: Conditions) {
-        if timeout(FIRST_LIST_REPORTED, &mut listed).await.is_ok() {
-            return;
-        }
-        let line = match &self.block {
-            Some(_) => "the API server has not sent a complete list of Nodes yet; this server is not ready until then"
-                .to_owned(),
-            None => format!(
-                "the API server has not sent a complete list of Nodes yet; the {} persisted nodes are served meanwhile",
-                self.persisted_nodes
-            ),
-        };
-        conditions.set(Condition::NodeList, vec![line]);
-        if listed.await.is_ok() {
-            conditions.set(Condition::NodeList, Vec::new());
-        }
+/// Reports a first list that is late, until it is complete.
+async fn report_first_list(
+    persisted_nodes: Option<usize>,
+    mut listed: oneshot::Receiver<()>,
+    conditions: Conditions,
+) {
+    if timeout(FIRST_LIST_REPORTED, &mut listed).await.is_ok() {
+        return;
+    }
+    let line = match persisted_nodes {
+        None => "the API server has not sent a complete list of Nodes yet; this server is not ready until then"
+            .to_owned(),
+        Some(nodes) => format!(
+            "the API server has not sent a complete list of Nodes yet; the {nodes} persisted nodes are served meanwhile"
+        ),
+    };
+    conditions.set(Condition::NodeList, vec![line]);
+    if listed.await.is_ok() {
+        conditions.set(Condition::NodeList, Vec::new());
     }
 }
 

@@ -86,6 +86,9 @@ pub(super) async fn route(
     request: IngressRequest<'_>,
     access_log: &mut AccessLog,
 ) -> Result<Route, ProxyError> {
+    if !ingress.routes.are_known() {
+        return Err(ProxyError::new(Outcome::Starting, STARTING));
+    }
     let destination = resolve(ingress, &request.target).await?;
     access_log.record_in(ingress.recent.clone());
     match &destination {
@@ -106,6 +109,11 @@ pub(super) async fn route(
     };
     authorize(&ingress.policy.load(), access)
 }
+
+/// The answer of every listener while any other one could be wrong: an unknown name may be that of a
+/// node, an address may have two owners, and a direct dial may reach what has an agent.
+const STARTING: &str =
+    "this server is starting and does not know the nodes of the cluster yet; retry";
 
 async fn resolve(
     ingress: &IngressContext,

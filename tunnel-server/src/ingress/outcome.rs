@@ -37,6 +37,8 @@ pub enum Outcome {
     /// The server has no memory for a large request head.
     Overloaded,
     Draining,
+    /// The server does not know the nodes of the cluster yet.
+    Starting,
     /// The target did not accept the connection in time.
     TargetTimeout,
     /// The agent did not answer in time.
@@ -51,7 +53,7 @@ pub enum Outcome {
 
 impl Outcome {
     /// Every outcome, for the documentation and for tests.
-    pub const ALL: [Self; 21] = [
+    pub const ALL: [Self; 22] = [
         Self::Ok,
         Self::BadRequest,
         Self::UnknownNode,
@@ -68,6 +70,7 @@ impl Outcome {
         Self::TooManyStreams,
         Self::Overloaded,
         Self::Draining,
+        Self::Starting,
         Self::TargetTimeout,
         Self::AgentTimeout,
         Self::Cut,
@@ -95,6 +98,7 @@ impl Outcome {
             Self::TooManyStreams => "too_many_streams",
             Self::Overloaded => "overloaded",
             Self::Draining => "draining",
+            Self::Starting => "starting",
             Self::TargetTimeout => "target_timeout",
             Self::AgentTimeout => "agent_timeout",
             Self::Cut => "cut",
@@ -117,9 +121,11 @@ impl Outcome {
             Self::TargetRefused | Self::TargetTls | Self::TargetBadResponse | Self::AgentLost => {
                 StatusCode::BAD_GATEWAY
             }
-            Self::NoAgent | Self::TooManyStreams | Self::Overloaded | Self::Draining => {
-                StatusCode::SERVICE_UNAVAILABLE
-            }
+            Self::NoAgent
+            | Self::TooManyStreams
+            | Self::Overloaded
+            | Self::Draining
+            | Self::Starting => StatusCode::SERVICE_UNAVAILABLE,
             Self::TargetTimeout | Self::AgentTimeout | Self::ReaderStalled => {
                 StatusCode::GATEWAY_TIMEOUT
             }

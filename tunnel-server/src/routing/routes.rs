@@ -16,6 +16,7 @@ use std::sync::Arc;
 
 use arc_swap::ArcSwap;
 use parking_lot::Mutex;
+use tokio::sync::watch;
 use tunnel_proto::wire::name::{NodeName, Port};
 
 use crate::routing::destination::RequestedPort;
@@ -407,6 +408,8 @@ struct RoutesInner {
     table: ArcSwap<RouteTable>,
     /// Held while the table changes, so that an older table never replaces a newer one.
     changing: Mutex<()>,
+    /// Whether a source has no complete list of its nodes yet.
+    is_starting: watch::Sender<bool>,
 }
 
 impl Routes {
@@ -419,8 +422,31 @@ impl Routes {
         };
         Self(Arc::new(RoutesInner {
             table: ArcSwap::from_pointee(table),
-            changing: Mutex::default(),
+            ..RoutesInner::default()
         }))
+    }
+
+    /// Marks the routes as unknown until [`Self::complete`]: nothing follows from what they lack.
+    pub fn begin(&self) {
+        self.0.is_starting.send_replace(true);
+    }
+
+    /// Marks the routes as known.
+    pub fn complete(&self) {
+        self.0.is_starting.send_replace(false);
+    }
+
+    /// Returns whether the routes are known.
+    #[must_use]
+    pub fn are_known(&self) -> bool {
+        !*self.0.is_starting.borrow()
+    }
+
+    /// Waits until the routes are known. Cancel-safe.
+    pub async fn known(&self) {
+        let mut is_starting = self.0.is_starting.subscribe();
+        // The sender is in `self`.
+        let _known = is_starting.wait_for(|is_starting| !is_starting).await;
     }
 
     #[must_use]
