@@ -6,6 +6,7 @@ mod crossed;
 mod forwarded;
 mod intruders;
 mod lost;
+mod one_socket;
 mod resent;
 mod rotation;
 mod standalone;

@@ -4,7 +4,7 @@
 use std::sync::Arc;
 
 use rustls::ServerConnection;
-use tokio::net::{TcpListener, UnixListener};
+use tokio::net::TcpListener;
 use tokio::time::{Instant, timeout_at};
 use tokio_rustls::TlsAcceptor;
 use tracing::{Instrument, debug, info_span, warn};
@@ -36,10 +36,12 @@ pub mod recent_requests;
 pub mod target_tls;
 pub mod tcp_service;
 mod tunnel;
+mod unix_listener;
 mod wrong_scheme;
 
 use context::CallerConn;
 pub use context::{ConnectProxy, HttpListener, IngressContext, ListenerLimits};
+pub use unix_listener::SharedSocket;
 
 #[derive(Debug, Clone)]
 pub enum ListenerKind {
@@ -99,39 +101,6 @@ impl IngressContext {
             self.shutdown
                 .spawn_work(work.instrument(info_span!("conn", %peer)));
         }
-    }
-
-    /// Accepts connections on a Unix socket, for an HTTP listener without TLS. `guard` is dropped
-    /// when the listener stops accepting.
-    pub fn start_unix(
-        self: &Arc<Self>,
-        listener: UnixListener,
-        http_listener: Arc<HttpListener>,
-        guard: impl Send + 'static,
-    ) {
-        let ingress = self.clone();
-        self.shutdown.spawn_listener(async move {
-            let _guard = guard;
-            let mut accepting = RetryingListener::new(listener, http_listener.name);
-            loop {
-                let socket = tokio::select! {
-                    biased;
-                    () = ingress.shutdown.drain().cancelled() => return,
-                    socket = accepting.accept() => socket,
-                };
-                let identity = socket
-                    .peer_cred()
-                    .map(|user| CallerIdentity::Uid(user.uid()));
-                let (identity, peer) = (identity.unwrap_or_default(), CallerAddr::Unix);
-                let connection_task =
-                    ingress
-                        .clone()
-                        .serve(http_listener.clone(), socket.into(), peer, identity);
-                ingress
-                    .shutdown
-                    .spawn_work(Box::pin(connection_task).instrument(info_span!("conn", %peer)));
-            }
-        });
     }
 
     /// Acquires a permit for a caller's connection. Without a permit the connection is refused: the

@@ -11,7 +11,7 @@ use tunnel_proto::wire::header::{StreamHeader, StreamKind};
 use tunnel_proto::wire::name::NodeName;
 
 use self::forwarded::ForwardedStream;
-use self::peers::Peers;
+use self::peers::{PeerState, Peers};
 use self::registry::{CallerKey, IdleStream, OpenError, Opened, Registry};
 use self::via::Via;
 
@@ -91,6 +91,21 @@ impl Routing {
     #[must_use]
     pub fn is_held(&self, node: &NodeName) -> bool {
         self.registry.has(node) || self.peers.holds(node)
+    }
+
+    /// Returns whether this server has connected to all other servers that it knows, of which there is
+    /// at least one.
+    #[must_use]
+    pub fn is_connected_to_others(&self) -> bool {
+        let others = self.peers.expected();
+        others > 0 && self.peers.connected() == others
+    }
+
+    /// Returns whether another server stops.
+    #[must_use]
+    pub fn is_other_leaving(&self) -> bool {
+        let others = self.peers.status();
+        others.iter().any(|other| other.state == PeerState::Leaving)
     }
 
     /// Returns a receiver that is notified whenever the result of [`Routing::is_held`] may have

@@ -1,6 +1,7 @@
 //! Unix sockets that accept connections. A socket is created under a temporary name and renamed
-//! when it is ready, so that it never has another mode or owner. A socket left by a dead process is
-//! replaced; one that answers is not.
+//! when it is ready, so that it never has another mode or owner, and that its path leads to a socket
+//! at any time. [`bind`] replaces a socket left by a dead process, and [`replace`] also one that
+//! answers.
 
 use std::fs::{self, Permissions};
 use std::io;
@@ -26,18 +27,38 @@ pub struct SocketPermissions {
 pub fn bind(path: &Path, access: SocketPermissions) -> io::Result<(UnixListener, SocketFile)> {
     let named =
         |error: io::Error| io::Error::new(error.kind(), format!("{}: {error}", path.display()));
-    remove_stale_socket(path).map_err(named)?;
+    check_unused(path).map_err(named)?;
     bind_and_rename(path, access).map_err(named)
 }
 
-fn remove_stale_socket(path: &Path) -> io::Result<()> {
-    let metadata = match fs::symlink_metadata(path) {
-        Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(()),
-        found => found?,
-    };
-    if !metadata.file_type().is_socket() {
-        let problem = "is not a socket; remove it";
-        return Err(io::Error::new(io::ErrorKind::AlreadyExists, problem));
+/// Binds a socket like [`bind`], also in place of one that answers. The process that had bound that
+/// one gets no further connections.
+///
+/// # Errors
+/// Returns an error with the path if something other than a socket exists at the path, or if the
+/// operating system refuses.
+pub fn replace(path: &Path, access: SocketPermissions) -> io::Result<(UnixListener, SocketFile)> {
+    socket_exists(path)
+        .and_then(|_exists| bind_and_rename(path, access))
+        .map_err(|error| io::Error::new(error.kind(), format!("{}: {error}", path.display())))
+}
+
+/// Returns whether a socket exists at the path, or an error if something else does.
+fn socket_exists(path: &Path) -> io::Result<bool> {
+    match fs::symlink_metadata(path) {
+        Err(error) if error.kind() == io::ErrorKind::NotFound => Ok(false),
+        Err(error) => Err(error),
+        Ok(metadata) if metadata.file_type().is_socket() => Ok(true),
+        Ok(_other) => {
+            let problem = "is not a socket; remove it";
+            Err(io::Error::new(io::ErrorKind::AlreadyExists, problem))
+        }
+    }
+}
+
+fn check_unused(path: &Path) -> io::Result<()> {
+    if !socket_exists(path)? {
+        return Ok(());
     }
     match std::os::unix::net::UnixStream::connect(path) {
         Err(error) if error.kind() == io::ErrorKind::ConnectionRefused => Ok(()),
@@ -54,9 +75,9 @@ fn bind_and_rename(
     access: SocketPermissions,
 ) -> io::Result<(UnixListener, SocketFile)> {
     let mut temp_path = path.as_os_str().to_owned();
-    temp_path.push(format!(".{}.new", std::process::id()));
+    // Containers that share the folder have equal process ids.
+    temp_path.push(format!(".{:08x}.new", rand::random::<u32>()));
     let temp_path = PathBuf::from(temp_path);
-    let _nothing_left_over = fs::remove_file(&temp_path);
     let listener = UnixListener::bind(&temp_path)?;
     let prepared = (|| {
         if let Some((user, group)) = access.owner {
@@ -89,10 +110,23 @@ pub struct SocketFile {
     inode: (u64, u64),
 }
 
+impl SocketFile {
+    /// Returns whether the path still leads to this socket. Cancel-safe.
+    pub async fn is_current(&self) -> bool {
+        let (path, inode) = (self.path.clone(), self.inode);
+        let looked_up = tokio::task::spawn_blocking(move || leads_to(&path, inode));
+        looked_up.await.unwrap_or(true)
+    }
+}
+
+fn leads_to(path: &Path, inode: (u64, u64)) -> bool {
+    let found = fs::symlink_metadata(path);
+    found.is_ok_and(|found| (found.dev(), found.ino()) == inode)
+}
+
 impl Drop for SocketFile {
     fn drop(&mut self) {
-        let found = fs::symlink_metadata(&self.path);
-        if found.is_ok_and(|found| (found.dev(), found.ino()) == self.inode) {
+        if leads_to(&self.path, self.inode) {
             let _best_effort = fs::remove_file(&self.path);
         }
     }
@@ -113,6 +147,26 @@ mod tests {
         let _absent = fs::remove_dir_all(&folder);
         fs::create_dir(&folder).unwrap();
         folder
+    }
+
+    #[tokio::test]
+    async fn path_leads_to_the_socket_that_replaced_another_one_until_that_ends() {
+        let folder = scratch("replaced");
+        let path = folder.join("listener.sock");
+        let (_first_listener, first) = bind(&path, PRIVATE).unwrap();
+        let (second_listener, second) = replace(&path, PRIVATE).unwrap();
+        assert!(!first.is_current().await && second.is_current().await);
+        let _connected = std::os::unix::net::UnixStream::connect(&path).unwrap();
+        let _accepted = second_listener.accept().await.unwrap();
+        drop(first);
+        assert!(path.exists(), "the newer socket stays");
+        drop(second);
+        assert_eq!(fs::read_dir(&folder).unwrap().count(), 0, "nothing is left");
+        fs::write(&path, "precious").unwrap();
+        let refused = replace(&path, PRIVATE).unwrap_err().to_string();
+        assert!(refused.contains("not a socket"), "{refused}");
+        assert_eq!(fs::read(&path).unwrap(), b"precious");
+        fs::remove_dir_all(folder).unwrap();
     }
 
     #[tokio::test]

@@ -322,7 +322,6 @@ const WRONG: [&str; 43] = [
     "dns: false",
     "autoscaling: { enabled: true, maxReplicas: 64 }",
     "networkPolicy: { enable: false }",
-    "{ variant: egress-selector, server: { replicas: 2 } }",
     "{ variant: hostport, autoscaling: { enabled: true } }",
     "{ autoscaling: { enabled: true }, server: { replicas: 3 } }",
 ];

@@ -313,18 +313,16 @@ fn names_and_ports_lead_to_each_other() -> Result<()> {
 /// The servers that an overlay runs, and how a rollout replaces them.
 #[derive(Debug, PartialEq, Eq)]
 enum Rollout {
-    /// Servers that share nothing of the host. One is added before one ends.
+    /// Servers that share nothing of the host but the path of a socket, which they take in turn. One
+    /// is added before one ends.
     Surge,
     /// Servers that each use a socket and a port of their host. One ends before one is added.
     OnePerHost,
-    /// A single server, whose host has no other.
-    Single,
 }
 
 impl Rollout {
     fn of(overlay: &str) -> Self {
         match overlay {
-            "egress-selector" => Self::Single,
             "hostport" => Self::OnePerHost,
             _ => Self::Surge,
         }
@@ -336,14 +334,13 @@ impl Rollout {
             Self::Surge if overlay == "scale" => Value::Null,
             Self::Surge => 2.into(),
             Self::OnePerHost => 3.into(),
-            Self::Single => 1.into(),
         }
     }
 }
 
 /// Checks the rollout of the servers. Several servers find each other.
-/// They overlap if they share nothing of the host. The drain of a single server is short.
-fn rolls_without_an_outage_or_ends_soon(
+/// They overlap if they share no port of the host.
+fn rolls_without_an_outage(
     overlay: &str,
     objects: &[Value],
     deployment: &Value,
@@ -356,8 +353,9 @@ fn rolls_without_an_outage_or_ends_soon(
     let shares_host = pod.get("hostNetwork").is_some()
         || items(&container.spec["ports"]).any(|port| port.get("hostPort").is_some())
         || items(&pod["volumes"]).any(|volume| {
+            let is_socket = volume["name"] == "connect" && overlay == "egress-selector";
             let shared = ["hostPath", "persistentVolumeClaim"];
-            shared.iter().any(|kind| volume.get(kind).is_some())
+            !is_socket && shared.iter().any(|kind| volume.get(kind).is_some())
         });
     ensure!(shares_host == (rollout != Rollout::Surge), "{overlay}");
     let replicas = &deployment["spec"]["replicas"];
@@ -372,17 +370,11 @@ fn rolls_without_an_outage_or_ends_soon(
     let expected = match rollout {
         Rollout::Surge => rolling(1, 0),
         Rollout::OnePerHost => rolling(0, 1),
-        Rollout::Single => json!({ "type": "Recreate" }),
     };
     ensure!(*strategy == expected, "{overlay}: {strategy}");
-    let peers = find(objects, "Service", &ObjectNames::default().peer_service);
-    if rollout == Rollout::Single {
-        let is_short = has("--single-replica") && has("--drain-timeout=5s");
-        ensure!(is_short && peers.is_err(), "{overlay}");
-        return Ok(());
-    }
+    let peers = find(objects, "Service", &ObjectNames::default().peer_service)?;
     ensure!(!has("--single-replica"), "{overlay}");
-    let peers = &peers?["spec"];
+    let peers = &peers["spec"];
     ensure!(peers["clusterIP"] == "None", "{overlay}: {peers}");
     ensure!(peers["publishNotReadyAddresses"] == true, "{overlay}");
     let port = &peers["ports"][0];
@@ -407,9 +399,8 @@ fn longest_stop(name: &str, container: &Container) -> Result<u64> {
         let number = value.strip_suffix('s').context("not in seconds")?;
         Ok(number.parse()?)
     };
-    let is_alone = container.args.iter().any(|arg| arg == "--single-replica");
     let delay = match name {
-        "tunnel-server" if !is_alone => 5,
+        "tunnel-server" => 5,
         _ => 0,
     };
     Ok(seconds("--drain-delay", delay)? + seconds("--drain-timeout", 30)?)
@@ -419,7 +410,7 @@ fn longest_stop(name: &str, container: &Container) -> Result<u64> {
 fn pods_have_no_more_than_they_need() -> Result<()> {
     for (overlay, objects) in overlays()? {
         let [server, agent] = workloads(&objects)?;
-        rolls_without_an_outage_or_ends_soon(overlay, &objects, &server.1, &server.2)?;
+        rolls_without_an_outage(overlay, &objects, &server.1, &server.2)?;
         for (name, workload, container) in [server, agent] {
             let place = format!("{overlay}: {name}");
             let (pod, spec) = (&container.pod, &container.spec);
@@ -594,7 +585,7 @@ fn the_server_advertises_the_address_of_the_agents() -> Result<()> {
 fn egress_selector_overlays_and_their_page_agree() -> Result<()> {
     let page = std::fs::read_to_string(repository().join("docs/how-to/egress-selector.md"))?;
     for (overlay, objects) in overlays()? {
-        let [(_, deployment, server), _] = workloads(&objects)?;
+        let [(_, _, server), _] = workloads(&objects)?;
         let flag = |name: &str| server.args.iter().find_map(|word| word.strip_prefix(name));
         match (flag("--connect-uds="), flag("--connect-listen=")) {
             (Some(socket), None) => {
@@ -609,12 +600,8 @@ fn egress_selector_overlays_and_their_page_agree() -> Result<()> {
                 let shown = folder.display();
                 let its = format!("hostPath: {{ path: {shown}, type: DirectoryOrCreate }}");
                 ensure!(page.contains(&its), "{its}");
-                // The kubelet creates the folder for root. Two pods cannot share one socket.
+                // The kubelet creates the folder for root.
                 ensure!(server.uid == 0, "{overlay}: {}", server.uid);
-                let strategy = &deployment["spec"]["strategy"];
-                let has_surge =
-                    strategy["type"] != "Recreate" && strategy["rollingUpdate"]["maxSurge"] != 0;
-                ensure!(!has_surge, "{overlay}: {strategy}");
             }
             (None, Some(listen)) => {
                 let (_, port) = listen.rsplit_once(':').context("a port")?;

@@ -7,9 +7,8 @@ use std::time::Duration;
 
 use anyhow::Context as _;
 use rustls::server::ResolvesServerCert;
-use tokio::net::{TcpListener, UnixListener};
-use tracing::info;
-use tunnel_proto::process::unix_socket::{self, SocketFile, SocketPermissions};
+use tokio::net::TcpListener;
+use tunnel_proto::process::unix_socket::SocketPermissions;
 use tunnel_proto::wire::name::Port;
 
 use super::bind::listen;
@@ -19,7 +18,9 @@ use super::serving::{CallerCa, PasswordFile, listener_tls, passwords};
 use crate::config::ConnectSettings;
 use crate::ingress::client_auth::ListenerTls;
 use crate::ingress::connect::{AdminTunnels, DirectDialer};
-use crate::ingress::{ConnectProxy, HttpListener, IngressContext, ListenerKind, ListenerLimits};
+use crate::ingress::{
+    ConnectProxy, HttpListener, IngressContext, ListenerKind, ListenerLimits, SharedSocket,
+};
 use crate::routing::destination::Scheme;
 use crate::routing::dial_policy::DialPolicy;
 
@@ -30,7 +31,7 @@ const OPEN_MAX: Duration = Duration::from_secs(8);
 #[derive(Debug)]
 pub(super) struct ConnectSockets {
     tcp: Option<TcpListener>,
-    unix: Option<(UnixListener, SocketFile)>,
+    unix: Option<SharedSocket>,
 }
 
 impl ConnectSockets {
@@ -40,15 +41,12 @@ impl ConnectSockets {
             None => None,
         };
         let unix = settings.and_then(|settings| settings.unix.as_ref());
-        let unix = unix.map(|connect_listener| {
+        let unix = unix.map(|listener| {
             let access = SocketPermissions {
-                mode: connect_listener.mode,
-                owner: connect_listener.owner,
+                mode: listener.mode,
+                owner: listener.owner,
             };
-            let bound =
-                unix_socket::bind(&connect_listener.path, access).context("--connect-uds")?;
-            info!(listener = "connect", path = %connect_listener.path.display(), "listening");
-            anyhow::Ok(bound)
+            SharedSocket::bind(listener.path.clone(), access).context("--connect-uds")
         });
         Ok(Self {
             tcp,
@@ -116,8 +114,8 @@ impl ConnectSockets {
                 ListenerKind::Http(connect_listener(tls, passwords, is_tls_optional)),
             );
         }
-        if let Some((listener, file)) = self.unix {
-            ingress.start_unix(listener, connect_listener(None, None, true), file);
+        if let Some(socket) = self.unix {
+            ingress.start_unix(socket, connect_listener(None, None, true));
         }
         Ok(AdminTunnels::new(ingress, dial_limit))
     }

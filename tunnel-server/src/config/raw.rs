@@ -271,8 +271,8 @@ tunnel_proto::layered! {
         /// --connect-auth a password; without either only loopback is allowed [default: off]
         #[arg(long, value_name = "ADDR", env = "TUNNEL_SERVER_CONNECT_LISTEN", help_heading = "CONNECT listeners")]
         pub connect_listen: Option<String>,
-        /// CONNECT listener on a Unix socket, for a kube-apiserver on this host. A stale socket at
-        /// this path is replaced [default: off]
+        /// CONNECT listener on a Unix socket, for a kube-apiserver on this host. Servers of one host
+        /// may share the path, which the newest one that can serve has [default: off]
         #[arg(long, value_name = "PATH", env = "TUNNEL_SERVER_CONNECT_UDS", help_heading = "CONNECT listeners")]
         pub connect_uds: Option<String>,
         /// Mode of the --connect-uds socket, octal: users with write permission may connect
