@@ -7,6 +7,9 @@ use std::path::PathBuf;
 
 use anyhow::{Context, Result, ensure};
 use serde_json::{Value, json};
+use tunnel_tests::checks::ensure_contains;
+use tunnel_tests::cluster::edge;
+use tunnel_tests::eventually::eventually;
 use tunnel_tests::process::Listener;
 use tunnel_tests::targets::{FakeKubelet, TargetTls};
 use tunnel_tests::tools::or_skip;
@@ -69,6 +72,12 @@ const ROWS: &[Row] = &[
         fix: Fix::Run,
     },
     Row {
+        id: "D04",
+        object: ("endpointslices", SYSTEM, "tunnel-dns-x"),
+        breaks: |endpoints, _lab| endpoints["endpoints"] = json!([]),
+        fix: Fix::Edit(|endpoints, _lab, _fix| *endpoints = slice("tunnel-dns")),
+    },
+    Row {
         id: "D06",
         object: ("configmaps", SYSTEM, "coredns"),
         breaks: |map, _lab| {
@@ -101,8 +110,8 @@ const ROWS: &[Row] = &[
     Row {
         id: "D08",
         object: ("nodes", "", NODE),
-        breaks: |node, _lab| set_address(node, "192.168.33.220"),
-        fix: Fix::Edit(|node, _lab, _fix| set_address(node, "192.168.33.221")),
+        breaks: |node, _lab| set_hostname(node, Some("-bad-")),
+        fix: Fix::Edit(|node, _lab, _fix| set_hostname(node, None)),
     },
     Row {
         id: "D10",
@@ -154,6 +163,39 @@ async fn each_fault_has_the_finding_of_its_id_and_the_printed_fix_removes_it() -
             .await;
         lab.reset()?;
     }
+    Ok(())
+}
+
+/// The main case: many nodes have one address. The operator is on a workstation.
+#[tokio::test(flavor = "multi_thread")]
+async fn operator_with_a_kubeconfig_alone_ends_with_0_and_learns_of_shared_addresses() -> Result<()>
+{
+    let lab = Lab::start(PathBuf::new()).await?;
+    for name in ["worker-7", "worker-8"] {
+        lab.cluster_env.objects().add(&edge(name)).await?;
+    }
+    eventually("a healthy cluster", FIRST, async || {
+        let finished = lab.remote(&[]).await?;
+        ensure!(finished.code() == Some(0), "{finished}");
+        let shared = "info D08 address 192.168.33.221: several nodes have it";
+        ensure_contains(&finished.out, &[shared, "so the server is elsewhere"])?;
+        Ok(())
+    })
+    .await;
+    Ok(())
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn bad_port_lists_are_found_with_the_rights_of_the_server() -> Result<()> {
+    let mut lab = Lab::start(PathBuf::new()).await?;
+    lab.kubeconfig = lab.cluster_env.cluster.server_kubeconfig()?;
+    lab.wait_until_healthy("the server's own rights", &[]).await;
+    let lists = ("configmaps", SYSTEM, "yurt-tunnel-server-cfg");
+    lab.change(lists, |map| {
+        map["data"]["http-proxy-ports"] = "9100, 9l00, 99999, 9100;9200".into();
+    })?;
+    let fix = lab.wait_for_finding("D07", &[]).await;
+    ensure!(fix.contains("patch configmap"), "{fix}");
     Ok(())
 }
 
@@ -240,6 +282,10 @@ fn set_kubelet_port(node: &mut Value, port: u16) {
     node["status"]["daemonEndpoints"]["kubeletEndpoint"]["Port"] = port.into();
 }
 
-fn set_address(node: &mut Value, address: &str) {
-    node["status"]["addresses"][0]["address"] = address.into();
+fn set_hostname(node: &mut Value, hostname: Option<&str>) {
+    if let Some(addresses) = node["status"]["addresses"].as_array_mut() {
+        addresses.retain(|address| address["type"] != "Hostname");
+        let added = hostname.map(|name| json!({ "type": "Hostname", "address": name }));
+        addresses.extend(added);
+    }
 }

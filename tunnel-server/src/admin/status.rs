@@ -286,6 +286,12 @@ fn addresses(known: Option<&KnownNode>, cluster: Option<&RouteNode>) -> Vec<IpAd
 }
 
 impl NodeStatus {
+    /// Returns whether the node needs an agent and has none.
+    #[must_use]
+    pub fn is_away(&self) -> bool {
+        self.is_edge && !self.connected
+    }
+
     /// Returns whether the node is away and revoked.
     #[must_use]
     pub fn is_revoked(&self) -> bool {
@@ -396,6 +402,9 @@ mod tests {
         assert_eq!(names, ["worker-1", "worker-2", "worker-3"]);
         let edges: Vec<_> = shown.iter().map(|node| node.is_edge).collect();
         assert_eq!(edges, [true, true, false]);
+        assert!(shown[1].is_away() && !shown[2].is_away());
+        let totals = NodeTotals::of(&shown[1..]).to_string();
+        assert!(totals.contains("away: 1 "), "{totals}");
         assert_eq!(shown[1].labels, [("zone".into(), "worker-2".into())].into());
         assert_eq!(shown[0].addresses, [address(1), address(2)]);
         let both = vec!["worker-1".to_owned(), "worker-2".to_owned()];

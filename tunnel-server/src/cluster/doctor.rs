@@ -51,6 +51,7 @@ pub(crate) struct ClusterObjects {
     services: Fact<Vec<Value>>,
     service: Fact<Option<Value>>,
     endpoint_slices: Fact<Vec<Value>>,
+    dns_slices: Fact<Vec<Value>>,
     records_map: Fact<Option<ConfigMap>>,
     ports_map: Fact<Option<ConfigMap>>,
     denied: Fact<Vec<String>>,
@@ -75,6 +76,8 @@ pub(crate) struct ClusterFacts {
     pub(crate) service: Fact<Option<ServiceFacts>>,
     /// Number of ready endpoints of the Service.
     pub(crate) ready_endpoints: Fact<usize>,
+    /// Number of ready endpoints of the Service [`DNS_SERVICE`]. `None` if it does not exist.
+    pub(crate) ready_dns_endpoints: Fact<Option<usize>>,
     pub(crate) records: Fact<RecordsFacts>,
     /// The ConfigMap of ports. `None` if it does not exist.
     pub(crate) port_lists: Fact<Option<PortListsFacts>>,
@@ -149,21 +152,23 @@ impl ClusterObjects {
         let service = format!("{core}/services/{}", names.internal_service);
         let slices = format!("/apis/discovery.k8s.io/v1/namespaces/{namespace}/endpointslices");
         let of_service = format!("{SERVICE_NAME_LABEL}={}", names.internal_service);
+        let of_dns = format!("{SERVICE_NAME_LABEL}={DNS_SERVICE}");
         let records_map = format!("{core}/configmaps/{}", names.nodes_config_map);
-        let ports_map = format!("{core}/configmaps/{}", names.ports_config_map);
+        let maps = format!("{core}/configmaps");
         let needed = rights::needed(config, settings, &namespace);
-        let (clock_ahead, nodes, services, service, endpoint_slices, addons) = tokio::join!(
+        let (clock_ahead, nodes, services, service, endpoint_slices, dns_slices, addons) = tokio::join!(
             Box::pin(reader.clock_ahead()),
             Box::pin(reader.list("/api/v1/nodes", "")),
             Box::pin(reader.list("/api/v1/services", "")),
             Box::pin(reader.get(&service)),
             Box::pin(reader.list(&slices, &of_service)),
+            Box::pin(reader.list(&slices, &of_dns)),
             Box::pin(AddonObjects::read(&reader, &namespace)),
         );
         // An API server that does not answer costs each group one limit.
         let (records_map, ports_map, denied, apiserver_pods, coredns_map) = tokio::join!(
             Box::pin(reader.get(&records_map)),
-            Box::pin(reader.get(&ports_map)),
+            Box::pin(reader.find(&maps, &names.ports_config_map)),
             Box::pin(rights::denied(&reader, &needed)),
             Box::pin(reader.list(SYSTEM_PODS, APISERVER_LABEL)),
             Box::pin(reader.get(COREDNS_MAP)),
@@ -175,6 +180,7 @@ impl ClusterObjects {
             services,
             service,
             endpoint_slices,
+            dns_slices,
             records_map,
             ports_map,
             denied,
@@ -216,7 +222,15 @@ impl ClusterObjects {
             .map(|map| map.as_ref().map(|map| port_lists(&derived, map)))
             .map_err(Clone::clone);
         let expected = expected_ports(config, self.ports_map.is_ok().then_some(&derived));
+        let has_dns = self.services.as_ref().is_ok_and(|services| {
+            let name = format!("{DNS_SERVICE}.{}", self.namespace);
+            service_names(services).contains(&name)
+        });
+        let ready_dns_endpoints = self
+            .dns_slices
+            .map(|slices| (has_dns || !slices.is_empty()).then(|| ready_endpoints(&slices)));
         ClusterFacts {
+            ready_dns_endpoints,
             namespace: self.namespace,
             names: settings.names.clone(),
             clock_ahead: self.clock_ahead,
@@ -388,6 +402,8 @@ fn corrected_lists(map: &ConfigMap) -> BTreeMap<&'static str, String> {
     ])
 }
 
+/// The Service of the manifests that leads to the DNS of the servers.
+pub(crate) const DNS_SERVICE: &str = "tunnel-dns";
 const NO_CLUSTER: &str = "no cluster is configured; give --kubeconfig FILE";
 const NO_RECORDS: &str = "there are no records without an address of the Service and a Node";
 /// Label of kubeadm's Pods of kube-apiserver.

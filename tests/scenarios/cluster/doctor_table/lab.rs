@@ -6,7 +6,7 @@ use anyhow::{Context, Result, bail, ensure};
 use serde_json::{Value, json};
 use tunnel_tests::cluster::{cloud, edge};
 use tunnel_tests::eventually::eventually;
-use tunnel_tests::process::{Listener, Process, Program, ScratchDir, Server};
+use tunnel_tests::process::{Finished, Listener, Process, Program, ScratchDir, Server};
 use tunnel_tests::targets::{FakeKubelet, TargetTls};
 
 use crate::cluster::{ClusterEnv, FIRST, GUIDE_IP, GUIDE_RECORDS};
@@ -150,19 +150,30 @@ impl Lab {
         .await;
     }
 
-    /// Returns the errors and the warnings of `doctor` with the settings of the server. D18 is the
-    /// host's.
-    async fn faults(&self, settings: &[&str]) -> Result<Vec<Value>> {
+    /// Runs all checks on a host without a server.
+    pub(super) async fn remote(&self, settings: &[&str]) -> Result<Finished> {
+        let verb = Program::ours("tunnel-server")?.args(["doctor", "--data-dir"]);
+        let verb = self.of_cluster(verb.arg(self.home.path().join("none")));
+        verb.args(settings.iter().copied()).run().await
+    }
+
+    /// Adds the settings of the server that concern the cluster.
+    fn of_cluster(&self, verb: Program) -> Program {
         let address = |listener| self.server.address(listener).to_string();
-        let verb = self.server.verb(&["doctor", "--json", "--only", CHECKS])?;
-        let verb = verb
-            .args(["--kubernetes", "on", "--namespace", SYSTEM, "--kubeconfig"])
+        verb.args(["--kubernetes", "on", "--namespace", SYSTEM, "--kubeconfig"])
             .arg(&self.kubeconfig)
             .args(["--agent-listen", &address(Listener::Agents)])
             .args(["--https-listen", &address(Listener::Https)])
             .args(["--http-listen", &address(Listener::Http)])
             .args(["--meta-listen", &address(Listener::Meta)])
-            .args(["--dns-listen", "127.0.0.1:0", "--dns-upstream", "off"]);
+    }
+
+    /// Returns the errors and the warnings of `doctor` with the settings of the server. D18 is the
+    /// host's.
+    async fn faults(&self, settings: &[&str]) -> Result<Vec<Value>> {
+        let verb = self.server.verb(&["doctor", "--json", "--only", CHECKS])?;
+        let verb = self.of_cluster(verb);
+        let verb = verb.args(["--dns-listen", "127.0.0.1:0", "--dns-upstream", "off"]);
         let finished = verb.args(settings.iter().copied()).run().await?;
         let Ok(document) = serde_json::from_str::<Value>(&finished.out) else {
             bail!("{finished}");
@@ -216,6 +227,7 @@ fn healthy_objects() -> Vec<(&'static str, &'static str, Value)> {
         ),
         ("services", SYSTEM, dns),
         ("endpointslices", SYSTEM, slice("kube-dns")),
+        ("endpointslices", SYSTEM, slice("tunnel-dns")),
         (
             "endpointslices",
             SYSTEM,

@@ -27,6 +27,7 @@ const CHECKS: &[(&Explanation, Check)] = &[
     (&report::D03, control_plane::kubelet_ca),
     (&report::D03, dialed::kubelet_certificates),
     (&report::D04, cluster::service),
+    (&report::D04, cluster::dns_service),
     (&report::D05, cluster::records),
     (&report::D06, control_plane::corefile),
     (&report::D06, addons::records_mounts),
@@ -81,6 +82,7 @@ fn agents(facts: &Facts) -> Fact<FaultGroups> {
     let mut groups = FaultGroups::default();
     let survey = match &facts.server {
         ServerAnswer::Nodes(survey) => survey,
+        ServerAnswer::NotRunning if facts.is_remote() => return Err(facts.elsewhere()),
         ServerAnswer::NotRunning => {
             groups.add_alone(Fault {
                 severity: Severity::Error,
@@ -175,6 +177,11 @@ fn one_zone(facts: &Facts) -> Option<Fault> {
 
 /// D18: the host of the command, which is the server's if the command finds the server.
 fn host(facts: &Facts) -> Fact<Vec<Fault>> {
+    if let ServerAnswer::NotRunning = &facts.server
+        && facts.is_remote()
+    {
+        return Err(facts.elsewhere());
+    }
     let (mut faults, mut unknown) = (Vec::new(), Vec::new());
     for buffer in &facts.host.buffers {
         let setting = buffer.setting;
@@ -193,12 +200,20 @@ fn host(facts: &Facts) -> Fact<Vec<Fault>> {
     }
     faults.extend(small_links(&facts.host.links));
     match &facts.host.descriptors {
-        Ok(files) if *files < DESCRIPTORS_MIN => faults.push(Fault {
-            severity: Severity::Warning,
-            place: "open files".to_owned(),
-            what: format!("the server may open {files} files, less than {DESCRIPTORS_MIN}"),
-            fix: "LimitNOFILE=1048576 in the unit of the server".to_owned(),
-        }),
+        Ok(files) if *files < DESCRIPTORS_MIN => {
+            // A Pod cannot say how many files it needs.
+            let (severity, unit) = if facts.host.is_pod {
+                (Severity::Info, "the container runtime")
+            } else {
+                (Severity::Warning, "the server")
+            };
+            faults.push(Fault {
+                severity,
+                place: "open files".to_owned(),
+                what: format!("the server may open {files} files, less than {DESCRIPTORS_MIN}"),
+                fix: format!("LimitNOFILE=1048576 in the unit of {unit}"),
+            });
+        }
         Ok(_enough) => {}
         Err(reason) => unknown.push(reason.clone()),
     }

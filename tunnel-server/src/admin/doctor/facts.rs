@@ -46,7 +46,7 @@ pub(super) struct Facts {
 pub(super) enum ServerAnswer {
     /// The nodes of the server.
     Nodes(NodeSurvey),
-    /// No server runs with the data directory.
+    /// There is no data directory.
     NotRunning,
     /// A server is there and gives no answer.
     NoAnswer(String),
@@ -56,6 +56,8 @@ pub(super) enum ServerAnswer {
 
 /// Facts about this host.
 pub(super) struct HostFacts {
+    /// Whether the command runs in a Pod of the cluster.
+    pub(super) is_pod: bool,
     pub(super) buffers: Vec<UdpBuffer>,
     /// Largest packets of the network interfaces.
     pub(super) links: Vec<Link>,
@@ -152,6 +154,21 @@ impl Facts {
     pub(super) fn waits_for(&self) -> Vec<&str> {
         let lines = self.readiness.iter().flatten();
         lines.filter_map(|line| line.strip_prefix("[-] ")).collect()
+    }
+
+    /// Returns whether the command has a cluster by a kubeconfig, perhaps on another host than the
+    /// server.
+    pub(super) fn is_remote(&self) -> bool {
+        self.cluster.is_ok() && !self.host.is_pod
+    }
+
+    /// Returns why what the server itself knows is not checked.
+    pub(super) fn elsewhere(&self) -> String {
+        format!(
+            "this host has no data directory {}, so the server is elsewhere; use the command on its host \
+             or in its Pod",
+            self.data_dir.display()
+        )
     }
 
     /// Returns whether a node is to be checked.
@@ -268,6 +285,10 @@ async fn host(config: &Config, limit: Duration) -> HostFacts {
     let descriptors = within(limit, descriptors(data_dir));
     let (disk, descriptors) = tokio::join!(disk, descriptors);
     HostFacts {
+        is_pod: config
+            .kubernetes
+            .as_ref()
+            .is_some_and(|settings| settings.in_cluster),
         buffers: BUFFERS.map(udp_buffer).into(),
         links: links(Path::new("/sys/class/net")),
         descriptors,

@@ -138,8 +138,8 @@ pub(super) const D03: Explanation = Explanation {
 pub(super) const D04: Explanation = Explanation {
     id: "D04",
     checks: "the Service of the listeners: it exists, has an address, its ports lead to the \
-             listeners, and an endpoint is ready",
-    consequence: "callers that resolve names of nodes reach no server",
+             listeners, and an endpoint is ready; an endpoint of the Service tunnel-dns is ready",
+    consequence: "callers that resolve names of nodes reach no server, or resolve no name",
     fix: "kubectl apply -f install.yaml\n\
           kubectl -n kube-system get pods -l app.kubernetes.io/name=tunnel-server",
     link: "docs/reference/kubernetes.md",
@@ -263,7 +263,7 @@ pub(super) const D18: Explanation = Explanation {
              disk of the data directory, the clock",
     consequence: "slow transfers, refused connections, lost state, or invalid certificates",
     fix: "sysctl -w net.core.rmem_max=4194304 net.core.wmem_max=4194304\n\
-          In the unit of the server: LimitNOFILE=1048576\n\
+          In the unit of the server, or of the container runtime: LimitNOFILE=1048576\n\
           timedatectl set-ntp true",
     link: "docs/reference/limits.md",
 };

@@ -68,7 +68,7 @@ impl NodeSurvey {
                 };
                 let names = format!("{}{others}", names.join(", "));
                 let address = address.to_string();
-                let (kind, fault) = shared_address(&address, &names);
+                let (kind, fault) = shared_address(&address, &names, Severity::Info);
                 self.addresses.add(kind, &address, fault);
             }
         }
@@ -223,14 +223,14 @@ fn away(node: &NodeStatus) -> (FaultKind, Fault) {
 }
 
 /// Returns the fault of an address that several nodes have.
-pub(super) fn shared_address(address: &str, names: &str) -> (FaultKind, Fault) {
+pub(super) fn shared_address(address: &str, names: &str, severity: Severity) -> (FaultKind, Fault) {
     let kind = FaultKind {
         noun: "addresses",
         what: "several nodes have each of them".to_owned(),
         fix: "reach the nodes by name; requests by these addresses are refused",
     };
     let fault = Fault {
-        severity: Severity::Warning,
+        severity,
         place: format!("address {address}"),
         what: format!("several nodes have it: {names}"),
         fix: "reach them by name; requests by this address are refused".to_owned(),

@@ -14,6 +14,7 @@ pub struct NodeTotals {
     /// Nodes with an agent, suspect ones included.
     connected: usize,
     suspect: usize,
+    /// Nodes that need an agent and have none. Nodes of the cluster that are not edge nodes need none.
     away: usize,
     /// Nodes that are away and revoked.
     revoked: usize,
@@ -26,7 +27,7 @@ impl NodeTotals {
         self.nodes += 1;
         self.connected += usize::from(node.connected);
         self.suspect += usize::from(is_suspect);
-        self.away += usize::from(!node.connected);
+        self.away += usize::from(node.is_away());
         self.revoked += usize::from(node.is_revoked());
     }
 }

@@ -122,7 +122,7 @@ pub struct NodesArgs {
     /// Output format of the list
     #[arg(short, long, value_enum, default_value = "table")]
     pub output: NodesOutput,
-    /// List only nodes without a connected agent
+    /// List only nodes without a connected agent; of a cluster only edge nodes
     #[arg(long)]
     pub away: bool,
     /// List only nodes whose Node object has these labels, as in zone=north,edge,!test or

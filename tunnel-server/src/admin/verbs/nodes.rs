@@ -156,7 +156,7 @@ impl NodesArgs {
         while let Some(mut page) = pages.next().await? {
             page.nodes.retain(|node| {
                 let selector = self.selector.as_ref();
-                (!self.away || !node.connected)
+                (!self.away || node.is_away())
                     && selector.is_none_or(|selector| selector.matches(&node.labels))
             });
             for node in &page.nodes {

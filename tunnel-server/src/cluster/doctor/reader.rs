@@ -50,19 +50,32 @@ impl Reader {
         }
     }
 
+    /// Returns the object with this name among those of a path, or `None` if it does not exist. Needs
+    /// only the right to list the object.
+    pub(super) async fn find<T: DeserializeOwned>(
+        &self,
+        path: &str,
+        name: &str,
+    ) -> Fact<Option<T>> {
+        let named = format!("metadata.name={name}");
+        let listed = self.pages(path, ("fieldSelector", &named)).await;
+        let found = listed.map_err(|failure| failure.to_string())?;
+        Ok(found.into_iter().next())
+    }
+
     /// Returns all objects of a path that have the labels of `selector`.
     pub(super) async fn list<T: DeserializeOwned>(
         &self,
         path: &str,
         selector: &str,
     ) -> Fact<Vec<T>> {
-        let listed = self.pages(path, selector).await;
+        let listed = self.pages(path, ("labelSelector", selector)).await;
         listed.map_err(|failure| failure.to_string())
     }
 
     /// Returns all objects of a path, none if the API server does not serve their kind.
     pub(super) async fn list_served<T: DeserializeOwned>(&self, path: &str) -> Fact<Vec<T>> {
-        match self.pages(path, "").await {
+        match self.pages(path, ("labelSelector", "")).await {
             Ok(items) => Ok(items),
             Err(failure) if failure.kind == ApiErrorKind::NotFound => Ok(Vec::new()),
             Err(failure) => Err(failure.to_string()),
@@ -72,14 +85,14 @@ impl Reader {
     async fn pages<T: DeserializeOwned>(
         &self,
         path: &str,
-        selector: &str,
+        (selector, selected): (&str, &str),
     ) -> Result<Vec<T>, ApiError> {
         let listing = async {
             let (mut items, mut next) = (Vec::new(), String::new());
             loop {
                 let mut query = form_urlencoded::Serializer::new(String::new());
                 query.append_pair("limit", PAGE_SIZE);
-                query.append_pair("labelSelector", selector);
+                query.append_pair(selector, selected);
                 query.append_pair("continue", &next);
                 let target = format!("{path}?{}", query.finish());
                 let page: Page<T> = self.call(Method::GET, &target, Vec::new()).await?;

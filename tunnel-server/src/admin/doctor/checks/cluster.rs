@@ -7,11 +7,12 @@ use serde_json::json;
 use tunnel_proto::process::doctor::Severity;
 use tunnel_proto::process::name_list::NameList;
 
+use super::control_plane::dials_by_address;
 use crate::admin::doctor::facts::{Facts, ServerAnswer};
 use crate::admin::doctor::report::{Fault, FaultGroups, FaultKind};
 use crate::admin::doctor::survey::shared_address;
 use crate::admin::render::shell;
-use crate::cluster::doctor::{ClusterFacts, Fact, NodesFacts, ServiceFacts};
+use crate::cluster::doctor::{ClusterFacts, DNS_SERVICE, Fact, NodesFacts, ServiceFacts};
 
 /// D04: the Service of the listeners.
 pub(super) fn service(facts: &Facts) -> Fact<Vec<Fault>> {
@@ -26,7 +27,10 @@ pub(super) fn service(facts: &Facts) -> Fact<Vec<Fault>> {
         what,
         fix,
     };
-    let service = cluster.service.as_ref().map_err(Clone::clone)?;
+    let service = match &cluster.service {
+        Ok(service) => service,
+        Err(reason) => return conditions_or(facts, &["service"], reason),
+    };
     let Some(service) = service else {
         let fix = "kubectl apply -f install.yaml; or name the Service by --internal-service";
         return Ok(vec![fault("does not exist".to_owned(), fix.to_owned())]);
@@ -57,6 +61,26 @@ pub(super) fn service(facts: &Facts) -> Fact<Vec<Fault>> {
         Ok(_) | Err(_) => {}
     }
     Ok(faults)
+}
+
+/// D04: the Service of the DNS.
+pub(super) fn dns_service(facts: &Facts) -> Fact<Vec<Fault>> {
+    let Ok(cluster) = &facts.cluster else {
+        return Ok(Vec::new());
+    };
+    let ready = cluster.ready_dns_endpoints.as_ref();
+    let ready = ready.map_err(Clone::clone)?;
+    let namespace = &cluster.namespace;
+    let faults = ready.filter(|ready| *ready == 0).map(|_none| Fault {
+        severity: Severity::Error,
+        place: format!("Service {namespace}/{DNS_SERVICE}"),
+        what: "has no ready endpoint: a kube-apiserver that asks it resolves no node".to_owned(),
+        fix: format!(
+            "kubectl apply -f install.yaml; kubectl -n {namespace} get endpointslices -l \
+             kubernetes.io/service-name={DNS_SERVICE}"
+        ),
+    });
+    Ok(faults.into_iter().collect())
 }
 
 /// Compares the ports of the Service with those that it should have. A target with a name is not
@@ -136,8 +160,10 @@ pub(super) fn port_lists(facts: &Facts) -> Fact<Vec<Fault>> {
         Ok(cluster) => cluster,
         Err(reason) => return conditions_or(facts, &["port lists"], reason),
     };
-    let Some(lists) = cluster.port_lists.as_ref().map_err(Clone::clone)? else {
-        return Ok(Vec::new());
+    let lists = match &cluster.port_lists {
+        Ok(Some(lists)) => lists,
+        Ok(None) => return Ok(Vec::new()),
+        Err(reason) => return conditions_or(facts, &["port lists"], reason),
     };
     let (namespace, name) = (&cluster.namespace, &cluster.names.ports_config_map);
     let patch = shell(&json!({"data": lists.corrected}).to_string());
@@ -196,7 +222,7 @@ pub(super) fn node_names(facts: &Facts) -> Fact<FaultGroups> {
         };
         groups.add(kind, what, fault);
     }
-    add_shared_addresses(facts, nodes, &mut groups);
+    add_shared_addresses(facts, cluster, nodes, &mut groups);
     for node in nodes
         .nodes
         .iter()
@@ -222,8 +248,18 @@ pub(super) fn node_names(facts: &Facts) -> Fact<FaultGroups> {
     Ok(groups)
 }
 
-/// Adds a fault for each address that several nodes have.
-fn add_shared_addresses(facts: &Facts, nodes: &NodesFacts, groups: &mut FaultGroups) {
+/// Adds a fault for each address that several nodes have. That harms nobody who calls by name.
+fn add_shared_addresses(
+    facts: &Facts,
+    cluster: &ClusterFacts,
+    nodes: &NodesFacts,
+    groups: &mut FaultGroups,
+) {
+    let severity = if dials_by_address(cluster) {
+        Severity::Warning
+    } else {
+        Severity::Info
+    };
     let mut owners: BTreeMap<IpAddr, Vec<&str>> = BTreeMap::new();
     for node in &nodes.nodes {
         for address in &node.internal {
@@ -236,7 +272,7 @@ fn add_shared_addresses(facts: &Facts, nodes: &NodesFacts, groups: &mut FaultGro
     for (address, names) in shared {
         let names = NameList::of(names).to_string();
         let address = address.to_string();
-        let (kind, fault) = shared_address(&address, &names);
+        let (kind, fault) = shared_address(&address, &names, severity);
         groups.add(kind, &address, fault);
     }
 }

@@ -39,6 +39,12 @@ fn dials_by_name(apiserver: &ApiServerFacts) -> bool {
     matches!(first, "" | "Hostname" | "InternalDNS" | "ExternalDNS")
 }
 
+/// Returns whether a kube-apiserver is known to dial nodes by their addresses.
+pub(super) fn dials_by_address(cluster: &ClusterFacts) -> bool {
+    let mut apiservers = cluster.apiservers.iter().flatten();
+    apiservers.any(|apiserver| KubeletPath::of(apiserver) == KubeletPath::Address)
+}
+
 /// Returns the facts of the kube-apiservers, of which there is at least one.
 fn apiservers(facts: &Facts) -> Fact<&[ApiServerFacts]> {
     let cluster = facts.cluster.as_ref().map_err(Clone::clone)?;

@@ -81,6 +81,7 @@ fn healthy_cluster() -> ClusterFacts {
             expected: ports,
         })),
         ready_endpoints: Ok(2),
+        ready_dns_endpoints: Ok(Some(2)),
         records: Ok(RecordsFacts {
             expected: "10.96.0.7\ta\n10.96.0.7\tb".to_owned(),
             written: Some("10.96.0.7\ta\n10.96.0.7\tb".to_owned()),
@@ -117,6 +118,7 @@ fn healthy() -> Facts {
         server: answer(&[node("a"), node("b")]),
         readiness: Ok(vec!["[+] nodes".to_owned(), "ok".to_owned()]),
         host: HostFacts {
+            is_pod: true,
             buffers: vec![buffer("net.core.rmem_max"), buffer("net.core.wmem_max")],
             links: vec![Link {
                 name: "eth0".to_owned(),
@@ -264,6 +266,7 @@ fn d04_service_has_to_lead_to_a_server() {
     for findings in [
         in_cluster(|cluster| cluster.service = Ok(None)),
         in_cluster(|cluster| cluster.ready_endpoints = Ok(0)),
+        in_cluster(|cluster| cluster.ready_dns_endpoints = Ok(Some(0))),
         change(|service| service.addresses.clear()),
         change(|service| {
             service.ports.remove(&9100);
@@ -278,6 +281,44 @@ fn d04_service_has_to_lead_to_a_server() {
         service.ports.insert(10250, None);
     });
     assert!(named.is_empty(), "{named:?}");
+    let without_dns = in_cluster(|cluster| cluster.ready_dns_endpoints = Ok(None));
+    assert!(without_dns.is_empty(), "{without_dns:?}");
+}
+
+#[test]
+fn conditions_of_the_server_count_where_its_objects_cannot_be_read() {
+    for (line, id) in [
+        ("[!] service: Service s is missing", "D04"),
+        ("[!] port lists: \"x\" is no port", "D07"),
+    ] {
+        let findings = findings(|facts| {
+            let cluster = facts.cluster.as_mut().unwrap();
+            cluster.service = Err("forbidden".to_owned());
+            cluster.port_lists = Err("forbidden".to_owned());
+            facts.readiness = Ok(vec![line.to_owned()]);
+        });
+        ensure_only(&findings, id, Severity::Warning);
+    }
+}
+
+#[test]
+fn kubeconfig_of_an_operator_needs_no_server_on_the_host() {
+    let mut facts = healthy();
+    facts.server = ServerAnswer::NotRunning;
+    facts.readiness = Err("refused".to_owned());
+    facts.host.is_pod = false;
+    facts.host.descriptors = Ok(1024);
+    let report = examine(&facts);
+    assert!(report.findings.is_empty(), "{report:?}");
+    let reasons = report.skipped.iter().map(|skipped| &skipped.reason);
+    let elsewhere = reasons.filter(|reason| reason.contains("/data, so the server is elsewhere"));
+    assert_eq!(elsewhere.count(), 2, "{report:?}");
+    facts.cluster = Err("refused".to_owned());
+    let report = examine(&facts);
+    assert!(
+        report.findings.iter().any(|finding| finding.id == "D09"),
+        "{report:?}"
+    );
 }
 
 #[test]
@@ -325,8 +366,20 @@ fn d08_shared_addresses_and_names_are_found() {
     let change =
         |change: fn(&mut NodesFacts)| in_cluster(|cluster| change(cluster.nodes.as_mut().unwrap()));
     let shared = change(|nodes| nodes.nodes.push(reported("c", "192.0.2.1")));
-    ensure_only(&shared, "D08", Severity::Warning);
+    ensure_only(&shared, "D08", Severity::Info);
     assert!(shared[0].what.ends_with("a, c"), "{shared:?}");
+    let by_address = in_cluster(|cluster| {
+        let nodes = cluster.nodes.as_mut().unwrap();
+        nodes.nodes.push(reported("c", "192.0.2.1"));
+        let apiserver = &mut cluster.apiservers.as_mut().unwrap()[0];
+        apiserver.address_types = Some("InternalIP".to_owned());
+    });
+    let of_address = by_address.iter().find(|finding| finding.id == "D08");
+    assert_eq!(
+        of_address.unwrap().severity,
+        Severity::Warning,
+        "{by_address:?}"
+    );
     let refused = change(|nodes| nodes.refused.push("node \"X\"".to_owned()));
     ensure_only(&refused, "D08", Severity::Warning);
     let hostname = change(|nodes| nodes.nodes[0].hostname = Some("x".to_owned()));
