@@ -7,6 +7,7 @@ mod guides;
 mod images;
 mod manifests;
 mod monitoring;
+mod overlays;
 mod release;
 mod render;
 mod troubleshooting;
