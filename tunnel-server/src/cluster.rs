@@ -78,6 +78,7 @@ use crate::cluster::watches::Observed;
 pub use client::ClusterHandle;
 use client::Connection;
 pub(crate) use clock::ApiServerClock;
+pub(crate) use credentials::check_kubeconfig;
 use events::EventRecorder;
 use kubelet_client_ca::PersistedFile;
 pub(crate) use membership::follow_peers;

@@ -3,7 +3,7 @@
 
 use std::time::{Duration, Instant};
 
-use anyhow::{Result, ensure};
+use anyhow::{Context, Result, ensure};
 use serde_json::json;
 use tunnel_tests::apiserver::{Cut, FakeApiServer, Fault, Presence, RecordedRequest, Status};
 use tunnel_tests::cluster::{Cluster, Kind, Objects, edge};
@@ -11,8 +11,26 @@ use tunnel_tests::eventually::{eventually, scaled};
 use tunnel_tests::process::{Server, Signal, stored_text};
 
 use super::{
-    ClusterEnv, FIRST, GUIDE_RECORDS, READYZ, Site, WITH_WORKER_2, fetch_text, wait_until_gone,
+    ClusterEnv, FIRST, GUIDE_RECORDS, READYZ, Site, WITH_WORKER_2, fetch_text, wait_for_text,
+    wait_until_gone,
 };
+
+/// Hosts of some distributions and companies have a proxy in the environment of each process.
+#[tokio::test(flavor = "multi_thread")]
+async fn proxy_of_the_environment_leads_to_no_api_server_that_no_proxy_names() -> Result<()> {
+    let cluster_env = ClusterEnv::fake().await?;
+    cluster_env.guide().await?;
+    for variable in ["HTTPS_PROXY", "https_proxy", "HTTP_PROXY"] {
+        let setup = cluster_env
+            .setup(variable)?
+            .env(variable, "http://192.0.2.1:3128");
+        let setup = setup.env("NO_PROXY", "localhost,127.0.0.0/8");
+        let server = setup.start().await.context(variable)?;
+        let records = "\ntunnel_server_kubernetes_records 2\n";
+        wait_for_text(&server, "/metrics", FIRST, records).await;
+    }
+    Ok(())
+}
 
 /// A cluster with the guide's objects, a server that has written their records, and traffic through
 /// the server.

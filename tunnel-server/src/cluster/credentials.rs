@@ -7,9 +7,11 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use arc_swap::ArcSwap;
-use http::{Request, Response};
+use http::uri::InvalidUri;
+use http::{Request, Response, Uri};
+use hyper_util::client::proxy::matcher::Matcher;
 use kube::client::{Body, ClientBuilder};
-use kube::config::{KubeConfigOptions, Kubeconfig};
+use kube::config::{KubeConfigOptions, Kubeconfig, KubeconfigError};
 use kube::{Client, Config};
 use tokio::runtime::Handle;
 use tower::layer::layer_fn;
@@ -108,9 +110,15 @@ async fn load(kubeconfig: Option<&Path>) -> Result<Loaded<Config>, ConfigError> 
             };
             content = std::fs::read(path).map_err(|error| refuse(&error))?;
             let file = Kubeconfig::read_from(path).map_err(|error| refuse(&error))?;
+            let own_proxy = proxy_of(&file);
             let current = KubeConfigOptions::default();
             let loading = Config::from_custom_kubeconfig(file, &current);
             let mut config = loading.await.map_err(|error| refuse(&error))?;
+            // kube compares NO_PROXY with the host of the proxy in place of the API server's.
+            let proxy = proxy(own_proxy, &config.cluster_url, |name| {
+                std::env::var(name).ok()
+            });
+            config.proxy_url = proxy.map_err(|error| refuse(&error))?;
             // The namespace of the context is a preference of its user, not the namespace of these
             // objects.
             config.default_namespace = NAMESPACE.into();
@@ -148,6 +156,47 @@ async fn load(kubeconfig: Option<&Path>) -> Result<Loaded<Config>, ConfigError> 
         digest: sha256(&content),
         value: config,
     })
+}
+
+/// Reads a kubeconfig as the client does at the start. Blocks the thread.
+pub(crate) fn check_kubeconfig(path: &Path) -> Result<(), KubeconfigError> {
+    Kubeconfig::read_from(path).map(|_file| ())
+}
+
+/// Returns `proxy-url` of the current context's cluster.
+fn proxy_of(file: &Kubeconfig) -> Option<String> {
+    let current = file.current_context.as_ref()?;
+    let mut contexts = file.contexts.iter();
+    let context = contexts.find(|context| context.name == *current)?;
+    let name = &context.context.as_ref()?.cluster;
+    let mut clusters = file.clusters.iter();
+    let cluster = clusters.find(|cluster| cluster.name == *name)?;
+    cluster.cluster.as_ref()?.proxy_url.clone()
+}
+
+/// Returns the proxy to the API server: `own`, that of the kubeconfig, or that of the environment
+/// unless NO_PROXY names the API server.
+fn proxy(
+    own: Option<String>,
+    api_server: &Uri,
+    variable: impl Fn(&str) -> Option<String>,
+) -> Result<Option<Uri>, InvalidUri> {
+    let set = |upper: &str, lower: &str| {
+        let value = variable(upper).filter(|value| !value.is_empty());
+        value.or_else(|| variable(lower))
+    };
+    let of_environment = || {
+        let url = set("HTTPS_PROXY", "https_proxy")?;
+        let exceptions = set("NO_PROXY", "no_proxy").unwrap_or_default();
+        let matcher = Matcher::builder().all(url.clone()).no(exceptions).build();
+        matcher.intercept(api_server).map(|_proxy| url)
+    };
+    let url = own.filter(|url| !url.is_empty()).or_else(of_environment);
+    let with_scheme = |url: String| match url.contains("://") {
+        true => url,
+        false => format!("http://{url}"),
+    };
+    url.map(|url| with_scheme(url).parse()).transpose()
 }
 
 fn build(
@@ -189,6 +238,40 @@ mod tests {
     use crate::config::{Config as ServerConfig, Environment, RawConfig};
     use crate::store::data_dir::testing::Scratch;
     use crate::testing::eventually;
+
+    #[test]
+    fn proxy_is_used_for_hosts_that_no_proxy_does_not_name() {
+        let https = ("HTTPS_PROXY", "http://u:p@10.0.0.5:3128");
+        let proxied = Some("http://u:p@10.0.0.5:3128/");
+        for (own, variables, expected) in [
+            (None, vec![], None),
+            (None, vec![https], proxied),
+            (None, vec![https, ("NO_PROXY", "10.1.0.0/16")], None),
+            (None, vec![https, ("no_proxy", "localhost, 10.1.2.3")], None),
+            // The proxy's own address is no exception.
+            (None, vec![https, ("NO_PROXY", "10.0.0.0/24")], proxied),
+            (None, vec![("https_proxy", "a:1")], Some("http://a:1/")),
+            (
+                None,
+                vec![("HTTPS_PROXY", ""), ("https_proxy", "a:1")],
+                Some("http://a:1/"),
+            ),
+            (
+                Some("http://b:2"),
+                vec![https, ("NO_PROXY", "*")],
+                Some("http://b:2/"),
+            ),
+        ] {
+            let variable = |name: &str| {
+                let found = variables.iter().find(|(known, _)| *known == name);
+                found.map(|(_, value)| (*value).to_owned())
+            };
+            let api_server = Uri::from_static("https://10.1.2.3:6443");
+            let found = proxy(own.map(str::to_owned), &api_server, variable).unwrap();
+            let found = found.map(|url| url.to_string());
+            assert_eq!(found.as_deref(), expected, "{own:?} {variables:?}");
+        }
+    }
 
     /// An API server that answers one request on each connection with `{}`.
     #[derive(Debug)]
