@@ -41,15 +41,19 @@ const PASSWORD_RESULTS: [&str; 4] = ["right", "wrong", "missing", "waiting"];
 /// Results of reloading certificate files.
 const RELOAD_RESULTS: [&str; 3] = ["changed", "failed", "recovered"];
 
+/// Result of a connection that a load balancer began with a header of the PROXY protocol.
+pub const PROXY_PROTOCOL: &str = "proxy_protocol";
+
 /// Results of the handshake and admission of an agent: those of a connection that has not presented
 /// a credential, and the close codes of refused sessions.
-const HANDSHAKE_RESULTS: [&str; 15] = [
+const HANDSHAKE_RESULTS: [&str; 16] = [
     "ok",
     TIMEOUT,
     "evicted",
     "handshake_failed",
     "no_identity",
     "unknown_protocol",
+    PROXY_PROTOCOL,
     "overloaded",
     "draining",
     "protocol",

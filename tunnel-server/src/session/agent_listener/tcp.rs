@@ -10,7 +10,8 @@ use tokio::io::{AsyncWrite, AsyncWriteExt};
 use tokio::net::TcpStream;
 use tokio_rustls::LazyConfigAcceptor;
 use tokio_rustls::server::StartHandshake;
-use tracing::debug;
+use tracing::{debug, warn};
+use tunnel_proto::process::telemetry::LogRateLimit;
 use tunnel_proto::tcp;
 use tunnel_proto::tls;
 use tunnel_proto::transport::{HandshakeError, SessionSettings, h2};
@@ -19,6 +20,7 @@ use tunnel_proto::wire::{ALPN_ENROLL, ALPN_SESSION_TCP};
 
 use super::half_open::{HalfOpenConn, HandshakeResult, PreAuthError};
 use crate::ca::enrollment::Enrollment;
+use crate::metrics::PROXY_PROTOCOL;
 
 /// The fatal alert `no_application_protocol` (RFC 8446, section 6; RFC 7301, section 3.2) as a
 /// plaintext record. Nothing is encrypted before ServerHello. Without ALPN in the ClientHello,
@@ -61,6 +63,19 @@ impl TcpHandler {
             debug!(%error, "cannot set a socket option");
         }
         let metrics = &half_open.sessions.metrics;
+        let began = half_open.with_deadline(begins_with_proxy_protocol(&socket));
+        if let Ok(Ok(true)) = began.await {
+            metrics.handshake(PROXY_PROTOCOL);
+            static HEADERS: LogRateLimit = LogRateLimit::new("PROXY protocol on the agents' port");
+            if HEADERS.admit() {
+                warn!(
+                    %peer,
+                    "connection on the agents' port begins with PROXY protocol, which this server does not read; disable it at \
+                     the load balancer"
+                );
+            }
+            return None;
+        }
         let socket = h2::ReadAhead::new(socket);
         let hello = LazyConfigAcceptor::new(rustls::server::Acceptor::default(), socket);
         let start = match half_open.with_deadline(hello).await {
@@ -126,6 +141,19 @@ impl TcpHandler {
         Ok(self.enrollment.serve(stream, peer, exported).await)
     }
 }
+
+/// Returns whether the first bytes of a connection, which stay unread, are a header of the PROXY
+/// protocol in version 1 or 2. A load balancer writes it at once.
+async fn begins_with_proxy_protocol(socket: &TcpStream) -> io::Result<bool> {
+    let mut bytes = [0; PROXY_V2.len()];
+    let count = socket.peek(&mut bytes).await?;
+    Ok(bytes[..count].starts_with(PROXY_V1) || bytes[..count].starts_with(PROXY_V2))
+}
+
+/// Begin of a header of the PROXY protocol, version 1.
+const PROXY_V1: &[u8] = b"PROXY ";
+/// Signature of a header of the PROXY protocol, version 2.
+const PROXY_V2: &[u8] = b"\r\n\r\n\0\r\nQUIT\n";
 
 /// The purpose of a connection, according to its ALPN.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]

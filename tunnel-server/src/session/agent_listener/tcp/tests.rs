@@ -190,6 +190,24 @@ async fn other_protocols_none_and_both_end_in_the_handshake() {
 }
 
 #[tokio::test]
+async fn header_of_a_load_balancer_is_known_and_ends_the_connection() {
+    let test_listener = Listener::open(Duration::from_secs(5)).await;
+    let headers: [&[u8]; 2] = [
+        b"PROXY TCP4 192.0.2.1 192.0.2.2 40000 10262\r\n",
+        b"\r\n\r\n\0\r\nQUIT\n\x21\x11\0\x0c\xc0\0\x02\x01\xc0\0\x02\x02\x9c\x40\x28\x16",
+    ];
+    for header in headers {
+        let mut socket = TcpStream::connect(test_listener.address).await.unwrap();
+        socket.write_all(header).await.unwrap();
+        // The unread header makes the end a reset.
+        let _end_or_reset = within(socket.read(&mut [0])).await;
+    }
+    let is_counted = || test_listener.handshakes("proxy_protocol") == Some(2);
+    eventually("both are counted", is_counted).await;
+    test_listener.all_permits_are_free().await;
+}
+
+#[tokio::test]
 async fn enrollment_needs_no_certificate_and_a_session_does() {
     let test_listener = Listener::open(Duration::from_secs(5)).await;
     let agreed = test_listener.connect(&[ALPN_ENROLL], None).await;
