@@ -35,7 +35,7 @@ pub(crate) use addons::AddonFacts;
 use addons::{AddonObjects, SYSTEM_PODS};
 #[cfg(test)]
 pub(crate) use addons::{ClusterDnsFacts, RecordsMount, ServerWorkload};
-pub(crate) use control_plane::ApiServerFacts;
+pub(crate) use control_plane::{ApiServerFacts, command_words};
 #[cfg(test)]
 pub(crate) use monitors::{AddressRule, MonitorKind};
 pub(crate) use monitors::{EndpointFacts, MonitorFacts};
@@ -166,13 +166,21 @@ impl ClusterObjects {
             Box::pin(AddonObjects::read(&reader, &namespace)),
         );
         // An API server that does not answer costs each group one limit.
-        let (records_map, ports_map, denied, apiserver_pods, coredns_map) = tokio::join!(
+        let (records_map, ports_map, denied, mut apiserver_pods, others, coredns_map) = tokio::join!(
             Box::pin(reader.get(&records_map)),
             Box::pin(reader.find(&maps, &names.ports_config_map)),
             Box::pin(rights::denied(&reader, &needed)),
-            Box::pin(reader.list(SYSTEM_PODS, APISERVER_LABEL)),
+            Box::pin(reader.list(SYSTEM_PODS, APISERVER_LABELS[0])),
+            Box::pin(reader.list(SYSTEM_PODS, APISERVER_LABELS[1])),
             Box::pin(reader.get(COREDNS_MAP)),
         );
+        if let (Ok(pods), Ok(others)) = (&mut apiserver_pods, others) {
+            for other in others {
+                if !pods.contains(&other) {
+                    pods.push(other);
+                }
+            }
+        }
         Ok(Self {
             namespace,
             clock_ahead,
@@ -406,8 +414,8 @@ fn corrected_lists(map: &ConfigMap) -> BTreeMap<&'static str, String> {
 pub(crate) const DNS_SERVICE: &str = "tunnel-dns";
 const NO_CLUSTER: &str = "no cluster is configured; give --kubeconfig FILE";
 const NO_RECORDS: &str = "there are no records without an address of the Service and a Node";
-/// Label of kubeadm's Pods of kube-apiserver.
-const APISERVER_LABEL: &str = "component=kube-apiserver";
+/// Labels of the Pods of kube-apiserver: kubeadm's, and kops'.
+const APISERVER_LABELS: [&str; 2] = ["component=kube-apiserver", "k8s-app=kube-apiserver"];
 const COREDNS_MAP: &str = "/api/v1/namespaces/kube-system/configmaps/coredns";
 const COREFILE_KEY: &str = "Corefile";
 /// Ports of the Service that lead to the HTTP and the HTTPS listener.

@@ -1,7 +1,11 @@
 //! Compares a file with a rendered text. The file may have more than the text: other keys, other
 //! list entries, other lines.
 
+use std::collections::BTreeMap;
+
 use serde_json::Value;
+
+use crate::cluster::doctor::command_words;
 
 /// The format of a rendered text, which decides what a difference is.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -23,10 +27,13 @@ pub(super) fn differences(
 ) -> Result<Vec<String>, serde_saphyr::Error> {
     match format {
         Format::Yaml => {
-            let expected: Value = serde_saphyr::from_str(rendered)?;
+            let mut expected = serde_saphyr::from_str(rendered)?;
+            make_comparable(&mut expected);
             let mut fewest = missing(&expected, None);
             for document in documents(file) {
-                let found = missing(&expected, Some(&serde_saphyr::from_str(&document)?));
+                let mut actual = serde_saphyr::from_str(&document)?;
+                make_comparable(&mut actual);
+                let found = missing(&expected, Some(&actual));
                 if found.is_empty() {
                     return Ok(found);
                 }
@@ -43,6 +50,44 @@ pub(super) fn differences(
             Ok(missing.iter().map(|line| format!("+ {line}")).collect())
         }
     }
+}
+
+/// Gives the same Pods the same value: a volume of the host has the name of its path, and commands are
+/// the words of [`command_words`].
+fn make_comparable(value: &mut Value) {
+    match value {
+        Value::Array(items) => items.iter_mut().for_each(make_comparable),
+        Value::Object(fields) => {
+            for (key, value) in fields {
+                make_comparable(value);
+                if let ("command" | "args", Value::Array(words)) = (key.as_str(), value) {
+                    let plain = command_words(words.iter().filter_map(Value::as_str));
+                    *words = plain.into_iter().map(Value::from).collect();
+                }
+            }
+        }
+        Value::Null | Value::Bool(_) | Value::Number(_) | Value::String(_) => {}
+    }
+    let volumes = items_mut(value, "volumes").filter_map(|volume| {
+        let name = volume["name"].as_str()?.to_owned();
+        Some((name, volume["hostPath"]["path"].as_str()?.to_owned()))
+    });
+    let paths: BTreeMap<String, String> = volumes.collect();
+    let name_by_path = |entry: &mut Value| {
+        let path = entry["name"].as_str().and_then(|name| paths.get(name));
+        if let Some(path) = path {
+            entry["name"] = path.as_str().into();
+        }
+    };
+    items_mut(value, "volumes").for_each(name_by_path);
+    for container in items_mut(value, "containers") {
+        items_mut(container, "volumeMounts").for_each(name_by_path);
+    }
+}
+
+fn items_mut<'a>(value: &'a mut Value, key: &str) -> impl Iterator<Item = &'a mut Value> {
+    let list = value.get_mut(key).and_then(Value::as_array_mut);
+    list.into_iter().flatten()
 }
 
 /// Splits a file into its YAML documents, without those that are empty.
@@ -185,6 +230,31 @@ mod tests {
         let empty = differences(Format::Yaml, "# empty\n", "a: 1\n").unwrap();
         assert_eq!(empty, ["@ ", "+ {\"a\":1}"]);
         assert!(differences(Format::Yaml, "a: [", "a: 1\n").is_err());
+    }
+
+    #[test]
+    fn same_pod_is_known_whatever_its_volumes_are_called_and_its_command_is_written() {
+        let rendered = "spec:\n  volumes: [{name: selector, hostPath: {path: /e}}]\n  containers:\n    - command: [kube-apiserver, --egress=/e]\n      volumeMounts: [{name: selector, mountPath: /e}]\n";
+        let file = |volume: &str, path: &str, command: &str| {
+            format!(
+                "spec:\n  volumes: [{{name: {volume}, hostPath: {{path: {path}}}}}]\n  containers:\n    - command: {command}\n      volumeMounts: [{{name: {volume}, mountPath: /e}}]\n"
+            )
+        };
+        for command in [
+            "[kube-apiserver, --v=2, --egress=/e]",
+            "[/usr/bin/kube-apiserver, --egress, /e]",
+            "[/bin/sh, -c, 'exec kube-apiserver --egress=/e > /tmp/log']",
+        ] {
+            let same = file("other", "/e", command);
+            let found = differences(Format::Yaml, &same, rendered).unwrap();
+            assert!(found.is_empty(), "{command}: {found:?}");
+        }
+        let other_path = file("selector", "/f", "[kube-apiserver, --egress=/e]");
+        let other_flag = file("selector", "/e", "[kube-apiserver, --egress=/f]");
+        for wrong in [other_path, other_flag] {
+            let found = differences(Format::Yaml, &wrong, rendered).unwrap();
+            assert!(!found.is_empty(), "{wrong}");
+        }
     }
 
     #[test]

@@ -23,12 +23,12 @@ impl ApiServerFacts {
     pub(super) fn of_pod(pod: &Value) -> Option<Self> {
         let spec = &pod["spec"];
         let mut containers = spec["containers"].as_array()?.iter();
-        let container = containers.find(|container| container["name"] == "kube-apiserver")?;
-        let words = |key: &str| container[key].as_array().into_iter().flatten();
-        let words: Vec<&str> = words("command")
-            .chain(words("args"))
-            .filter_map(Value::as_str)
-            .collect();
+        let words = containers.find_map(|container| {
+            let words = |key: &str| container[key].as_array().into_iter().flatten();
+            let words = words("command").chain(words("args"));
+            let words = command_words(words.filter_map(Value::as_str));
+            words.iter().any(|word| word == PROGRAM).then_some(words)
+        })?;
         let flag = |name: &str| flag(&words, name);
         let nameservers = spec["dnsConfig"]["nameservers"].as_array();
         Some(Self {
@@ -46,21 +46,44 @@ impl ApiServerFacts {
     }
 }
 
-/// Returns the value of a flag, in the form `--name=value` or `--name value`. The last one counts.
-fn flag(words: &[&str], name: &str) -> Option<String> {
-    let mut value = None;
-    let mut words = words.iter();
-    while let Some(word) = words.next() {
-        if *word == name {
-            value = words.next().copied();
-        } else if let Some(inline) = word.strip_prefix(name)
-            && let Some(inline) = inline.strip_prefix('=')
-        {
-            value = Some(inline);
+/// Returns the words of a command as kubeadm writes them, from any form that installers use: a program
+/// by its path, a shell's command line, a value in a word of its own or in quotes, and `_` for `-` in
+/// the name of a flag.
+pub(crate) fn command_words<'a>(words: impl IntoIterator<Item = &'a str>) -> Vec<String> {
+    let mut found: Vec<String> = Vec::new();
+    let words = words.into_iter().flat_map(str::split_whitespace);
+    for word in words {
+        let word = word.replace(['"', '\''], "");
+        let waits = found
+            .last()
+            .is_some_and(|last| last.starts_with("--") && !last.contains('='));
+        match word.strip_prefix("--") {
+            Some(flag) => found.push(match flag.split_once('=') {
+                Some((name, value)) => format!("--{}={value}", name.replace('_', "-")),
+                None => format!("--{}", flag.replace('_', "-")),
+            }),
+            None if waits => {
+                let last = found.last_mut();
+                last.into_iter()
+                    .for_each(|last| *last += &format!("={word}"));
+            }
+            None => found.push(word.rsplit('/').next().unwrap_or_default().to_owned()),
         }
     }
-    value.map(str::to_owned)
+    found
 }
+
+/// Returns the value of a flag in the words of [`command_words`]. The last one counts.
+fn flag(words: &[String], name: &str) -> Option<String> {
+    let values = words.iter().filter_map(|word| {
+        let value = word.strip_prefix(name)?;
+        value.strip_prefix('=').map(str::to_owned)
+    });
+    values.last()
+}
+
+/// The program of kube-apiserver, also as the first argument of hyperkube.
+const PROGRAM: &str = "kube-apiserver";
 
 #[cfg(test)]
 mod tests {
@@ -96,8 +119,50 @@ mod tests {
 
     #[test]
     fn last_flag_counts_and_a_longer_name_is_another_flag() {
-        let words = ["--a=1", "--a-b=2", "--a", "3", "--c"];
+        let words = command_words(["--a=1", "--a-b=2", "--a", "3", "--c"]);
         assert_eq!(flag(&words, "--a").as_deref(), Some("3"));
         assert_eq!(flag(&words, "--c"), None);
+    }
+
+    #[test]
+    fn container_and_flags_are_found_in_each_form_that_installers_write() {
+        let types = "kubelet-preferred-address-types";
+        let forms = [
+            json!([
+                "/usr/local/bin/kube-apiserver",
+                format!("--{types}=InternalIP")
+            ]),
+            json!(["kube-apiserver", format!("--{types}=\"InternalIP\"")]),
+            json!([
+                "/hyperkube",
+                "kube-apiserver",
+                format!("--{types}"),
+                "InternalIP"
+            ]),
+            json!([
+                "kube-apiserver",
+                format!("--{}=InternalIP", types.replace('-', "_"))
+            ]),
+            json!([
+                "/bin/sh",
+                "-c",
+                format!(
+                    "tee -a /var/log/x & exec /usr/bin/kube-apiserver --v=2 --{types}=InternalIP > /tmp/pipe 2>&1"
+                ),
+            ]),
+        ];
+        for command in forms {
+            let containers = json!([{"name": "sidecar"}, {"name": "api", "command": command}]);
+            let pod = json!({"metadata": {"name": "a"}, "spec": {"containers": containers}});
+            let facts = ApiServerFacts::of_pod(&pod).unwrap();
+            assert_eq!(
+                facts.address_types.as_deref(),
+                Some("InternalIP"),
+                "{command}"
+            );
+        }
+        let other = json!([{"name": "kube-apiserver", "command": ["sleep"]}]);
+        let pod = json!({"metadata": {"name": "a"}, "spec": {"containers": other}});
+        assert_eq!(ApiServerFacts::of_pod(&pod), None);
     }
 }
