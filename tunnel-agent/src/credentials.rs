@@ -259,9 +259,11 @@ impl CredentialStore {
     /// so that the agent can repeat the request with the same key after a lost answer.
     pub(crate) fn key(&self) -> Result<KeyPair, CredentialError> {
         let generated = |error: rcgen::Error| self.storage(io::Error::other(error));
-        match self.read_key()? {
-            Some(pem) => self.key_pair(&pem),
-            None => {
+        let stored = self.read_key()?.map(|pem| self.key_pair(&pem));
+        match stored {
+            Some(Ok(key)) => Ok(key),
+            // A key that cannot be used is worth nothing.
+            Some(Err(_)) | None => {
                 let key = KeyPair::generate_for(&PKCS_ECDSA_P256_SHA256).map_err(generated)?;
                 self.replace(KEY, Zeroizing::new(key.serialize_pem()).as_bytes())?;
                 Ok(key)
@@ -284,7 +286,9 @@ impl CredentialStore {
     }
 
     fn read_key(&self) -> Result<Option<Zeroizing<Vec<u8>>>, CredentialError> {
-        files::read_secret(&self.dir.join(KEY)).map_err(|source| self.storage(source))
+        let read =
+            files::read_secret(&self.dir.join(KEY)).map_err(|source| self.storage(source))?;
+        Ok(read.filter(|pem| !is_lost(pem)))
     }
 
     /// Stores a first certificate and its roots, and forgets all earlier ones.
@@ -351,7 +355,8 @@ impl CredentialStore {
     }
 
     fn read(&self, name: &str) -> Result<Option<Vec<u8>>, CredentialError> {
-        files::read(&self.dir.join(name)).map_err(|source| self.storage(source))
+        let read = files::read(&self.dir.join(name)).map_err(|source| self.storage(source))?;
+        Ok(read.filter(|content| !is_lost(content)))
     }
 
     fn replace(&self, name: &str, content: &[u8]) -> Result<(), CredentialError> {
@@ -379,6 +384,11 @@ impl CredentialStore {
             problem: problem.to_owned(),
         }
     }
+}
+
+/// Returns whether a file has lost its content, as after a loss of power: it is as if it were absent.
+fn is_lost(content: &[u8]) -> bool {
+    content.iter().all(|byte| *byte == 0)
 }
 
 #[derive(Debug, Clone)]

@@ -34,7 +34,7 @@ use crate::config::{NO_CA, NO_PIN};
 use crate::connector::endpoint::{EndpointCursor, ResolveError};
 use crate::connector::status::SessionStatuses;
 use crate::credentials::{
-    CredentialStore, Credentials, ServiceAccountTokenFile, Stored, Token, succeed,
+    CredentialError, CredentialStore, Credentials, ServiceAccountTokenFile, Stored, Token, succeed,
 };
 use crate::error::causes;
 use crate::proxy::ProxyChoice;
@@ -219,7 +219,8 @@ fn from_other_process(enrollment: &Enrollment) -> Result<Option<Box<Credentials>
         (Some(replaced), Ok(Stored::Valid(stored))) => {
             Ok(Some(stored).filter(|stored| stored.not_after > replaced))
         }
-        (_, Ok(Stored::Expired(..) | Stored::Missing)) => Ok(None),
+        (_, Ok(Stored::Expired(..) | Stored::Missing))
+        | (None, Err(CredentialError::Damaged { .. })) => Ok(None),
         (None, Err(error)) => Err(error.into()),
         (Some(_), Err(error)) => {
             warn!(%node, error = causes(&error), "cannot read the data directory; renewing without the stored certificate");

@@ -1,5 +1,6 @@
 //! TCP connections to servers through an HTTP proxy: CONNECT (RFC 9110, section 9.3.6).
 
+use std::borrow::Cow;
 use std::convert::Infallible;
 use std::fmt;
 use std::io;
@@ -77,7 +78,7 @@ enum ProxyError {
     NotHttp,
     #[error("response head is longer than {HEAD_MAX} bytes")]
     Oversize,
-    #[error("refuses {target}: {status_line}{}", advice(.status_line.code, *.authorized))]
+    #[error("refuses {target}: {status_line}{}", advice(.status_line, *.authorized))]
     Refused {
         target: String,
         status_line: StatusLine,
@@ -92,17 +93,30 @@ impl ProxyError {
             Self::Target(_) => io::ErrorKind::InvalidInput,
             Self::Closed => io::ErrorKind::UnexpectedEof,
             Self::NotHttp | Self::Oversize => io::ErrorKind::InvalidData,
+            Self::Refused { status_line, .. } if status_line.code == 407 => {
+                io::ErrorKind::PermissionDenied
+            }
             Self::Refused { .. } => io::ErrorKind::ConnectionRefused,
         }
     }
 }
 
 /// Returns advice for the operator after an answer.
-fn advice(code: u16, authorized: bool) -> &'static str {
-    match code {
-        407 if authorized => {
-            "; it does not take the user and password of the proxy URL (or wants more than Basic)"
+fn advice(answer: &StatusLine, authorized: bool) -> Cow<'static, str> {
+    let offers_basic = answer
+        .schemes
+        .iter()
+        .any(|scheme| scheme.eq_ignore_ascii_case("basic"));
+    let text = match answer.code {
+        407 if !answer.schemes.is_empty() && !offers_basic => {
+            return format!(
+                "; it offers {} only, and agents authenticate with Basic: ask its operator for Basic or for a rule that lets \
+                 this host pass, or run a local proxy that authenticates",
+                answer.schemes.join(", ")
+            )
+            .into();
         }
+        407 if authorized => "; it does not take the user and password of the proxy URL",
         407 => {
             "; proxy wants authentication: put user:password in the proxy URL, as in http://user:password@proxy:3128"
         }
@@ -112,13 +126,16 @@ fn advice(code: u16, authorized: bool) -> &'static str {
             "; it does not reach the server: is --server right, and may the proxy resolve and dial it?"
         }
         _ => "",
-    }
+    };
+    text.into()
 }
 
 #[derive(Debug, Clone, PartialEq, Eq)]
 struct StatusLine {
     code: u16,
     reason: String,
+    /// The schemes of `Proxy-Authenticate`, at most [`SCHEMES_MAX`].
+    schemes: Vec<String>,
 }
 
 impl fmt::Display for StatusLine {
@@ -241,7 +258,23 @@ fn status(head: &[u8]) -> Option<StatusLine> {
     Some(StatusLine {
         code: code.parse().ok().filter(|code| *code >= 100)?,
         reason: shown.take(REASON_MAX).collect(),
+        schemes: schemes(head),
     })
+}
+
+/// Returns the schemes of authentication that a head offers (RFC 9110, section 11.7.1).
+fn schemes(head: &[u8]) -> Vec<String> {
+    let lines = head.split(|byte| *byte == b'\n').skip(1);
+    let schemes = lines.filter_map(|line| {
+        let line = std::str::from_utf8(line).ok()?;
+        let (name, value) = line.split_once(':')?;
+        let is_offer = name.eq_ignore_ascii_case("Proxy-Authenticate");
+        let scheme = value.split_whitespace().next().filter(|_| is_offer)?;
+        let is_token = |byte: u8| byte.is_ascii_alphanumeric() || byte == b'-';
+        let is_plain = scheme.len() <= SCHEME_MAX && scheme.bytes().all(is_token);
+        is_plain.then(|| scheme.to_owned())
+    });
+    schemes.take(SCHEMES_MAX).collect()
 }
 
 /// Returns the head at the beginning of a proxy's answer, with its code and reason. Returns `None`
@@ -249,7 +282,7 @@ fn status(head: &[u8]) -> Option<StatusLine> {
 #[cfg(feature = "test-util")]
 pub fn proxy_answer(bytes: &[u8]) -> Option<(&[u8], u16, String)> {
     let head = bytes.get(..end_of_head(bytes, 0)?)?;
-    let StatusLine { code, reason } = status(head)?;
+    let StatusLine { code, reason, .. } = status(head)?;
     Some((head, code, reason))
 }
 
@@ -257,6 +290,10 @@ pub fn proxy_answer(bytes: &[u8]) -> Option<(&[u8], u16, String)> {
 const HEAD_MAX: usize = 16 << 10;
 /// Maximum characters of a reason in an error: enough for any sentence, too few to flood a log.
 const REASON_MAX: usize = 120;
+/// Schemes in an error.
+const SCHEMES_MAX: usize = 4;
+/// Maximum characters of a scheme in an error.
+const SCHEME_MAX: usize = 20;
 const HTTP_1: &[u8] = b"HTTP/1.";
 const USER_AGENT: &str = concat!("tunnel-agent/", env!("CARGO_PKG_VERSION"));
 /// Longer than those who connect wait.

@@ -37,7 +37,14 @@ impl InitialCredentials {
             return Ok(Self::CredentialFiles(Box::new(loaded.value), loaded.digest));
         }
         let store = CredentialStore::open(&config.data_dir)?;
-        let stored = store.load(node, config.ca.as_deref(), SystemTime::now())?;
+        let loaded = store.load(node, config.ca.as_deref(), SystemTime::now());
+        let stored = match loaded {
+            Err(error @ CredentialError::Damaged { .. }) if config.token.is_some() => {
+                warn!(%node, %error, "stored certificate cannot be used; enrolling again");
+                Stored::Missing
+            }
+            loaded => loaded?,
+        };
         let ended = match stored {
             Stored::Valid(credentials) => {
                 if config.token.is_some() {

@@ -10,9 +10,7 @@ use tunnel_proto::wire::name::NodeName;
 #[derive(Debug, thiserror::Error)]
 pub(crate) enum CredentialError {
     /// The directory or a file in it cannot be used.
-    #[error(
-        "data directory {dir} cannot be used; give --data-dir or run as a user who may write there"
-    )]
+    #[error("data directory {dir} cannot be used; {}", storage_advice(.source))]
     Storage {
         dir: PathBuf,
         #[source]
@@ -71,6 +69,20 @@ pub(crate) enum CredentialError {
     /// The file does not contain a token.
     #[error("--token-file {path}: {problem}")]
     BadToken { path: PathBuf, problem: String },
+}
+
+/// Returns what an operator does about an error of the file system.
+fn storage_advice(error: &io::Error) -> &'static str {
+    match error.kind() {
+        io::ErrorKind::StorageFull | io::ErrorKind::QuotaExceeded => {
+            "make space on its file system"
+        }
+        io::ErrorKind::ReadOnlyFilesystem => {
+            "its file system is read-only: repair it, or give --data-dir"
+        }
+        io::ErrorKind::PermissionDenied => "give --data-dir or run as a user who may write there",
+        _ => "give --data-dir, or repair the file system",
+    }
 }
 
 impl CredentialError {

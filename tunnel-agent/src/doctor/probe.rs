@@ -56,6 +56,8 @@ pub(super) struct EndpointFacts {
 pub(super) enum TcpFacts {
     /// There is no connection to the server, or to the proxy.
     Failed(String),
+    /// The proxy wants another authentication.
+    NotAuthenticated(String),
     /// There is a connection. TLS was not tried, because this node has no credential.
     Connected,
     /// TLS failed on the connection.
@@ -258,6 +260,9 @@ impl Prober {
     async fn tcp(&self, remote: &ServerAddr) -> TcpFacts {
         let socket = match limited(self.within, self.proxy.connect(remote)).await {
             Ok(socket) => socket,
+            Err(error) if error.kind() == io::ErrorKind::PermissionDenied => {
+                return TcpFacts::NotAuthenticated(error.to_string());
+            }
             Err(error) => return TcpFacts::Failed(error.to_string()),
         };
         let Some(tls) = &self.tls else {

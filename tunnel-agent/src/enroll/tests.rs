@@ -241,21 +241,33 @@ async fn directory_that_cannot_be_used_stops_a_token_but_no_renewal() {
     let ended = ended(&server, &scratch);
     let by_token = enrollment(&server, server.token(), &scratch);
     let late = late(&server, ended, &scratch);
-    for (name, content) in [("enrol.lock", None), ("agent.crt", Some("damaged"))] {
-        let path = scratch.path().join(name);
-        let _absent = std::fs::remove_file(&path);
-        match content {
-            Some(content) => std::fs::write(&path, content).unwrap(),
-            None => std::fs::create_dir(&path).unwrap(),
-        }
-        let enrolled = attempt(&by_token, &mut EndpointRotation::default()).await;
-        let error = enrolled.unwrap_err();
-        assert!(matches!(error, EnrollError::Credentials(_)), "{error:?}");
-        let (renewed, served) = once(&late, &server, |_| issue(&server, &scratch)).await;
-        served.unwrap();
-        renewed.unwrap();
-        if content.is_none() {
-            std::fs::remove_dir(&path).unwrap();
+    let path = scratch.path().join("enrol.lock");
+    let _absent = std::fs::remove_file(&path);
+    std::fs::create_dir(&path).unwrap();
+    let enrolled = attempt(&by_token, &mut EndpointRotation::default()).await;
+    let error = enrolled.unwrap_err();
+    assert!(matches!(error, EnrollError::Credentials(_)), "{error:?}");
+    let (renewed, served) = once(&late, &server, |_| issue(&server, &scratch)).await;
+    served.unwrap();
+    renewed.unwrap();
+}
+
+/// A loss of power leaves empty files, files of zeros or parts of them.
+#[tokio::test]
+async fn stored_files_that_lost_their_content_are_replaced_by_the_token() {
+    let (server, scratch) = (Server::start().await, TempDir::new());
+    let enrollment = enrollment(&server, server.token(), &scratch);
+    let (enrolled, _) = once(&enrollment, &server, |_| issue(&server, &scratch)).await;
+    enrolled.unwrap();
+    for name in ["agent.crt", "ca.crt", "agent.key"] {
+        for content in ["", "\0\0\0\0", "-----BEGIN CERT"] {
+            std::fs::write(scratch.path().join(name), content).unwrap();
+            let (enrolled, served) = once(&enrollment, &server, |_| issue(&server, &scratch)).await;
+            served.unwrap();
+            enrolled.unwrap_or_else(|error| panic!("{name} {content:?}: {error}"));
+            let now = SystemTime::now();
+            let stored = enrollment.store.load(&enrollment.node, None, now);
+            assert!(matches!(stored, Ok(Stored::Valid(_))), "{name} {content:?}");
         }
     }
 }

@@ -138,6 +138,16 @@ async fn refusals_say_what_to_do_and_keep_the_secret() {
     for (user, line, words) in [
         ("", "407 Proxy Authentication Required", "user:password"),
         ("me:hunter2@", "407 No", "take the user and password"),
+        (
+            "me:hunter2@",
+            "407 No\r\nProxy-Authenticate: NTLM\r\nProxy-Authenticate: Negotiate x",
+            "offers NTLM, Negotiate only",
+        ),
+        (
+            "me:hunter2@",
+            "407 No\r\nProxy-Authenticate: NTLM\r\nproxy-authenticate: Basic realm=\"a\"",
+            "take the user and password",
+        ),
         ("me:hunter2@", "403 Forbidden", "allow CONNECT"),
         ("", "502 Bad Gateway", "does not reach the server"),
         ("", "503 Service Unavailable", "does not reach the server"),
@@ -153,7 +163,11 @@ async fn refusals_say_what_to_do_and_keep_the_secret() {
         let (connected, request) = answered(&proxy, CLOUD, &fake_proxy, head.as_bytes()).await;
         assert_eq!(request.contains("Basic"), !user.is_empty());
         let error = connected.unwrap_err();
-        assert_eq!(error.kind(), io::ErrorKind::ConnectionRefused);
+        let kind = match line.starts_with("407") {
+            true => io::ErrorKind::PermissionDenied,
+            false => io::ErrorKind::ConnectionRefused,
+        };
+        assert_eq!(error.kind(), kind);
         let begin = format!("proxy {proxy}: refuses {CLOUD}: ");
         let text = error.to_string();
         let shown = format!("{text} {error:?}");

@@ -42,7 +42,7 @@ impl Facts {
     fn is_usable(&self, endpoint: &EndpointFacts) -> bool {
         let over_tcp = match endpoint.tcp {
             TcpFacts::Ready { .. } | TcpFacts::Connected => true,
-            TcpFacts::Failed(_) | TcpFacts::Refused(_) => false,
+            TcpFacts::Failed(_) | TcpFacts::NotAuthenticated(_) | TcpFacts::Refused(_) => false,
         };
         let over_udp = matches!(endpoint.quic, Some(QuicFacts::Ready));
         let needs_udp = self.transport == TransportChoice::Quic && self.has_certificate();
@@ -100,7 +100,10 @@ impl Dialed<'_> {
     fn tls_failure(&self) -> Option<&TlsFailure> {
         match &self.endpoint.tcp {
             TcpFacts::Refused(failure) => Some(failure),
-            TcpFacts::Failed(_) | TcpFacts::Connected | TcpFacts::Ready { .. } => None,
+            TcpFacts::Failed(_)
+            | TcpFacts::NotAuthenticated(_)
+            | TcpFacts::Connected
+            | TcpFacts::Ready { .. } => None,
         }
     }
 
@@ -159,14 +162,19 @@ pub(super) fn tcp(facts: &Facts) -> Result<Vec<Fault>, String> {
 pub(super) fn proxy(facts: &Facts) -> Result<Vec<Fault>, String> {
     let faults = dialed(facts)?.into_iter().filter_map(|dialed| {
         let proxy = dialed.server.proxy.as_ref()?;
-        let TcpFacts::Failed(reason) = &dialed.endpoint.tcp else {
-            return None;
+        let (reason, fix) = match &dialed.endpoint.tcp {
+            TcpFacts::Failed(reason) => (
+                reason,
+                format!("allow CONNECT {} at {proxy}", dialed.server.name),
+            ),
+            TcpFacts::NotAuthenticated(reason) => (
+                reason,
+                format!("give --proxy http://USER:PASSWORD@{proxy}, with an account that may use Basic authentication"),
+            ),
+            TcpFacts::Connected | TcpFacts::Refused(_) | TcpFacts::Ready { .. } => return None,
         };
         let what = format!("no connection through the proxy: {reason}");
-        let fix = format!(
-            "allow CONNECT {} at {proxy}; or --proxy off, or NO_PROXY",
-            dialed.server.name
-        );
+        let fix = format!("{fix}; or --proxy off, or NO_PROXY");
         Some(dialed.fault(what, fix))
     });
     Ok(faults.collect())
@@ -330,7 +338,10 @@ pub(super) fn clock(facts: &Facts) -> Result<Vec<Fault>, String> {
         .iter()
         .filter_map(|dialed| match dialed.endpoint.tcp {
             TcpFacts::Ready { not_before } => Some(not_before + backdated(facts)),
-            TcpFacts::Failed(_) | TcpFacts::Connected | TcpFacts::Refused(_) => None,
+            TcpFacts::Failed(_)
+            | TcpFacts::NotAuthenticated(_)
+            | TcpFacts::Connected
+            | TcpFacts::Refused(_) => None,
         });
     let issued: Vec<_> = of_servers.chain(own).collect();
     let is_known = !issued.is_empty() || !faults.is_empty();
