@@ -32,8 +32,12 @@ pub enum Verb {
     /// defaults. Each flag is a key of the file (same words, camelCase): --http-listen is
     /// httpListen. Only the file has the sections `services:` and `limits:`.
     Run(Box<ConfigArgs>),
-    /// Load the configuration as `run` would, print all errors at once, and exit
-    CheckConfig(Box<ConfigArgs>),
+    /// Load the configuration and the files that it names as `run` would, print all errors at once,
+    /// and exit
+    ///
+    /// Exit code 64: settings or the content of a file are wrong; 1: files are absent or cannot be read
+    /// as they are.
+    CheckConfig(Box<CheckConfigArgs>),
     /// Create, list and revoke join tokens
     #[command(subcommand)]
     Token(TokenVerb),
@@ -91,6 +95,18 @@ pub struct ConfigArgs {
     /// Settings given as flags or environment variables.
     #[command(flatten)]
     pub settings: RawConfig,
+}
+
+/// The sources of `check-config`.
+#[derive(Debug, Clone, Default, clap::Args)]
+pub struct CheckConfigArgs {
+    /// Check the settings alone, and not the files that they name: for the configuration of another
+    /// host
+    #[arg(long)]
+    pub settings_only: bool,
+    /// Sources of the settings.
+    #[command(flatten)]
+    pub source: ConfigArgs,
 }
 
 /// The output and the sources of `diag`.

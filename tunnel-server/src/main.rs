@@ -18,7 +18,7 @@ use tunnel_proto::timers::record_runtime_start;
 use tunnel_server::admin::doctor;
 use tunnel_server::admin::render::RenderError;
 use tunnel_server::admin::verbs::{VerbError, diag};
-use tunnel_server::app::App;
+use tunnel_server::app::{App, ConfigFilesError, check_config_files};
 use tunnel_server::cli::{Cli, ConfigArgs, DiagArgs, DoctorArgs, Verb, command};
 use tunnel_server::config::{self, Config, ENV_PREFIX, known_variables};
 
@@ -54,8 +54,11 @@ fn main() -> ExitCode {
 fn run_verb(verb: Verb) -> anyhow::Result<ExitCode> {
     match verb {
         Verb::Run(source) => run(*source),
-        Verb::CheckConfig(source) => {
-            let config = load(*source)?;
+        Verb::CheckConfig(arguments) => {
+            let config = load(arguments.source)?;
+            if !arguments.settings_only {
+                check_config_files(&config)?;
+            }
             for warning in &config.warnings {
                 writeln!(std::io::stderr(), "warning: {warning}")?;
             }
@@ -97,7 +100,8 @@ fn exit_code(error: &anyhow::Error) -> u8 {
     if let Some(error) = error.downcast_ref::<RenderError>() {
         return error.exit_code();
     }
-    if error.chain().any(|cause| cause.is::<ConfigError>()) {
+    let has_wrong_file = matches!(error.downcast_ref(), Some(ConfigFilesError::Content(_)));
+    if has_wrong_file || error.chain().any(|cause| cause.is::<ConfigError>()) {
         EXIT_USAGE
     } else {
         1
@@ -146,6 +150,7 @@ fn load(source: ConfigArgs) -> anyhow::Result<Config> {
 
 fn run(source: ConfigArgs) -> anyhow::Result<ExitCode> {
     let config = load(source)?;
+    check_config_files(&config)?;
     telemetry::enable_recent_lines();
     let _logs = telemetry::start(config.log_level, config.log_format, &config.access_log)?;
     info!(

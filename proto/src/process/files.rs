@@ -124,12 +124,23 @@ pub fn read_secret(path: &Path) -> io::Result<Option<Zeroizing<Vec<u8>>>> {
 /// Reads a file that the operator provides. Follows symbolic links, because mounted Secrets and the
 /// kubelet's certificates are links. Group and others may read the file (a Secret is 0644 or 0640),
 /// but not write it. The file may hold a secret, so the content is wiped when it is dropped.
+/// A byte order mark, which editors on Windows write, is removed: these files are text.
 ///
 /// # Errors
 /// The system's error with the path; `InvalidData` for a refused file.
 pub fn read_operator_file(path: &Path) -> io::Result<Zeroizing<Vec<u8>>> {
-    read_following_links(path, OTHERS_WRITE).map(|(content, _)| content)
+    read_following_links(path, OTHERS_WRITE).map(|(content, _)| without_byte_order_mark(content))
 }
+
+fn without_byte_order_mark(mut content: Zeroizing<Vec<u8>>) -> Zeroizing<Vec<u8>> {
+    if content.starts_with(BYTE_ORDER_MARK) {
+        content.drain(..BYTE_ORDER_MARK.len());
+    }
+    content
+}
+
+/// U+FEFF in UTF-8.
+const BYTE_ORDER_MARK: &[u8] = b"\xef\xbb\xbf";
 
 /// Reads a configuration file like [`read_operator_file`] does. In addition, the owner's group may
 /// write the file, because a umask of 002 creates such files. Returns a warning next to the content
@@ -139,6 +150,7 @@ pub fn read_operator_file(path: &Path) -> io::Result<Zeroizing<Vec<u8>>> {
 /// As in [`read_operator_file`].
 pub fn read_config(path: &Path) -> io::Result<(Zeroizing<Vec<u8>>, Option<String>)> {
     let (content, opened) = read_following_links(path, OTHERS_WRITE & !GROUP_WRITES)?;
+    let content = without_byte_order_mark(content);
     let (mode, group) = (opened.mode(), opened.gid());
     let warning = is_written_by_others(mode, opened.uid(), group).then(|| {
         let shown = path.display();

@@ -25,19 +25,27 @@ pub enum FileError {
     #[error("{0}")]
     Read(#[from] io::Error),
     /// The file is not PEM, or does not contain the required kind of object.
-    #[error("{path} holds no {what} in PEM form")]
+    #[error("{path} holds no {what} in PEM form{found}")]
     Pem {
         /// The path of the file.
         path: PathBuf,
         /// The kind of object that the file should contain.
         what: &'static str,
-        /// The error of the parser.
+        /// What the file contains instead, with the remedy, or an empty text.
+        found: &'static str,
+        /// The error of the parser, where the file contains nothing that is known.
         #[source]
-        source: pem::Error,
+        source: Option<pem::Error>,
     },
     /// The key cannot be used or does not belong to the certificate.
     #[error("certificate {0} and key {1} cannot be used together")]
     Pair(PathBuf, PathBuf, #[source] rustls::Error),
+    /// The key belongs to a certificate of the file that is not its first.
+    #[error(
+        "{0}: the key belongs to certificate {1} of the file; the certificate of the key must be the first, then the one that \
+         signed it"
+    )]
+    Order(PathBuf, usize),
     /// A CA certificate cannot be used.
     #[error("{0} holds a CA certificate that cannot be used")]
     Root(PathBuf, #[source] rustls::Error),
@@ -48,6 +56,12 @@ impl FileError {
     #[must_use]
     pub fn is_absent(&self) -> bool {
         matches!(self, Self::Read(error) if error.kind() == io::ErrorKind::NotFound)
+    }
+
+    /// Returns whether the file could be read and its content is the cause.
+    #[must_use]
+    pub fn is_in_content(&self) -> bool {
+        !matches!(self, Self::Read(_))
     }
 }
 
@@ -67,23 +81,62 @@ impl KeyPairFiles {
     /// [`FileError`], which names the file.
     pub fn load(&self) -> Result<Arc<CertifiedKey>, FileError> {
         let certificate = files::read_operator_file(&self.certificate)?;
-        let chain = chain(&certificate).map_err(|source| FileError::Pem {
-            path: self.certificate.clone(),
-            what: "certificate",
-            source,
-        })?;
+        let chain = chain(&certificate)
+            .map_err(|source| pem_error(&self.certificate, CERTIFICATE, &certificate, source))?;
         let key = if self.key == self.certificate {
             certificate
         } else {
             files::read_operator_file(&self.key)?
         };
-        let key = private_key(&key).map_err(|source| FileError::Pem {
-            path: self.key.clone(),
-            what: "private key",
-            source,
-        })?;
-        certified_key(chain, key)
-            .map_err(|error| FileError::Pair(self.certificate.clone(), self.key.clone(), error))
+        let key = private_key(&key)
+            .map_err(|source| pem_error(&self.key, "private key", &key, source))?;
+        certified_key(chain.clone(), key.clone_key()).map_err(|error| {
+            let belongs = |leaf: &CertificateDer<'static>| {
+                certified_key(vec![leaf.clone()], key.clone_key()).is_ok()
+            };
+            match chain.iter().position(belongs) {
+                Some(index) => FileError::Order(self.certificate.clone(), index + 1),
+                None => FileError::Pair(self.certificate.clone(), self.key.clone(), error),
+            }
+        })
+    }
+}
+
+/// The kind of object of a chain, in error texts.
+const CERTIFICATE: &str = "certificate";
+
+fn pem_error(path: &Path, what: &'static str, content: &[u8], source: pem::Error) -> FileError {
+    let found = found_instead(content);
+    FileError::Pem {
+        path: path.to_owned(),
+        what,
+        found,
+        source: found.is_empty().then_some(source),
+    }
+}
+
+/// Returns what a file contains that PKI tools write in place of a PEM certificate or key.
+fn found_instead(content: &[u8]) -> &'static str {
+    /// Tag and length of a DER sequence of 256 to 65,535 bytes, as certificates and keys are.
+    const DER: &[u8] = &[0x30, 0x82];
+    let has = |label: &str| {
+        let begin = format!("-----BEGIN {label}-----");
+        content
+            .windows(begin.len())
+            .any(|window| window == begin.as_bytes())
+    };
+    if content.trim_ascii().is_empty() {
+        ": it is empty"
+    } else if content.starts_with(DER) {
+        ": it is in DER form; convert it with openssl x509 -inform DER, or openssl pkey -inform DER for a key"
+    } else if has("ENCRYPTED PRIVATE KEY")
+        || content.windows(9).any(|window| window == b"ENCRYPTED")
+    {
+        ": the key is encrypted, and nobody can enter its passphrase; decrypt it with openssl pkey"
+    } else if has("TRUSTED CERTIFICATE") {
+        ": it is a TRUSTED CERTIFICATE of OpenSSL; convert it with openssl x509"
+    } else {
+        ""
     }
 }
 
@@ -93,11 +146,7 @@ impl KeyPairFiles {
 /// [`FileError`], which names the file.
 pub fn load_roots(path: &Path) -> Result<Vec<CertificateDer<'static>>, FileError> {
     let content = files::read_operator_file(path)?;
-    let roots = chain(&content).map_err(|source| FileError::Pem {
-        path: path.to_owned(),
-        what: "certificate",
-        source,
-    })?;
+    let roots = chain(&content).map_err(|source| pem_error(path, CERTIFICATE, &content, source))?;
     super::roots(roots.iter().cloned()).map_err(|error| FileError::Root(path.to_owned(), error))?;
     Ok(roots)
 }
@@ -153,15 +202,26 @@ mod tests {
         let key = KeyPair::generate().unwrap();
         let certificate = CertificateParams::default().self_signed(&key).unwrap();
         let other_key = KeyPair::generate().unwrap();
-        let both = format!("{}{}", key.serialize_pem(), certificate.pem());
+        let other = CertificateParams::default().self_signed(&other_key);
+        let (pem, other) = (certificate.pem(), other.unwrap().pem());
+        let label = |text: &str, label: &str| {
+            text.replace("BEGIN ", &format!("BEGIN {label} "))
+                .replace("END ", &format!("END {label} "))
+        };
         for (name, content) in [
-            ("tls.crt", certificate.pem()),
+            ("tls.crt", pem.clone()),
             ("tls.key", key.serialize_pem()),
             ("other.key", other_key.serialize_pem()),
-            ("both.pem", both),
+            ("both.pem", format!("{}{pem}", key.serialize_pem())),
+            ("bom.crt", format!("\u{feff}{pem}")),
+            ("empty", "\n".to_owned()),
+            ("trusted.crt", label(&pem, "TRUSTED")),
+            ("encrypted.key", label(&key.serialize_pem(), "ENCRYPTED")),
+            ("reversed.crt", other + &pem),
         ] {
             fs::write(dir.join(name), content).unwrap();
         }
+        fs::write(dir.join("tls.der"), certificate.der()).unwrap();
         let load = |certificate: &str, key: &str| {
             let pair = KeyPairFiles {
                 certificate: dir.join(certificate),
@@ -173,11 +233,21 @@ mod tests {
         };
         assert_eq!(load("tls.crt", "tls.key"), Ok(1));
         assert_eq!(load("both.pem", "both.pem"), Ok(1));
+        assert_eq!(load("bom.crt", "tls.key"), Ok(1));
         for (certificate, key, words) in [
             ("tls.crt", "other.key", "cannot be used together"),
             ("tls.crt", "tls.crt", "tls.crt holds no private key"),
             ("tls.key", "tls.key", "tls.key holds no certificate"),
             ("absent", "tls.key", "absent"),
+            ("tls.der", "tls.key", "DER"),
+            ("empty", "tls.key", "it is empty"),
+            ("trusted.crt", "tls.key", "openssl x509"),
+            ("tls.crt", "encrypted.key", "encrypted"),
+            (
+                "reversed.crt",
+                "tls.key",
+                "the key belongs to certificate 2",
+            ),
         ] {
             let error = load(certificate, key).unwrap_err();
             assert!(error.contains(words), "{error}");

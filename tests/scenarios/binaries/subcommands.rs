@@ -100,6 +100,43 @@ async fn all_mistakes_of_a_file_are_reported_at_once() -> Result<()> {
     Ok(())
 }
 
+/// What `run` refuses, `check-config` finds before a restart, with the same text and code.
+#[tokio::test]
+async fn check_config_reads_the_files_of_the_settings_as_run_does() -> Result<()> {
+    let scratch = ScratchDir::new()?;
+    let data = scratch.path().join("data").to_string_lossy().into_owned();
+    let file = |name: &str, content: &str| -> Result<String> {
+        Ok(scratch.file(name, content)?.to_string_lossy().into_owned())
+    };
+    let text = file("text.pem", "no certificate\n")?;
+    let passwords = file("passwords", "prometheus:0123456789abcdefgh \n")?;
+    let absent = scratch.path().join("absent");
+    let absent = absent.to_string_lossy().into_owned();
+    let with_files = |certificate: &str, passwords: &str| {
+        let files = ["--https-cert-file", certificate, "--https-key-file"];
+        let listener = ["--connect-listen", "127.0.0.1:0", "--connect-auth"];
+        let words = [&files[..], &[certificate], &listener, &[passwords]].concat();
+        words.into_iter().map(str::to_owned).collect::<Vec<_>>()
+    };
+    let of_settings = ["--https-cert-file", "--connect-auth"];
+    for (words, code, named) in [
+        (with_files(&text, &passwords), USAGE, "2 error(s)"),
+        (with_files(&absent, &passwords), USAGE, "2 error(s)"),
+        (with_files(&absent, &absent), 1, "2 file(s)"),
+    ] {
+        for verb in ["check-config", "run"] {
+            let program = Program::ours(SERVER)?.args([verb, "--kubernetes", "off"]);
+            let program = program.args(["--data-dir", &data]).args(&words);
+            let finished = program.run().await?;
+            let named = [&of_settings[..], &[named]].concat();
+            finished.ensure_failed(code, &named).context(verb)?;
+        }
+        let program = Program::ours(SERVER)?.args(["check-config", "--settings-only"]);
+        program.args(&words).run().await?.ok()?;
+    }
+    Ok(())
+}
+
 #[tokio::test]
 async fn good_file_passes_check_config() -> Result<()> {
     let scratch = ScratchDir::new()?;

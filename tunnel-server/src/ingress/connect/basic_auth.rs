@@ -43,6 +43,15 @@ pub enum BasicAuthFileError {
     /// A line is not `NAME:PASSWORD`. The message does not contain the line.
     #[error("{0}: line {1} is not NAME:PASSWORD with both parts")]
     InvalidLine(String, usize),
+    /// A line begins or ends with a blank, which a client would have to send. The message does not
+    /// contain the line.
+    #[error("{0}: line {1} begins or ends with a blank; remove it")]
+    Blank(String, usize),
+    /// The password of a line is a hash of htpasswd or crypt(3). The message does not contain it.
+    #[error(
+        "{0}: line {1}: the password of {2:?} is a hash, as htpasswd writes it; write the password itself"
+    )]
+    Hash(String, usize, String),
     /// The password of a line is too short and easily guessed. The message does not contain the
     /// password.
     #[error(
@@ -60,7 +69,12 @@ impl BasicAuthFileError {
     pub fn is_in_content(&self) -> bool {
         match self {
             Self::Read(_) => false,
-            Self::NotText(_) | Self::InvalidLine(..) | Self::Short(..) | Self::Empty(_) => true,
+            Self::NotText(_)
+            | Self::InvalidLine(..)
+            | Self::Blank(..)
+            | Self::Hash(..)
+            | Self::Short(..)
+            | Self::Empty(_) => true,
         }
     }
 }
@@ -98,6 +112,13 @@ impl BasicAuthUsers {
             let Some((user, password)) = parts else {
                 return Err(BasicAuthFileError::InvalidLine(shown.to_owned(), number));
             };
+            if line.trim() != line {
+                return Err(BasicAuthFileError::Blank(shown.to_owned(), number));
+            }
+            if HASHES.iter().any(|prefix| password.starts_with(prefix)) {
+                let user = user.to_owned();
+                return Err(BasicAuthFileError::Hash(shown.to_owned(), number, user));
+            }
             if password.chars().count() < PASSWORD_MIN_CHARS {
                 let user = user.to_owned();
                 return Err(BasicAuthFileError::Short(shown.to_owned(), number, user));
@@ -227,6 +248,9 @@ impl BasicAuth {
     }
 }
 
+/// How hashes of htpasswd and crypt(3) begin.
+const HASHES: [&str; 7] = ["$apr1$", "$2a$", "$2b$", "$2y$", "$5$", "$6$", "{SHA}"];
+
 /// Shortest password. Shorter ones can be found by guessing, even offline if the file is stolen.
 const PASSWORD_MIN_CHARS: usize = 16;
 
@@ -284,6 +308,8 @@ mod tests {
             ("\n# none\n", "no line"),
             ("a:0123456789abcdef\nadmin:secret-89abcde\n", "line 2"),
             ("admin:secret-89abcde\n", "\"admin\""),
+            ("admin:secret-89abcdefghij \n", "a blank"),
+            ("admin:$apr1$secret$0123456789abcdefghijk.\n", "a hash"),
         ] {
             let error = BasicAuthUsers::parse(text, "file").unwrap_err();
             assert!(error.is_in_content());

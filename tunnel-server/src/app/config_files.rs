@@ -1,0 +1,128 @@
+//! The files that the settings name, read as the server reads them at its start, so that all mistakes
+//! are reported at once.
+
+use std::path::Path;
+
+use tunnel_proto::process::settings::ConfigError;
+use tunnel_proto::tls::files::{FileError, KeyPairFiles, load_roots};
+
+use crate::cluster::check_kubeconfig;
+use crate::config::{Config, CredentialFiles, KubeletClientCa};
+use crate::ingress::connect::basic_auth::{BasicAuthFileError, BasicAuthUsers};
+
+/// Why files that the settings name cannot be used.
+#[derive(Debug, thiserror::Error)]
+pub enum ConfigFilesError {
+    /// The content of at least one file is wrong, on every host. The texts name all files that cannot
+    /// be used.
+    #[error("{0}")]
+    Content(ConfigError),
+    /// Files are absent, or must not be used as they are. A later start may find them.
+    #[error("{} file(s) of the configuration cannot be read:\n  {}", .0.len(), .0.join("\n  "))]
+    Unreadable(Vec<String>),
+}
+
+/// Reads each file that the settings name, as the server does at its start. Blocks the thread.
+///
+/// # Errors
+/// [`ConfigFilesError`] with a text for each file that cannot be used.
+pub fn check_config_files(config: &Config) -> Result<(), ConfigFilesError> {
+    let mut files = Files::default();
+    if let Some(pair) = &config.https_certificate.files {
+        files.pair("--https-cert-file", pair);
+    }
+    files.credentials(
+        ["--agent-ca", "--agent-cert-file"],
+        config.agent_files.as_ref(),
+    );
+    files.credentials(
+        ["--peer-ca", "--peer-cert-file"],
+        config.peers.files.as_ref(),
+    );
+    let (connect, page) = (config.connect.as_ref(), config.status_page.as_ref());
+    let client_ca = config.client_auth.as_ref().map(|auth| &auth.ca);
+    let client_ca = client_ca
+        .or_else(|| connect?.client_ca.as_ref())
+        .or_else(|| page?.client_ca.as_ref());
+    files.roots("--client-ca", client_ca);
+    files.passwords("--connect-auth", connect.and_then(|it| it.auth.as_ref()));
+    files.passwords("--status-auth", page.and_then(|it| it.auth.as_ref()));
+    files.roots("--target-ca", config.targets.ca.as_ref());
+    // Without these files the server starts with a condition, and waits for them.
+    if let Some(pair) = &config.targets.identity
+        && !matches!(pair.load(), Err(error) if error.is_absent())
+    {
+        files.pair("--target-cert-file", pair);
+    }
+    if let KubeletClientCa::File(path) = &config.kubelet_client_ca {
+        files.roots("--kubelet-client-ca", Some(path));
+    }
+    let kubernetes = config.kubernetes.as_ref();
+    if let Some(path) = kubernetes.and_then(|it| it.kubeconfig.as_ref()) {
+        files.kubeconfig(path);
+    }
+    files.finish()
+}
+
+/// Texts for the files that cannot be used.
+#[derive(Debug, Default)]
+struct Files {
+    texts: Vec<String>,
+    has_wrong_content: bool,
+}
+
+impl Files {
+    fn credentials(&mut self, [ca, certificate]: [&str; 2], files: Option<&CredentialFiles>) {
+        if let Some(files) = files {
+            self.roots(ca, Some(&files.ca));
+            self.pair(certificate, &files.pair);
+        }
+    }
+
+    fn pair(&mut self, setting: &str, files: &KeyPairFiles) {
+        let loaded = files.load();
+        self.add(setting, loaded, FileError::is_in_content);
+    }
+
+    fn roots(&mut self, setting: &str, path: Option<impl AsRef<Path>>) {
+        if let Some(path) = path {
+            let loaded = load_roots(path.as_ref());
+            self.add(setting, loaded, FileError::is_in_content);
+        }
+    }
+
+    fn passwords(&mut self, setting: &str, path: Option<impl AsRef<Path>>) {
+        if let Some(path) = path {
+            let loaded = BasicAuthUsers::load(path.as_ref());
+            self.add(setting, loaded, BasicAuthFileError::is_in_content);
+        }
+    }
+
+    fn kubeconfig(&mut self, path: &Path) {
+        self.add("--kubeconfig", check_kubeconfig(path), |_error| true);
+    }
+
+    fn add<T, E>(&mut self, setting: &str, loaded: Result<T, E>, is_in_content: fn(&E) -> bool)
+    where
+        E: std::error::Error + Send + Sync + 'static,
+    {
+        if let Err(error) = loaded {
+            self.has_wrong_content |= is_in_content(&error);
+            let mut texts: Vec<_> = anyhow::Error::from(error)
+                .chain()
+                .map(ToString::to_string)
+                .collect();
+            // The text of an error of the file system is that of its cause.
+            texts.dedup();
+            self.texts.push(format!("{setting}: {}", texts.join(": ")));
+        }
+    }
+
+    fn finish(self) -> Result<(), ConfigFilesError> {
+        match (self.texts.is_empty(), self.has_wrong_content) {
+            (true, _) => Ok(()),
+            (false, true) => Err(ConfigFilesError::Content(ConfigError(self.texts))),
+            (false, false) => Err(ConfigFilesError::Unreadable(self.texts)),
+        }
+    }
+}
