@@ -43,6 +43,7 @@ mod streamed;
 
 use self::response::response;
 pub use self::response::{FullResponse, json, text};
+pub use self::streamed::Chunks;
 use self::streamed::{MetaBody, StreamedBody};
 
 /// Maximum number of connections. At the limit, newer connections evict the oldest. Probes and one
@@ -85,10 +86,6 @@ pub enum EndpointAnswer {
     /// chunk of a request is in memory.
     Json(Chunks),
 }
-
-/// The chunks of a response. They are made outside the runtime's own threads, one of a source at a
-/// time. After an error the connection ends before the response is complete.
-pub type Chunks = Box<dyn Iterator<Item = io::Result<Bytes>> + Send>;
 
 impl fmt::Debug for EndpointAnswer {
     fn fmt(&self, formatter: &mut fmt::Formatter<'_>) -> fmt::Result {

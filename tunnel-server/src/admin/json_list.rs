@@ -1,12 +1,12 @@
-//! A JSON list in chunks, one for each part of what it is made from.
+//! A JSON list in chunks, one for each batch of what it is made from.
 
 use std::io;
 
 use bytes::Bytes;
 
-/// The chunks of a list. `encode` makes a JSON list of each part.
+/// The chunks of a list. `encode` makes a JSON list of each batch.
 pub(crate) struct JsonList<P, F> {
-    parts: P,
+    batches: P,
     encode: F,
     /// What comes before the next element. `None` after the end of the list.
     before: Option<&'static [u8]>,
@@ -17,9 +17,9 @@ where
     P: Iterator<Item = Vec<T>>,
     F: FnMut(&[T]) -> serde_json::Result<Vec<u8>>,
 {
-    pub(crate) fn new(parts: P, encode: F) -> Self {
+    pub(crate) fn new(batches: P, encode: F) -> Self {
         Self {
-            parts,
+            batches,
             encode,
             before: Some(BEGIN),
         }
@@ -35,8 +35,8 @@ where
 
     fn next(&mut self) -> Option<io::Result<Bytes>> {
         let before = self.before?;
-        for part in self.parts.by_ref() {
-            let list = match (self.encode)(&part) {
+        for batch in self.batches.by_ref() {
+            let list = match (self.encode)(&batch) {
                 Ok(list) => list,
                 Err(error) => return Some(Err(error.into())),
             };
@@ -60,9 +60,9 @@ mod tests {
 
     #[test]
     fn parts_are_one_list() {
-        let text = |parts: &[&[u8]]| {
-            let parts = parts.iter().map(|part| part.to_vec());
-            let chunks = JsonList::new(parts, |part| serde_json::to_vec(part));
+        let text = |batches: &[&[u8]]| {
+            let batches = batches.iter().map(|batch| batch.to_vec());
+            let chunks = JsonList::new(batches, |batch| serde_json::to_vec(batch));
             let bytes: Vec<_> = chunks.map(Result::unwrap).collect();
             String::from_utf8(bytes.concat()).unwrap()
         };

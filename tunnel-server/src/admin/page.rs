@@ -79,7 +79,7 @@ pub(crate) trait PageNodes: Send + Sync {
 
 impl PageNodes for NodeSources {
     fn all(&self) -> Box<dyn Iterator<Item = Cow<'_, NodeStatus>> + '_> {
-        Box::new(self.parts().flatten().map(Cow::Owned))
+        Box::new(self.batches().flatten().map(Cow::Owned))
     }
 
     fn of_node(&self, name: &NodeName) -> Option<NodeStatus> {

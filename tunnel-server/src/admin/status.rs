@@ -174,11 +174,11 @@ impl NodeSources {
         names.into_iter().take(limit).collect()
     }
 
-    /// Returns the status of all nodes in parts, ordered by name. The memory of a part does not depend
+    /// Returns the status of all nodes in batches, ordered by name. The memory of a batch does not depend
     /// on the number of nodes.
     #[must_use]
-    pub fn parts(&self) -> NodeParts {
-        NodeParts {
+    pub fn batches(&self) -> NodeBatches {
+        NodeBatches {
             sources: self.clone(),
             after: Some(Bound::Unbounded),
         }
@@ -250,16 +250,16 @@ impl NodeSources {
     }
 }
 
-/// The status of all nodes in parts, each as of the moment at which it is made. Nodes that come and go
+/// The status of all nodes in batches, each as of the moment at which it is made. Nodes that come and go
 /// meanwhile neither repeat nor hide others.
 #[derive(Debug)]
-pub struct NodeParts {
+pub struct NodeBatches {
     sources: NodeSources,
-    /// Where the next part begins. `None` after the last one.
+    /// Where the next batch begins. `None` after the last one.
     after: Option<Bound<NodeName>>,
 }
 
-impl Iterator for NodeParts {
+impl Iterator for NodeBatches {
     type Item = Vec<NodeStatus>;
 
     fn next(&mut self) -> Option<Vec<NodeStatus>> {
@@ -337,7 +337,7 @@ impl NodeStatus {
     }
 }
 
-/// Nodes of a part: about 200 KB, in a few milliseconds.
+/// Nodes of a batch: about 200 KB, in a few milliseconds.
 const PART_NODES: usize = 200;
 
 #[cfg(test)]
@@ -510,6 +510,6 @@ mod tests {
                 peers: sessions.peers.clone(),
             }),
         };
-        sources.parts().flatten().collect()
+        sources.batches().flatten().collect()
     }
 }

@@ -167,7 +167,7 @@ fn json_list(
     nodes: &NodeSources,
     encode: impl FnMut(&[NodeStatus]) -> serde_json::Result<Vec<u8>> + Send + 'static,
 ) -> EndpointAnswer {
-    EndpointAnswer::Json(Box::new(JsonList::new(nodes.parts(), encode)))
+    EndpointAnswer::Json(Box::new(JsonList::new(nodes.batches(), encode)))
 }
 
 fn checked_query(query: &str, policy: &PortPolicy) -> Result<DiscoveryQuery, Refusal> {

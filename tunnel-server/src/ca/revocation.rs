@@ -245,7 +245,7 @@ impl Revocations {
                     OrderAction::Reissue => own.reissue(),
                 }
             }
-            // The operator decides anew.
+            // The operator decides again.
             if let Some(row) = state.unreadable.remove(node) {
                 self.rows.copy_aside(Table::Orders, &[row]);
             }
@@ -619,7 +619,7 @@ impl Revocations {
         if !state.unreadable.is_empty() {
             let nodes = listed(state.unreadable.keys().map(NodeName::as_str));
             lines.push(format!(
-                "a later version wrote orders that this one cannot read, so this server refuses the nodes: {nodes}; run that                  version, or decide anew with 'tunnel-server nodes unrevoke', 'revoke' or 'reissue'"
+                "a later version wrote orders that this one cannot read, so this server refuses the nodes: {nodes}; run that                  version, or decide again with 'tunnel-server nodes unrevoke', 'revoke' or 'reissue'"
             ));
         }
         let refused = state.received.iter().filter(|(replica, received)| {

@@ -287,14 +287,14 @@ impl DataDir {
 }
 
 /// Replaces a file without which a server runs. Where nothing can be written, that is a line in the
-/// log, and the next start makes the content anew.
+/// log, and the next start makes the content again.
 ///
 /// # Errors
 /// Returns an error if the file cannot be replaced for another reason.
 pub(crate) fn replace_or_warn(path: &Path, content: &[u8]) -> io::Result<()> {
     match files::replace(path, content) {
         Err(error) if files::is_unwritable(&error) => {
-            warn!(%error, "cannot save a file; the next start makes its content anew");
+            warn!(%error, "cannot save a file; the next start makes its content again");
             Ok(())
         }
         replaced => replaced,

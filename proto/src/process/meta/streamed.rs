@@ -13,7 +13,6 @@ use tokio::task::JoinError;
 use tokio::time::{Instant, sleep};
 use tracing::warn;
 
-use super::Chunks;
 use crate::process::making;
 
 /// A body in memory, or one that is made while it is read.
@@ -25,6 +24,10 @@ pub(super) struct StreamedBody {
     /// Makes the next chunk. `None` after the last one.
     making: Option<Pin<Box<dyn Future<Output = Made> + Send>>>,
 }
+
+/// The chunks of a response. They are made outside the runtime's own threads, one of a source at a
+/// time. After an error the connection ends before the response is complete.
+pub type Chunks = Box<dyn Iterator<Item = io::Result<Bytes>> + Send>;
 
 /// The next chunk, those after it, and the time that it took; or a panic.
 type Made = Result<(Option<io::Result<Bytes>>, Chunks, Duration), JoinError>;

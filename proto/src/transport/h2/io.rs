@@ -27,7 +27,7 @@ use crate::tls;
 const READ_PER_POLL_MAX: usize = 256 * 1024;
 /// Bytes that the connection keeps for the socket, above which h2 waits, and reads nothing. More than
 /// the streams hand to h2 while the socket is blocked, and one PING, its answer and SETTINGS.
-const KEPT_MAX: usize = 512 * 1024;
+const UNWRITTEN_MAX: usize = 512 * 1024;
 /// Time for which a closed connection continues to read. A close with unread data would send a
 /// reset, and the peer would lose the last data.
 const LINGER: Duration = Duration::from_secs(1);
@@ -91,7 +91,7 @@ impl ConnState {
 
     /// Keeps what h2 writes until h2 reads, if it did not try to because the socket is blocked.
     /// Returns whether h2 must be polled again. It is polled again once only, because h2 also reads
-    /// nothing when [`KEPT_MAX`] bytes are kept.
+    /// nothing when [`UNWRITTEN_MAX`] bytes are kept.
     pub(super) fn keep_writes(&self) -> bool {
         let must_keep = !self.has_tried_to_read.load(Ordering::Relaxed) && !self.is_flushed();
         let kept_before = self.keeps_writes.swap(must_keep, Ordering::Relaxed);
@@ -162,7 +162,7 @@ pub(super) struct ConnIo<S> {
     conn_state: Arc<ConnState>,
     control_rate: ControlRate,
     /// What h2 has written and the socket has not taken.
-    kept: BytesMut,
+    unwritten: BytesMut,
     end: Option<io::Result<()>>,
     linger: Option<Pin<Box<Sleep>>>,
 }
@@ -175,7 +175,7 @@ impl<S> ConnIo<S> {
             inner,
             conn_state: conn_state.clone(),
             control_rate: ControlRate::new(preface),
-            kept: BytesMut::new(),
+            unwritten: BytesMut::new(),
             end: None,
             linger: None,
         };
@@ -186,14 +186,14 @@ impl<S> ConnIo<S> {
 impl<S: AsyncWrite + Unpin> ConnIo<S> {
     /// Writes what is kept.
     fn poll_kept(&mut self, cx: &mut Context<'_>) -> Poll<io::Result<()>> {
-        while self.kept.has_remaining() {
-            let count = ready!(Pin::new(&mut self.inner).poll_write(cx, &self.kept))?;
+        while self.unwritten.has_remaining() {
+            let count = ready!(Pin::new(&mut self.inner).poll_write(cx, &self.unwritten))?;
             if count == 0 {
                 return Poll::Ready(Err(io::ErrorKind::WriteZero.into()));
             }
-            self.kept.advance(count);
+            self.unwritten.advance(count);
         }
-        self.kept = BytesMut::new();
+        self.unwritten = BytesMut::new();
         Poll::Ready(Ok(()))
     }
 
@@ -261,12 +261,12 @@ impl<S: AsyncRead + AsyncWrite + Unpin> AsyncWrite for ConnIo<S> {
             Poll::Pending => Poll::Pending,
         };
         this.conn_state.record_write(written.is_pending());
-        if written.is_pending() && this.keeps_writes() && this.kept.len() < KEPT_MAX {
-            let before = this.kept.len();
+        if written.is_pending() && this.keeps_writes() && this.unwritten.len() < UNWRITTEN_MAX {
+            let before = this.unwritten.len();
             for piece in data {
-                this.kept.extend_from_slice(piece);
+                this.unwritten.extend_from_slice(piece);
             }
-            written = Poll::Ready(Ok(this.kept.len() - before));
+            written = Poll::Ready(Ok(this.unwritten.len() - before));
         }
         if let Poll::Ready(Ok(count)) = written {
             this.control_rate.sent(count);

@@ -111,7 +111,7 @@ fn damaged_order_stops_the_start_with_the_command_that_repairs_it() {
 }
 
 #[test]
-fn row_of_a_later_version_refuses_its_node_until_an_operator_decides_anew() {
+fn row_of_a_later_version_refuses_its_node_until_an_operator_decides_again() {
     let scratch = Scratch::new();
     let later = |key: &str| RowChange::raw(key, b"\x02?");
     let stored = |scratch: &Scratch, table| {
