@@ -139,7 +139,7 @@ fn without_byte_order_mark(mut content: Zeroizing<Vec<u8>>) -> Zeroizing<Vec<u8>
     content
 }
 
-/// U+FEFF in UTF-8.
+/// The byte order mark, U+FEFF, in UTF-8.
 const BYTE_ORDER_MARK: &[u8] = b"\xef\xbb\xbf";
 
 /// Reads a configuration file like [`read_operator_file`] does. In addition, the owner's group may

@@ -107,7 +107,7 @@ fn bind_and_rename(
 #[derive(Debug)]
 pub struct SocketFile {
     path: PathBuf,
-    inode: (u64, u64),
+    inode: Inode,
 }
 
 impl SocketFile {
@@ -119,7 +119,10 @@ impl SocketFile {
     }
 }
 
-fn leads_to(path: &Path, inode: (u64, u64)) -> bool {
+/// Device and number of a file.
+type Inode = (u64, u64);
+
+fn leads_to(path: &Path, inode: Inode) -> bool {
     let found = fs::symlink_metadata(path);
     found.is_ok_and(|found| (found.dev(), found.ino()) == inode)
 }

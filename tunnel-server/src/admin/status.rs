@@ -403,7 +403,9 @@ mod tests {
         let edges: Vec<_> = shown.iter().map(|node| node.is_edge).collect();
         assert_eq!(edges, [true, true, false]);
         assert!(shown[1].is_away() && !shown[2].is_away());
-        let totals = NodeTotals::of(&shown[1..]).to_string();
+        let mut totals = NodeTotals::default();
+        shown[1..].iter().for_each(|node| totals.add(node));
+        let totals = totals.to_string();
         assert!(totals.contains("away: 1 "), "{totals}");
         assert_eq!(shown[1].labels, [("zone".into(), "worker-2".into())].into());
         assert_eq!(shown[0].addresses, [address(1), address(2)]);

@@ -58,7 +58,7 @@ impl Reader {
         name: &str,
     ) -> Fact<Option<T>> {
         let named = format!("metadata.name={name}");
-        let listed = self.pages(path, ("fieldSelector", &named)).await;
+        let listed = self.pages(path, "fieldSelector", &named).await;
         let found = listed.map_err(|failure| failure.to_string())?;
         Ok(found.into_iter().next())
     }
@@ -69,13 +69,13 @@ impl Reader {
         path: &str,
         selector: &str,
     ) -> Fact<Vec<T>> {
-        let listed = self.pages(path, ("labelSelector", selector)).await;
+        let listed = self.pages(path, "labelSelector", selector).await;
         listed.map_err(|failure| failure.to_string())
     }
 
     /// Returns all objects of a path, none if the API server does not serve their kind.
     pub(super) async fn list_served<T: DeserializeOwned>(&self, path: &str) -> Fact<Vec<T>> {
-        match self.pages(path, ("labelSelector", "")).await {
+        match self.pages(path, "labelSelector", "").await {
             Ok(items) => Ok(items),
             Err(failure) if failure.kind == ApiErrorKind::NotFound => Ok(Vec::new()),
             Err(failure) => Err(failure.to_string()),
@@ -85,7 +85,8 @@ impl Reader {
     async fn pages<T: DeserializeOwned>(
         &self,
         path: &str,
-        (selector, selected): (&str, &str),
+        selector: &str,
+        selected: &str,
     ) -> Result<Vec<T>, ApiError> {
         let listing = async {
             let (mut items, mut next) = (Vec::new(), String::new());

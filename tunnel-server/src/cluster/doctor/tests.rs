@@ -46,6 +46,7 @@ fn objects() -> ClusterObjects {
         services: Ok(vec![json!({"metadata": {"name": "s", "namespace": "n"}})]),
         service: Ok(Some(service)),
         endpoint_slices: Ok(vec![slice]),
+        dns_slices: Ok(Vec::new()),
         records_map: Ok(Some(config_map(RECORDS_KEY, "10.96.0.7\ta"))),
         ports_map: Ok(Some(ConfigMap {
             data: Some(BTreeMap::from([
