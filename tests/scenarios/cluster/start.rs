@@ -14,13 +14,17 @@ use tunnel_tests::eventually::eventually;
 use tunnel_tests::process::ScratchDir;
 use tunnel_tests::targets::{EchoTarget, Exporter};
 
+use super::GUIDE_IP;
 use super::authority::{cluster, server};
 use crate::connect::egress::talk;
 
 #[tokio::test(flavor = "multi_thread")]
 async fn every_listener_says_that_the_server_starts_until_the_nodes_are_known() -> Result<()> {
     let (cluster, scratch) = (cluster().await?, ScratchDir::new()?);
-    cluster.objects().create_service(|_| {}).await?;
+    cluster
+        .objects()
+        .create_service(|service| service["spec"]["clusterIP"] = GUIDE_IP.into())
+        .await?;
     cluster.objects().add(&edge("worker-1")).await?;
     let listing = Fault::answer(Status::new(500, "InternalError", "no list"));
     cluster.fake_api()?.fault(listing.of("nodes"));
@@ -115,7 +119,7 @@ impl Site {
         }
         let mut raw = ByteStream::connect(service.clone()).await?;
         ensure_reset(&raw.read_to_end().await.ended)?;
-        let answer = dns.ask("worker-1.", RecordType::A).await?;
+        let answer = dns.ask("worker-1", RecordType::A).await?;
         let code = answer.metadata.response_code;
         ensure!(code == ResponseCode::ServFail, "{code}");
         Ok(())
@@ -144,7 +148,7 @@ impl Site {
         let mut raw = ByteStream::connect(service.clone()).await?;
         raw.send(b"hello").await?;
         ensure!(raw.receive(5).await? == b"hello");
-        let addresses = dns.addresses("worker-1.").await?;
+        let addresses = dns.addresses("worker-1").await?;
         ensure!(!addresses.is_empty(), "no record");
         Ok(())
     }
