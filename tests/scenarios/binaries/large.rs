@@ -110,5 +110,5 @@ const FORGOTTEN: usize = 5_000;
 const START: Duration = Duration::from_secs(60);
 /// What the documents and verbs may add to the memory of a server at rest, whatever the number of
 /// nodes.
-const GROWTH_KIB: u64 = 48 << 10;
+const GROWTH_KIB: u64 = 16 << 10;
 const SERVER_MAX_KIB: u64 = 512 << 10;
