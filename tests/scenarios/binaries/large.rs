@@ -64,9 +64,9 @@ async fn server_of_many_known_nodes_shows_and_forgets_them_without_holding_all()
     let report = server.verb(&["doctor"])?.run().await?;
     ensure!(report.out.contains("nodes"), "{report}");
 
-    let began = Instant::now();
     let names = forgotten(&server).await?;
     let file = scratch.file("names", names.join("\n"))?;
+    let began = Instant::now();
     let forget = ["nodes", "forget", "--file", &file.to_string_lossy()];
     let said = server.verb(&forget)?.run().await?.ok()?;
     ensure!(said.matches("forgotten").count() == FORGOTTEN, "{said}");
