@@ -162,6 +162,9 @@ class Cluster:
         self.control.node.stop("kube-apiserver")
         self.control.start_apiserver(f"--egress-selector-config-file={file}")
         self.api.wait_until_up()
+        # They may dial the addresses of another overlay.
+        self.restart_agents()
+        self.wait_for_agents(120)
         self.wait_for_logs(90)
 
     def use_host_ports(self):
@@ -175,8 +178,7 @@ class Cluster:
         addresses = ",".join(f"10.77.100.{number}:10262" for number in range(1, len(CLOUD) + 1))
         self.apply_objects(self.render("hostport", addresses))
         self.wait_for_servers(120)
-        for transport in TRANSPORTS.values():
-            self.restart(f"{APPS}/daemonsets/tunnel-agent-{transport}")
+        self.restart_agents()
         self.wait_for_agents(120)
         self.wait_for_logs(60)
 
@@ -188,8 +190,7 @@ class Cluster:
         self.api.patch(f"{SYSTEM}/configmaps/tunnel-agent", {"data": {"server": f"{BALANCER}:10262"}})
         self.restart(SERVERS)
         self.wait_for_servers(120)
-        for transport in TRANSPORTS.values():
-            self.restart(f"{APPS}/daemonsets/tunnel-agent-{transport}")
+        self.restart_agents()
         for transport in TRANSPORTS.values():
             # Not ready: kube-proxy of the edge leads them to a pod, to which the edge has no route.
             path = f"{APPS}/daemonsets/tunnel-agent-{transport}"
@@ -231,6 +232,10 @@ class Cluster:
         for transport in TRANSPORTS.values():
             path = f"{APPS}/daemonsets/tunnel-agent-{transport}"
             wait(f"agent over {transport}", limit, lambda: is_daemon_set_up(self.api.get(path)))
+
+    def restart_agents(self):
+        for transport in TRANSPORTS.values():
+            self.restart(f"{APPS}/daemonsets/tunnel-agent-{transport}")
 
     def restart(self, path):
         """Starts a rollout, as `kubectl rollout restart` does."""

@@ -303,11 +303,16 @@ def host_is_lost(cluster):
     """9: the host of one of three servers is cut off, until its Node is not ready, and for 10 s more;
     then again for 30 s, with Services that prefer the server of the caller's own host."""
     results = lose_host(cluster, "9 host of one of three servers is lost", None)
-    for service in ("tunnel-dns", "x-tunnel-server-internal-svc"):
-        cluster.api.patch(f"{SYSTEM}/services/{service}", {"spec": {"trafficDistribution": "PreferSameNode"}})
-    # kube-apiserver keeps connections to any server for 90 s.
+    prefer(cluster, "PreferSameNode")
     time.sleep(10)
-    return results + lose_host(cluster, "9 the same with PreferSameNode", 30)
+    results += lose_host(cluster, "9 the same with PreferSameNode", 30)
+    prefer(cluster, None)
+    return results
+
+
+def prefer(cluster, distribution):
+    for service in ("tunnel-dns", "x-tunnel-server-internal-svc"):
+        cluster.api.patch(f"{SYSTEM}/services/{service}", {"spec": {"trafficDistribution": distribution}})
 
 
 def lose_host(cluster, what, seconds):
@@ -436,7 +441,7 @@ def run(cluster, selected):
         except Exception as problem:  # pylint: disable=broad-except
             # The next rows begin from an unknown state.
             traceback.print_exc()
-            failed = Result(f"{row} and later ones were not completed", "-", "completed")
+            failed = Result(f"row {row} was not completed", "-", "completed")
             failed.expect(False, f"{type(problem).__name__}: {problem}")
             results.append(failed)
             break
