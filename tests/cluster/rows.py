@@ -1,5 +1,6 @@
 """The rows of the table: what happens to the cluster, what is measured, and the goals."""
 
+import os
 import threading
 import time
 import traceback
@@ -17,6 +18,7 @@ FOLLOWED = 10
 # `--drain-delay` and `--drain-timeout` of the manifests.
 DRAIN = 5 + 30
 VIA = "cut via a server that drained"
+PATIENCE = float(os.environ.get("CULVERT_TEST_PATIENCE", "1"))
 # Most seconds of a QUIC session behind a firewall whose entries kube-proxy removes: the agent's
 # keep-alive with its jitter, and a second.
 KEEP_ALIVE = 5 * 1.2 + 1
@@ -191,7 +193,7 @@ def replace_servers(cluster, row, row_of_sessions, replace, slowest):
         drained = [follow for follow in follows[edge] if follow.end != "closed"]
         result.expect(set(reasons) <= {"draining", VIA}, "a stream ended without its reason")
         result.expect(not result.failed, "calls failed")
-        result.expect(result.slowest <= limit, "a call was slow")
+        result.expect(result.slowest <= limit * PATIENCE, "a call was slow")
         result.expect(result.silence <= 3, "a stream was silent")
         is_all = len(terminated) == len(before)
         result.expect(not is_all or len(drained) == len(follows[edge]), "a stream did not end")
@@ -239,7 +241,7 @@ def change_endpoints(cluster, row, slowest, count):
         result = Result(row, transport, f"0 failed, slowest {slowest:.0f} s (QUIC) or 1 s")
         result.count(calls[edge].stop())
         result.expect(not result.failed, "calls failed")
-        result.expect(result.slowest <= (slowest if transport == "quic" else 1), "a call was slow")
+        result.expect(result.slowest <= (slowest if transport == "quic" else 1) * PATIENCE, "a call was slow")
         results.append(result)
     return results
 
@@ -386,7 +388,7 @@ def agents_dial_a_load_balancer(cluster):
 
 
 def server_of_the_egress_selector_is_replaced(cluster):
-    """11: the only server of the overlay egress-selector under 20 calls/s for each node. 10: answers
+    """11: a server of the overlay egress-selector under 20 calls/s for each node. 10: answers
     of a server that does not know the nodes yet."""
     cluster.use_egress_selector()
     calls = {edge: Calls(cluster.api, PODS[edge], 20) for edge in EDGES}
@@ -425,8 +427,6 @@ KNOWN = {
     "3 ": "agents do not hand over yet",
     "4 ": "agents do not hand over yet",
     "9 host of one of three servers is lost: DNS": "a third of the datagrams goes to the lost host; PreferSameNode avoids it",
-    "10 ": "the listener answers before the nodes are known",
-    "11 ": "there is one server, and one socket",
 }
 
 
