@@ -153,7 +153,7 @@ impl Writer {
 
     /// Compares what a server has with what one answered for. A change that was not answered may be
     /// there or not.
-    fn check(&mut self, found: &Found, figures: &mut Figures) -> Result<()> {
+    fn check(&mut self, found: &ServerState, figures: &mut Figures) -> Result<()> {
         let unanswered = self.in_progress.take();
         figures.unanswered += usize::from(unanswered.is_some());
         let is_revoked = found.revoked.contains(&self.node);
@@ -184,7 +184,7 @@ fn is_lost(error: &anyhow::Error) -> bool {
 }
 
 /// What a server has after a start.
-struct Found {
+struct ServerState {
     revoked: BTreeSet<String>,
     tokens: BTreeMap<String, TokenState>,
 }
@@ -196,7 +196,7 @@ async fn check(admin: &AdminClient, writers: &mut [Writer], figures: &mut Figure
     };
     let revoked = admin.revocations(&all).await?.revocations.into_iter();
     let tokens = admin.tokens().await?.into_iter();
-    let found = Found {
+    let found = ServerState {
         revoked: revoked.map(|revoked| revoked.node.to_string()).collect(),
         tokens: tokens.map(|token| (token.id, token.state)).collect(),
     };
@@ -222,7 +222,7 @@ async fn write_until_killed(
     let changes = rand::random_range(1..=CHANGES_MAX);
     let mut count = answered.subscribe();
     let reached = count.wait_for(|count| *count >= changes);
-    timeout(scaled(PATIENCE), reached).await??;
+    timeout(scaled(TIMEOUT), reached).await??;
     server.into_process().kill().await?;
     let writers = writing.join_all().await.into_iter().collect();
     figures.answered += *answered.borrow();
@@ -241,4 +241,4 @@ const KILLS_OF_A_LIFE: usize = 50;
 const WRITERS: usize = 4;
 /// Maximum number of changes that are answered before a kill.
 const CHANGES_MAX: usize = 20;
-const PATIENCE: Duration = Duration::from_secs(30);
+const TIMEOUT: Duration = Duration::from_secs(30);

@@ -331,8 +331,10 @@ fn disk_that_does_not_answer_fails_changes_in_time_and_they_are_made_later() {
 
 #[test]
 fn rows_are_not_cleared_while_a_disk_does_not_answer_and_that_is_known_soon() {
-    let disk = Disk::default();
-    let store = open(&disk);
+    let (disk, activity) = (Disk::default(), FileActivity::default());
+    let opened =
+        StateStore::with_medium(disk.clone(), "store".to_owned(), &activity, OnDamage::Stop);
+    let store = opened.unwrap();
     put(&store, Table::Sessions, "a", 1);
     store.flush(Table::Sessions).unwrap();
     disk.set(|disk| disk.is_hanging = true);
@@ -343,6 +345,9 @@ fn rows_are_not_cleared_while_a_disk_does_not_answer_and_that_is_known_soon() {
     assert!(error.ends_with("does not answer"), "{error}");
     assert!(began.elapsed() < OPEN_TIMEOUT);
     disk.set(|disk| disk.is_hanging = false);
+    while activity.is_blocked() {
+        thread::yield_now();
+    }
     store.flush(Table::Orders).unwrap();
     store.clear(Table::Sessions).unwrap();
     assert!(values(&store, Table::Sessions).is_empty());
