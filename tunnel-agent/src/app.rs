@@ -27,7 +27,7 @@ use crate::connector::live::SESSION;
 use crate::connector::member_addresses::ServerPolicy;
 use crate::connector::set::ConnectorSet;
 use crate::connector::status::SessionStatuses;
-use crate::credentials::{CredentialError, RotatingCredentials};
+use crate::credentials::{CaFile, CredentialError, RotatingCredentials};
 use crate::egress::Egress;
 use crate::ingress::sessions::CloudSessions;
 use crate::ingress::{Ingress, listeners};
@@ -43,13 +43,14 @@ use crate::status;
 mod credential_tasks;
 mod initial_credentials;
 
-use credential_tasks::CredentialTasks;
+use credential_tasks::{CredentialTasks, follow_ca_file};
 use initial_credentials::InitialCredentials;
 
 /// A started agent. One process can run any number of agents. Dropping an `App` stops it at once.
 #[derive(Debug)]
 pub struct App {
     config: Config,
+    ca: CaFile,
     initial_credentials: InitialCredentials,
     instance: InstanceId,
     metrics: Metrics,
@@ -78,9 +79,10 @@ impl App {
         let stop_on_drop = shutdown.stop().clone().drop_guard();
         let readiness = Readiness::default();
         let statuses = Arc::new(SessionStatuses::new(readiness.clone()));
-        let initial_credentials = InitialCredentials::load(&config, &statuses)?;
         let pool = config.buffer_pool();
         let (metrics, registry) = Metrics::register(pool.clone());
+        let ca = follow_ca_file(&config, &metrics, &shutdown)?;
+        let initial_credentials = InitialCredentials::load(&config, &ca, &statuses)?;
         let readiness_block = Some(readiness.block(SESSION));
         disk::start(
             config.data_dir.clone(),
@@ -118,6 +120,7 @@ impl App {
         );
         Ok(Self {
             config,
+            ca,
             initial_credentials,
             instance: InstanceId::new(rand::random()),
             metrics,
@@ -222,6 +225,7 @@ impl App {
             () = drain.cancelled() => return Ok(()),
             rotating_credentials = self.initial_credentials.rotating_credentials(
                 config,
+                &self.ca,
                 &self.metrics,
                 &self.readiness,
             ) => rotating_credentials?,
@@ -230,6 +234,7 @@ impl App {
         let credential_tasks = CredentialTasks {
             rotating_credentials: &rotating_credentials,
             config,
+            ca: &self.ca,
             metrics: &self.metrics,
             statuses: &self.statuses,
             shutdown: &self.shutdown,

@@ -427,7 +427,6 @@ impl Connector {
     }
 
     fn handle_exit(&mut self, joined: Result<(Id, SessionExit), JoinError>) {
-        let now = Instant::now();
         let (id, ended) = match joined {
             Ok((id, ended)) => (id, Ok(ended)),
             Err(panicked) => (panicked.id(), Err(panicked)),
@@ -455,12 +454,12 @@ impl Connector {
         }
         let current = self.current.take_if(|current| current.id == id);
         if let Some(current) = current {
-            return self.handle_loss(&current, ended.outcome, now);
+            return self.handle_loss(&current, ended.outcome, credentials);
         }
         match (&mut self.attempt, ended.outcome) {
             (Some(attempt), Err(error)) if attempt.task_ids.contains(&id) => {
                 attempt.task_ids.retain(|session_task| *session_task != id);
-                self.handle_failure(transport, ended.endpoints, error, now);
+                self.handle_failure(transport, ended.endpoints, error, credentials);
             }
             (_, Err(error)) => self.record_failure(transport, &error),
             (_, Ok(summary)) => self.report.ended(transport, &summary),
@@ -472,8 +471,9 @@ impl Connector {
         &mut self,
         current: &CurrentSession,
         outcome: Result<SessionSummary, ConnectError>,
-        now: Instant,
+        credentials: u64,
     ) {
+        let now = Instant::now();
         let summary = outcome.unwrap_or_else(|error| SessionSummary {
             ready_for: now.duration_since(current.since),
             reason: CloseReason {
@@ -496,9 +496,7 @@ impl Connector {
         if is_known_loss {
             return self.report.lost(current.transport, &summary, None);
         }
-        if summary.reason.code == CloseCode::CredentialRevoked {
-            self.context.rotating_credentials.revoke();
-        }
+        self.record_refusal(Some(summary.reason.code), credentials);
         self.server_stopped_at = (summary.reason.code == CloseCode::Draining).then_some(now);
         self.missing_reason = format!("session lost: {}", summary.reason);
         let event = ReconnectEvent::Lost {

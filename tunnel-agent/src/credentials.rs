@@ -19,18 +19,20 @@ use tunnel_proto::wire::enroll::{JoinToken, is_service_account_token};
 use tunnel_proto::wire::name::NodeName;
 use zeroize::Zeroizing;
 
-use crate::config::{NO_CA, TokenSource, parse_token};
+use crate::config::{NO_CA, Secret, TokenSource, parse_token};
 
+mod ca_file;
 mod credential_files;
 mod disk;
 mod error;
 mod rotation;
 mod succession;
 
+pub(crate) use ca_file::CaFile;
 pub use credential_files::CredentialFiles;
 use disk::{DiskContent, DiskWrite, OnDisk, StoredPair};
 pub(crate) use error::CredentialError;
-pub(crate) use rotation::RotatingCredentials;
+pub(crate) use rotation::{Refusal, RotatingCredentials};
 pub(crate) use succession::succeed;
 
 /// The agent's identity and trust roots.
@@ -394,29 +396,12 @@ fn is_lost(content: &[u8]) -> bool {
 #[derive(Debug, Clone)]
 pub(crate) enum Token {
     Join(JoinToken),
-    /// A ServiceAccount token, in a file that the kubelet refreshes.
-    ServiceAccount(ServiceAccountTokenFile),
-}
-
-#[derive(Debug, Clone, PartialEq, Eq)]
-pub(crate) struct ServiceAccountTokenFile(PathBuf);
-
-impl ServiceAccountTokenFile {
-    /// Reads the current token. Blocks the thread.
-    pub(crate) fn read(&self) -> Result<Zeroizing<String>, CredentialError> {
-        let text = read_text(&self.0)?;
-        if !is_service_account_token(&text) {
-            return Err(CredentialError::BadToken {
-                path: self.0.clone(),
-                problem: "does not hold a ServiceAccount token".to_owned(),
-            });
-        }
-        Ok(text.trim().to_owned().into())
-    }
+    /// A ServiceAccount token, as the kubelet wrote it last.
+    ServiceAccount(Secret),
 }
 
 /// Reads the token, from its file if configured so. A ServiceAccount token needs the CA of
-/// --ca-file.
+/// --ca-file. Blocks the thread.
 pub(crate) fn read_token(source: &TokenSource, has_ca: bool) -> Result<Token, CredentialError> {
     let path = match source {
         TokenSource::Inline(token) => return Ok(Token::Join(token.clone())),
@@ -433,7 +418,7 @@ pub(crate) fn read_token(source: &TokenSource, has_ca: bool) -> Result<Token, Cr
     if !has_ca {
         return Err(bad(NO_CA.to_owned()));
     }
-    Ok(Token::ServiceAccount(ServiceAccountTokenFile(path.clone())))
+    Ok(Token::ServiceAccount(Secret(text.trim().to_owned())))
 }
 
 fn read_text(path: &Path) -> Result<Zeroizing<String>, CredentialError> {

@@ -29,12 +29,12 @@ use tunnel_proto::wire::frame::ENROLL_MESSAGE_MAX;
 use tunnel_proto::wire::name::NodeName;
 use zeroize::{Zeroize as _, Zeroizing};
 
-use crate::config::ServerAddress;
-use crate::config::{NO_CA, NO_PIN};
+use crate::config::{NO_CA, NO_PIN, ServerAddress, TokenSource};
 use crate::connector::endpoint::{EndpointCursor, ResolveError};
 use crate::connector::status::SessionStatuses;
 use crate::credentials::{
-    CredentialError, CredentialStore, Credentials, ServiceAccountTokenFile, Stored, Token, succeed,
+    CaFile, CredentialError, CredentialStore, Credentials, Stored, Token, TrustRoots, read_token,
+    succeed,
 };
 use crate::error::causes;
 use crate::proxy::ProxyChoice;
@@ -44,16 +44,16 @@ mod retry;
 
 use error::EnrollEndpoint;
 pub(crate) use error::EnrollError;
-pub(crate) use retry::{enroll, renew_or_enroll};
+pub(crate) use retry::{ReenrollBackoff, enroll, enroll_again, renew_or_enroll};
 
 #[derive(Debug)]
 pub(crate) struct Enrollment {
     pub(crate) servers: Vec<ServerAddress>,
     pub(crate) proxy: ProxyChoice,
     pub(crate) node: NodeName,
-    pub(crate) proof: EnrollProof,
-    /// CA certificates of --ca-file; without them the token's hash pins the CA.
-    pub(crate) ca: Option<Vec<CertificateDer<'static>>>,
+    pub(crate) proof: ProofSource,
+    /// Roots of --ca-file; without them the token's hash pins the CA.
+    pub(crate) ca: CaFile,
     pub(crate) store: CredentialStore,
     /// Where operators see why there is no certificate.
     pub(crate) statuses: Arc<SessionStatuses>,
@@ -61,23 +61,77 @@ pub(crate) struct Enrollment {
     pub(crate) within: Duration,
 }
 
-/// The proof that accompanies a certificate request.
+/// Where each attempt gets its proof from.
 #[derive(Debug, Clone)]
-pub(crate) enum EnrollProof {
-    Token(JoinToken),
-    /// A current ServiceAccount token, and the expiry of the certificate to replace, if there is
-    /// one.
-    ServiceAccount(ServiceAccountTokenFile, Option<SystemTime>),
+pub(crate) enum ProofSource {
+    /// The token that the source has at the time, and the expiry of the certificate to replace, if
+    /// there is one.
+    Token(TokenSource, Option<SystemTime>),
     ExpiredCertificate(Box<Credentials>),
 }
 
-impl EnrollProof {
-    /// Creates the proof from a token. A ServiceAccount token may replace a certificate that ends
-    /// at `replaced`.
-    pub(crate) fn from_token(token: Token, replaced: Option<SystemTime>) -> Self {
-        match token {
-            Token::Join(token) => Self::Token(token),
-            Token::ServiceAccount(file) => Self::ServiceAccount(file, replaced),
+impl ProofSource {
+    /// Returns the expiry of the certificate to replace, if there is one.
+    fn replaced(&self) -> Option<SystemTime> {
+        match self {
+            Self::Token(_, replaced) => *replaced,
+            Self::ExpiredCertificate(ended) => Some(ended.not_after),
+        }
+    }
+
+    /// Reads the proof of an attempt. Blocks the thread.
+    fn read(&self, has_ca: bool) -> Result<EnrollProof<'_>, EnrollError> {
+        match self {
+            Self::Token(source, _) => read_token(source, has_ca)
+                .map(EnrollProof::Token)
+                .map_err(EnrollError::Token),
+            Self::ExpiredCertificate(ended) => Ok(EnrollProof::ExpiredCertificate(ended)),
+        }
+    }
+}
+
+/// The proof that accompanies a certificate request.
+#[derive(Debug)]
+pub(crate) enum EnrollProof<'a> {
+    Token(Token),
+    ExpiredCertificate(&'a Credentials),
+}
+
+/// What one attempt uses: files may have changed since the attempt before.
+#[derive(Debug)]
+struct EnrollAttempt<'a> {
+    enrollment: &'a Enrollment,
+    ca: Option<TrustRoots>,
+    proof: EnrollProof<'a>,
+}
+
+impl<'a> EnrollAttempt<'a> {
+    fn new(enrollment: &'a Enrollment) -> Result<Self, EnrollError> {
+        let ca = enrollment.ca.roots();
+        Ok(Self {
+            proof: enrollment.proof.read(ca.is_some())?,
+            ca,
+            enrollment,
+        })
+    }
+
+    fn ca(&self) -> Option<&[CertificateDer<'static>]> {
+        self.ca.as_ref().map(TrustRoots::certificates)
+    }
+
+    fn log_start(&self) {
+        let node = &self.enrollment.node;
+        match &self.proof {
+            EnrollProof::Token(Token::Join(token)) => {
+                info!(%node, token = token.id(), "enrolling")
+            }
+            EnrollProof::Token(Token::ServiceAccount(_)) => {
+                info!(%node, "enrolling with the ServiceAccount token")
+            }
+            EnrollProof::ExpiredCertificate(ended) => {
+                let ended = humantime::format_rfc3339_seconds(ended.not_after);
+                info!(%node, %ended, "certificate has expired; renewing with its key");
+            }
         }
     }
 }
@@ -124,19 +178,23 @@ async fn attempt(
     if let Some(credentials) = from_other_process(enrollment)? {
         return Ok(*credentials);
     }
-    let key = match &enrollment.proof {
-        EnrollProof::Token(_) | EnrollProof::ServiceAccount(..) => Arc::new(store.key()?),
+    let current = EnrollAttempt::new(enrollment)?;
+    if rotation.attempts == 0 {
+        current.log_start();
+    }
+    let key = match &current.proof {
+        EnrollProof::Token(_) => Arc::new(store.key()?),
         EnrollProof::ExpiredCertificate(ended) => ended
             .signer
             .clone()
             .ok_or_else(|| EnrollError::Prepare("key of the certificate is missing".to_owned()))?,
     };
     let endpoint = rotation.next(enrollment).await?;
-    let (chain, roots) = match request(enrollment, &key, &endpoint).await? {
+    let (chain, roots) = match request(&current, &key, &endpoint).await? {
         EnrollReply::Issued { chain, roots } => (chain, roots),
-        EnrollReply::Refused(code, detail) => return Err(refused(enrollment, code, detail)),
+        EnrollReply::Refused(code, detail) => return Err(refused(&current, code, detail)),
     };
-    if let Err(problem) = check(enrollment, &key, &chain, &roots) {
+    if let Err(problem) = check(&current, &key, &chain, &roots) {
         return Err(EnrollError::Answer { endpoint, problem });
     }
     let credentials = match Credentials::issued(key, &chain, &roots) {
@@ -152,13 +210,11 @@ async fn attempt(
         );
         return Err(EnrollError::Unusable { endpoint, problem });
     }
-    let credentials = match succeed_trusted(enrollment, credentials) {
+    let credentials = match succeed_trusted(&current, credentials) {
         Ok(credentials) => credentials,
         Err(problem) => return Err(EnrollError::Unusable { endpoint, problem }),
     };
-    if let EnrollProof::ExpiredCertificate(_) | EnrollProof::ServiceAccount(_, Some(_)) =
-        &enrollment.proof
-    {
+    if enrollment.proof.replaced().is_some() {
         // The caller persists the certificate and can continue without it.
         return Ok(credentials);
     }
@@ -168,14 +224,14 @@ async fn attempt(
     Ok(credentials)
 }
 
-fn refused(enrollment: &Enrollment, code: EnrollCode, detail: String) -> EnrollError {
-    let has_account = matches!(enrollment.proof, EnrollProof::ServiceAccount(..));
+fn refused(current: &EnrollAttempt<'_>, code: EnrollCode, detail: String) -> EnrollError {
+    let has_account = matches!(current.proof, EnrollProof::Token(Token::ServiceAccount(_)));
     // The kubelet writes the next token by itself.
     if has_account && matches!(code, EnrollCode::TokenExpired | EnrollCode::TokenUsed) {
         return EnrollError::Stale(detail);
     }
     EnrollError::Refused {
-        node: enrollment.node.clone(),
+        node: current.enrollment.node.clone(),
         code,
         detail,
         has_account,
@@ -185,16 +241,11 @@ fn refused(enrollment: &Enrollment, code: EnrollCode, detail: String) -> EnrollE
 /// Takes the lock that prevents other processes from enrolling with the same directory. A renewal
 /// needs the directory for nothing else, so an unwritable directory does not stop a renewal.
 fn lock(enrollment: &Enrollment) -> Result<Option<File>, EnrollError> {
-    match (&enrollment.proof, enrollment.store.lock()) {
+    match (enrollment.proof.replaced(), enrollment.store.lock()) {
         (_, Ok(Some(lock_file))) => Ok(Some(lock_file)),
         (_, Ok(None)) => Err(EnrollError::Busy),
-        (EnrollProof::Token(_) | EnrollProof::ServiceAccount(_, None), Err(error)) => {
-            Err(error.into())
-        }
-        (
-            EnrollProof::ExpiredCertificate(_) | EnrollProof::ServiceAccount(_, Some(_)),
-            Err(error),
-        ) => {
+        (None, Err(error)) => Err(error.into()),
+        (Some(_), Err(error)) => {
             warn!(node = %enrollment.node, error = causes(&error), "cannot lock the data directory; renewing without the lock");
             Ok(None)
         }
@@ -205,15 +256,11 @@ fn lock(enrollment: &Enrollment) -> Result<Option<File>, EnrollError> {
 /// a certificate that has expired or is revoked, they must expire later: by a slow clock the
 /// expired certificate itself is still valid.
 fn from_other_process(enrollment: &Enrollment) -> Result<Option<Box<Credentials>>, EnrollError> {
-    let Enrollment {
-        node, store, ca, ..
-    } = enrollment;
-    let stored = store.load(node, ca.as_deref(), SystemTime::now());
-    let replaced = match &enrollment.proof {
-        EnrollProof::Token(_) => None,
-        EnrollProof::ServiceAccount(_, replaced) => *replaced,
-        EnrollProof::ExpiredCertificate(ended) => Some(ended.not_after),
-    };
+    let Enrollment { node, store, .. } = enrollment;
+    let ca = enrollment.ca.roots();
+    let ca = ca.as_ref().map(TrustRoots::certificates);
+    let stored = store.load(node, ca, SystemTime::now());
+    let replaced = enrollment.proof.replaced();
     match (replaced, stored) {
         (None, Ok(Stored::Valid(stored))) => Ok(Some(stored)),
         (Some(replaced), Ok(Stored::Valid(stored))) => {
@@ -232,15 +279,16 @@ fn from_other_process(enrollment: &Enrollment) -> Result<Option<Box<Credentials>
 /// Sends one request to one endpoint. The token is sent only after the verifier accepted the
 /// server's chain and role.
 async fn request(
-    enrollment: &Enrollment,
+    current: &EnrollAttempt<'_>,
     key: &KeyPair,
     endpoint: &EnrollEndpoint,
 ) -> Result<EnrollReply, EnrollError> {
+    let enrollment = current.enrollment;
     let prepare = |error: String| EnrollError::Prepare(error);
     let csr = CertificateParams::default()
         .serialize_request(key)
         .map_err(|error| prepare(error.to_string()))?;
-    let trust = trust(enrollment.ca.as_deref(), &enrollment.proof)?;
+    let trust = trust(current.ca(), &current.proof)?;
     let has_pin = matches!(trust, Trust::Pin(_));
     let config = tls::enroll_client(trust).map_err(|error| prepare(error.to_string()))?;
     let within = enrollment.within;
@@ -254,14 +302,14 @@ async fn request(
     let tls = limited(within, handshake(config, tcp))
         .await
         .map_err(|error| tls_failure(enrollment, at(), &error, has_pin))?;
-    let proof = match &enrollment.proof {
-        EnrollProof::Token(_) | EnrollProof::ServiceAccount(..) => None,
+    let proof = match &current.proof {
+        EnrollProof::Token(_) => None,
         EnrollProof::ExpiredCertificate(ended) => Some(prove(ended, &tls).map_err(prepare)?),
     };
     let message = EnrollRequest {
-        token: match &enrollment.proof {
-            EnrollProof::Token(token) => token.reveal().into(),
-            EnrollProof::ServiceAccount(file, _) => file.read()?,
+        token: match &current.proof {
+            EnrollProof::Token(Token::Join(token)) => token.reveal().into(),
+            EnrollProof::Token(Token::ServiceAccount(token)) => token.0.clone().into(),
             EnrollProof::ExpiredCertificate(_) => Zeroizing::default(),
         },
         csr: csr.der().to_vec(),
@@ -298,7 +346,7 @@ fn tls_failure(
 /// Returns what the chain of the server must lead to. `ca` has the certificates of --ca-file.
 pub(crate) fn trust(
     ca: Option<&[CertificateDer<'static>]>,
-    proof: &EnrollProof,
+    proof: &EnrollProof<'_>,
 ) -> Result<Trust, EnrollError> {
     if let Some(given) = ca {
         return tls::roots(given.iter().cloned())
@@ -307,11 +355,11 @@ pub(crate) fn trust(
     }
     let problem = match proof {
         EnrollProof::ExpiredCertificate(ended) => return Ok(ended.trust(None)),
-        EnrollProof::Token(token) => match token.ca_hash() {
+        EnrollProof::Token(Token::Join(token)) => match token.ca_hash() {
             Some(hash) => return Ok(Trust::Pin(*hash)),
             None => NO_PIN,
         },
-        EnrollProof::ServiceAccount(..) => NO_CA,
+        EnrollProof::Token(Token::ServiceAccount(_)) => NO_CA,
     };
     Err(EnrollError::Prepare(format!("the token {problem}")))
 }
@@ -370,19 +418,19 @@ async fn limited<T>(within: Duration, step: impl Future<Output = io::Result<T>>)
 
 /// Checks that the issued certificate is for the agent's key and name, and from the pinned CA.
 fn check(
-    enrollment: &Enrollment,
+    current: &EnrollAttempt<'_>,
     key: &KeyPair,
     chain: &[Vec<u8>],
     roots: &[Vec<u8>],
 ) -> Result<(), &'static str> {
-    check_issued(&enrollment.node, key, chain)?;
-    let EnrollProof::Token(token) = &enrollment.proof else {
+    check_issued(&current.enrollment.node, key, chain)?;
+    let EnrollProof::Token(Token::Join(token)) = &current.proof else {
         return Ok(());
     };
     let mut roots = roots
         .iter()
         .map(|root| CertificateDer::from(root.as_slice()));
-    if enrollment.ca.is_none() && !roots.any(|root| is_pinned(token, &root)) {
+    if current.ca.is_none() && !roots.any(|root| is_pinned(token, &root)) {
         return Err("roots do not include the CA that the token pins");
     }
     Ok(())
@@ -390,14 +438,14 @@ fn check(
 
 /// Checks the roots of issued credentials by the CAs that the agent trusts without them.
 fn succeed_trusted(
-    enrollment: &Enrollment,
+    current: &EnrollAttempt<'_>,
     credentials: Credentials,
 ) -> Result<Credentials, String> {
-    let (ended, pinned) = match &enrollment.proof {
+    let (ended, pinned) = match &current.proof {
         EnrollProof::ExpiredCertificate(ended) => {
             (Some(&ended.roots), ended.roots.certificates().to_vec())
         }
-        EnrollProof::Token(token) => {
+        EnrollProof::Token(Token::Join(token)) => {
             let roots = credentials.roots.certificates().iter();
             (
                 None,
@@ -408,10 +456,10 @@ fn succeed_trusted(
             )
         }
         // Needs --ca-file.
-        EnrollProof::ServiceAccount(..) => (None, Vec::new()),
+        EnrollProof::Token(Token::ServiceAccount(_)) => (None, Vec::new()),
     };
-    let trusted = enrollment.ca.clone().unwrap_or(pinned);
-    succeed(credentials, &trusted, ended, SystemTime::now())
+    let trusted = current.ca().unwrap_or(&pinned);
+    succeed(credentials, trusted, ended, SystemTime::now())
 }
 
 /// Returns whether a token pins the key of this CA.

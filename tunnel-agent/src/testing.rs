@@ -17,7 +17,9 @@ use tunnel_proto::wire::enroll::EnrollReply;
 use tunnel_proto::wire::name::{InstanceId, NodeName};
 
 use crate::config::{Limits, NodeIpSetting};
-use crate::credentials::{CredentialStore, Credentials, RotatingCredentials, Stored, TrustRoots};
+use crate::credentials::{
+    CaFile, CredentialStore, Credentials, RotatingCredentials, Stored, TrustRoots,
+};
 use crate::egress::Egress;
 use crate::ingress::sessions::CloudSessions;
 use crate::metrics::Metrics;
@@ -165,10 +167,9 @@ pub(crate) fn context(limits: Limits) -> SessionContext {
         node.clone(),
         credentials(&Ca::new()),
         None,
-        None,
+        CaFile::channel(None).1,
         metrics.clone(),
-    )
-    .unwrap();
+    );
     let egress = Egress::new(
         node.clone(),
         dial_policy,

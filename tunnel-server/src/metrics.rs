@@ -46,7 +46,7 @@ pub const PROXY_PROTOCOL: &str = "proxy_protocol";
 
 /// Results of the handshake and admission of an agent: those of a connection that has not presented
 /// a credential, and the close codes of refused sessions.
-const HANDSHAKE_RESULTS: [&str; 16] = [
+const HANDSHAKE_RESULTS: [&str; 17] = [
     "ok",
     TIMEOUT,
     "evicted",
@@ -62,6 +62,7 @@ const HANDSHAKE_RESULTS: [&str; 16] = [
     "name_in_use",
     "handshake_timeout",
     "credential_revoked",
+    "credential_untrusted",
     "too_many_sessions",
 ];
 

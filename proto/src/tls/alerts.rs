@@ -34,9 +34,9 @@ pub fn alert_meaning(alert: u8) -> Option<(CloseCode, &'static str)> {
         )),
         UNKNOWN_CA => Some((
             CloseCode::CredentialUntrusted,
-            "the server does not trust the CA of this node's certificate; add that CA to the \
-             server's --agent-ca (of a kubelet's certificate: --kubelet-client-ca), or give the agent \
-             a certificate of the server's CA; --ca-file only verifies the server",
+            "the server does not trust the CA of this node's certificate; an agent with a token enrolls again; \
+             otherwise add that CA to the server's --agent-ca (of a kubelet's certificate: --kubelet-client-ca), \
+             or give the agent a certificate of the server's CA; --ca-file only verifies the server",
         )),
         _ => None,
     }

@@ -135,8 +135,8 @@ codes! {
         CredentialExpired = 11 "credential_expired",
         /// The node has reached its limit of sessions, or opened sessions too fast.
         TooManySessions = 12 "too_many_sessions",
-        /// The server trusts no CA that issued the credential. Never sent: the client derives the
-        /// code from the alert that ends TLS.
+        /// The server trusts no CA that issued the credential. The client derives the code also from
+        /// the alert that ends TLS.
         CredentialUntrusted = 13 "credential_untrusted",
     }
 }

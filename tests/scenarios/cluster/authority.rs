@@ -1,5 +1,6 @@
 //! State that all servers of a cluster share: one CA, and one set of join tokens and revocations.
 
+mod daemonset;
 mod first;
 mod orders;
 mod restart;

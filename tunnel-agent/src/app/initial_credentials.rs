@@ -9,9 +9,9 @@ use tunnel_proto::process::meta::Readiness;
 use crate::config::Config;
 use crate::connector::status::SessionStatuses;
 use crate::credentials::{
-    CredentialError, CredentialStore, Credentials, RotatingCredentials, Stored, read_token,
+    CaFile, CredentialError, CredentialStore, Credentials, RotatingCredentials, Stored, read_token,
 };
-use crate::enroll::{EnrollProof, Enrollment, enroll, renew_or_enroll};
+use crate::enroll::{Enrollment, ProofSource, enroll, renew_or_enroll};
 use crate::metrics::Metrics;
 
 #[derive(Debug)]
@@ -27,7 +27,11 @@ pub(super) enum InitialCredentials {
 
 impl InitialCredentials {
     /// Loads stored credentials, the operator's files or the token. Does not connect to the server.
-    pub(super) fn load(config: &Config, statuses: &Arc<SessionStatuses>) -> anyhow::Result<Self> {
+    pub(super) fn load(
+        config: &Config,
+        ca: &CaFile,
+        statuses: &Arc<SessionStatuses>,
+    ) -> anyhow::Result<Self> {
         let node = &config.node_name;
         if let Some(credential_files) = &config.credential_files {
             if config.token.is_some() {
@@ -53,18 +57,20 @@ impl InitialCredentials {
                 return Ok(Self::Stored(credentials, store));
             }
             Stored::Expired(_, Some(ended)) => {
-                return Ok(Self::renewal(config, ended, &store, statuses));
+                return Ok(Self::renewal(config, ca, ended, &store, statuses));
             }
             Stored::Expired(ended, None) => Some(humantime::format_rfc3339_seconds(ended)),
             Stored::Missing => None,
         };
         let dir = config.data_dir.clone();
-        let token = match (&config.token, ended) {
+        let source = match (&config.token, ended) {
             (Some(source), ended) => {
                 if let Some(ended) = ended {
                     warn!(%node, %ended, "stored certificate has ended; enrolling again");
                 }
-                read_token(source, config.ca.is_some())?
+                // Each attempt reads the token again. One that is unusable here is a usage error.
+                read_token(source, config.ca.is_some())?;
+                source
             }
             (None, Some(ended)) => {
                 return Err(CredentialError::Expired {
@@ -79,27 +85,26 @@ impl InitialCredentials {
                 return Err(CredentialError::NoToken { dir, node }.into());
             }
         };
-        let proof = EnrollProof::from_token(token, None);
-        let enrollment = enrollment(config, proof, &store, statuses);
+        let proof = ProofSource::Token(source.clone(), None);
+        let enrollment = enrollment(config, ca, proof, &store, statuses);
         Ok(Self::Enroll(Box::new(enrollment)))
     }
 
     fn renewal(
         config: &Config,
+        ca: &CaFile,
         ended: Box<Credentials>,
         store: &CredentialStore,
         statuses: &Arc<SessionStatuses>,
     ) -> Self {
-        let proof = EnrollProof::ExpiredCertificate(ended);
-        let renewal = enrollment(config, proof, store, statuses);
+        let proof = ProofSource::ExpiredCertificate(ended);
+        let renewal = enrollment(config, ca, proof, store, statuses);
         // The token may have been deleted together with its file.
-        let token = config
-            .token
-            .as_ref()
-            .and_then(|source| read_token(source, config.ca.is_some()).ok());
-        let by_token = token.map(|token| {
-            let proof = EnrollProof::from_token(token, None);
-            enrollment(config, proof, store, statuses)
+        let token = config.token.clone();
+        let usable = token.filter(|source| read_token(source, config.ca.is_some()).is_ok());
+        let by_token = usable.map(|source| {
+            let proof = ProofSource::Token(source, None);
+            enrollment(config, ca, proof, store, statuses)
         });
         Self::Renew(Box::new(renewal), by_token.map(Box::new))
     }
@@ -108,22 +113,27 @@ impl InitialCredentials {
     pub(super) async fn rotating_credentials(
         &self,
         config: &Config,
+        ca: &CaFile,
         metrics: &Metrics,
         readiness: &Readiness,
     ) -> anyhow::Result<Arc<RotatingCredentials>> {
         let rotate = |credentials: &Credentials, store: Option<&CredentialStore>| {
-            // Without a store the CA is one of the operator's files, which are reloaded together.
-            let ca = store.and_then(|_| config.ca.clone());
             let (node, store) = (config.node_name.clone(), store.cloned());
-            RotatingCredentials::new(node, credentials.clone(), store, ca, metrics.clone())
+            RotatingCredentials::new(
+                node,
+                credentials.clone(),
+                store,
+                ca.clone(),
+                metrics.clone(),
+            )
         };
         match self {
-            Self::Stored(credentials, store) => Ok(rotate(credentials, Some(store))?),
-            Self::CredentialFiles(credentials, _) => Ok(rotate(credentials, None)?),
+            Self::Stored(credentials, store) => Ok(rotate(credentials, Some(store))),
+            Self::CredentialFiles(credentials, _) => Ok(rotate(credentials, None)),
             Self::Enroll(enrollment) => {
                 let _not_ready = readiness.block("enrollment");
                 let enrolled = enroll(enrollment).await?;
-                Ok(rotate(&enrolled, Some(&enrollment.store))?)
+                Ok(rotate(&enrolled, Some(&enrollment.store)))
             }
             Self::Renew(renewal, by_token) => {
                 let _not_ready = readiness.block("enrollment");
@@ -133,10 +143,10 @@ impl InitialCredentials {
                 };
                 // The expired credentials stay in use until the new ones have worked.
                 let ended: &Credentials = match &renewal.proof {
-                    EnrollProof::ExpiredCertificate(ended) => ended,
-                    EnrollProof::Token(_) | EnrollProof::ServiceAccount(..) => &enrolled,
+                    ProofSource::ExpiredCertificate(ended) => ended,
+                    ProofSource::Token(..) => &enrolled,
                 };
-                let rotating_credentials = rotate(ended, Some(&renewal.store))?;
+                let rotating_credentials = rotate(ended, Some(&renewal.store));
                 rotating_credentials.adopt(enrolled, false).await;
                 Ok(rotating_credentials)
             }
@@ -147,7 +157,8 @@ impl InitialCredentials {
 /// Returns an enrollment or renewal that proves the agent's identity with `proof`.
 pub(super) fn enrollment(
     config: &Config,
-    proof: EnrollProof,
+    ca: &CaFile,
+    proof: ProofSource,
     store: &CredentialStore,
     statuses: &Arc<SessionStatuses>,
 ) -> Enrollment {
@@ -156,7 +167,7 @@ pub(super) fn enrollment(
         proxy: config.proxy.clone(),
         node: config.node_name.clone(),
         proof,
-        ca: config.ca.clone(),
+        ca: ca.clone(),
         store: store.clone(),
         statuses: statuses.clone(),
         within: config.limits.handshake_timeout,

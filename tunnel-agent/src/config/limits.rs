@@ -47,6 +47,9 @@ tunnel_proto::limits! {
     dead_after ("deadAfter", counted as DeadAfter): Duration = "60s", duration;
     /// Interval for reading the files of --cert-file, --key-file and --ca-file again.
     reload_every ("reloadEvery"): Duration = "10s", duration;
+    /// Longest wait before the agent enrolls again with its token, after servers have stopped to trust
+    /// the CA of its certificate. It doubles to ten times this.
+    enroll_again ("enrollAgain"): Duration = "1m", duration;
     /// With --transport auto: time that one transport may give no answer before the other is tried
     /// in parallel.
     quic_head_start ("quicHeadStart", counted as QuicHeadStart): Duration = "3s", duration;

@@ -18,6 +18,7 @@ use super::session_task::{Attempt, Claimant, ConnectError, DialPurpose, SessionT
 use super::transport_policy::SessionTransport;
 use super::{Connector, RunningSession};
 use crate::config::Limit;
+use crate::credentials::Refusal;
 use crate::session::SessionHandle;
 
 impl Connector {
@@ -98,13 +99,13 @@ impl Connector {
         transport: SessionTransport,
         endpoints: Endpoints,
         error: ConnectError,
-        now: Instant,
+        credentials: u64,
     ) {
+        let now = Instant::now();
         self.record_failure(transport, &error);
-        match error.code() {
-            Some(CloseCode::CredentialExpired) => self.context.rotating_credentials.reject(),
-            Some(CloseCode::CredentialRevoked) => self.context.rotating_credentials.revoke(),
-            Some(_) | None => {}
+        self.record_refusal(error.code(), credentials);
+        if error.is_unknown_issuer() && !self.link.shared.live.is_any() {
+            (self.context.rotating_credentials).distrust_server(credentials);
         }
         let Some(attempt) = &mut self.attempt else {
             return;
@@ -118,6 +119,20 @@ impl Connector {
                 self.abandon();
             }
         }
+    }
+
+    /// Records that a server refused the certificate of this generation. A CA that only some servers
+    /// trust is no reason to replace the certificate while it carries a session.
+    pub(super) fn record_refusal(&self, code: Option<CloseCode>, credentials: u64) {
+        let refusal = match code {
+            Some(CloseCode::CredentialExpired) => Refusal::Expired,
+            Some(CloseCode::CredentialRevoked) => Refusal::Revoked,
+            Some(CloseCode::CredentialUntrusted) if !self.link.shared.live.is_any() => {
+                Refusal::Untrusted
+            }
+            Some(_) | None => return,
+        };
+        (self.context.rotating_credentials).refuse(credentials, refusal);
     }
 
     /// Counts the failure of one transport.

@@ -25,6 +25,11 @@ impl LiveSessions {
         Arc::new(Self { readiness, state })
     }
 
+    /// Returns whether there is a live session.
+    pub(super) fn is_any(&self) -> bool {
+        self.state.lock().count > 0
+    }
+
     /// Counts a connector's live session until the guard is dropped.
     pub(super) fn add(self: &Arc<Self>) -> LiveSession {
         let mut state = self.state.lock();

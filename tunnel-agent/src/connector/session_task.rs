@@ -131,10 +131,22 @@ impl ConnectError {
         let is_quic = transport == SessionTransport::Quic;
         if is_quic && matches!(source, HandshakeError::Timeout) {
             UDP_ADVICE
-        } else if source.to_string().contains("UnknownIssuer") {
+        } else if self.is_unknown_issuer() {
             CA_ADVICE
         } else {
             ""
+        }
+    }
+
+    /// Returns whether this agent does not trust the CA of the server's certificate.
+    pub(super) fn is_unknown_issuer(&self) -> bool {
+        match self {
+            Self::Dial { source, .. } => source.to_string().contains("UnknownIssuer"),
+            Self::Resolve(_)
+            | Self::Admit { .. }
+            | Self::Duplicate { .. }
+            | Self::Abandoned
+            | Self::Panicked => false,
         }
     }
 
@@ -282,8 +294,8 @@ impl SessionTask {
 const UDP_ADVICE: &str = " (is UDP to the server's port blocked? --transport auto also tries TCP)";
 /// Advice when the server's certificate is of a CA that this agent does not trust.
 const CA_ADVICE: &str = " (another CA issued the server's certificate: is this the right server? If it \
-    is, put the output of `tunnel-server ca` into the file of --ca-file, or without one empty the agent's \
-    data directory and give the agent a new token)";
+    is, put the output of `tunnel-server ca` into the file of --ca-file, or without one give the agent a \
+    new token)";
 
 /// Sessions that are being dialed. The first that is ready wins.
 pub(super) struct Attempt {

@@ -12,7 +12,7 @@ use super::set::ConnectorSet;
 use super::status::SessionStatuses;
 use super::*;
 use crate::config::Limits;
-use crate::credentials::{CredentialStore, Credentials, RotatingCredentials};
+use crate::credentials::{CaFile, CredentialStore, Credentials, RotatingCredentials};
 use crate::metrics::Metrics;
 use crate::proxy::ProxyChoice;
 use crate::testing::net::{AGES, Busy, FakeNetwork, Peer, reject};
@@ -277,7 +277,8 @@ async fn certificate_that_three_handshakes_refuse_is_replaced_by_the_one_before(
     store.save(&older).unwrap();
     let rotating = |credentials| {
         let (node, store) = ("worker-1".parse().unwrap(), Some(store.clone()));
-        RotatingCredentials::new(node, credentials, store, None, Metrics::default()).unwrap()
+        let ca = CaFile::channel(None).1;
+        RotatingCredentials::new(node, credentials, store, ca, Metrics::default())
     };
     rotating(older.clone()).adopt(newer.clone(), false).await;
     let [older, newer] = [older, newer].map(|credentials| credentials.own.cert[0].to_vec());

@@ -14,8 +14,7 @@ use std::time::{Duration, SystemTime};
 
 use parking_lot::Mutex;
 use rcgen::CertificateParams;
-use rustls_pki_types::CertificateDer;
-use tokio::sync::{Notify, watch};
+use tokio::sync::watch;
 use tokio::time::{Instant, sleep_until};
 use tracing::{error, info, warn};
 use tunnel_proto::identity::BACKDATED;
@@ -23,7 +22,7 @@ use tunnel_proto::tls::ReloadableIdentity;
 use tunnel_proto::wire::enroll::EnrollReply;
 use tunnel_proto::wire::name::NodeName;
 
-use super::{CredentialStore, Credentials, DiskContent, OnDisk, TrustRoots, succeed};
+use super::{CaFile, CredentialStore, Credentials, DiskContent, OnDisk, TrustRoots, succeed};
 use crate::enroll::check_issued;
 use crate::error::causes;
 use crate::metrics::Metrics;
@@ -43,11 +42,21 @@ pub(crate) struct RotatingCredentials {
     next: watch::Sender<Option<Instant>>,
     /// Number of replacements that new sessions must be dialed with at once.
     updates: watch::Sender<u64>,
-    /// Notified when the server reports that the certificate has expired.
-    rejected: Notify,
-    /// Notified when the server reports that the certificate is revoked.
-    revoked: Notify,
+    /// Why servers do not accept the current certificate, until a session is ready with it or it is
+    /// replaced.
+    refusal: watch::Sender<Option<Refusal>>,
     metrics: Metrics,
+}
+
+/// Why there is no session with a certificate. Of several reasons the greatest one counts.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
+pub(crate) enum Refusal {
+    /// Servers do not trust the CA of the certificate, or the agent does not trust theirs.
+    Untrusted,
+    /// A server refused the certificate because of its validity period.
+    Expired,
+    /// A server reported the certificate as revoked.
+    Revoked,
 }
 
 /// The credentials in use and those that can take over.
@@ -64,13 +73,15 @@ pub(crate) struct RotatingCredentials {
 #[derive(Debug)]
 struct State {
     /// Roots of --ca-file, which replace those of every pair.
-    ca: Option<TrustRoots>,
+    ca: CaFile,
     current: Pair,
     other: Option<Pair>,
     /// Consecutive handshakes with the current pair that failed over a certificate.
     refused: u32,
     /// Number of replacements of the current pair.
     generation: u64,
+    /// Number of sessions that were ready with the current pair of their time.
+    confirmations: u64,
     /// What the next start must find.
     wanted: DiskContent,
 }
@@ -91,11 +102,9 @@ impl Pair {
 
 impl State {
     /// Returns the CAs that this agent trusts.
-    fn trusted(&self) -> &[CertificateDer<'static>] {
-        let roots = self.ca.as_ref();
-        roots
-            .unwrap_or(&self.current.credentials.roots)
-            .certificates()
+    fn trusted(&self) -> TrustRoots {
+        let own = || self.current.credentials.roots.clone();
+        self.ca.roots().unwrap_or_else(own)
     }
 
     /// Replaces the current pair by one that has not worked yet. Of the older pairs the one that
@@ -140,25 +149,24 @@ impl State {
 
 impl RotatingCredentials {
     /// Creates the rotation with its first credentials, which the store has if there is one. Only
-    /// credentials with a signer are renewed. `ca` are the roots of a --ca-file that replace those
-    /// of issued credentials.
-    ///
-    /// # Errors
-    /// Returns an error if `ca` is unusable.
+    /// credentials with a signer are renewed. The roots of `ca`, if there are any, replace those of
+    /// issued credentials.
     pub(crate) fn new(
         node: NodeName,
         credentials: Credentials,
         store: Option<CredentialStore>,
-        ca: Option<Vec<CertificateDer<'static>>>,
+        ca: CaFile,
         metrics: Metrics,
-    ) -> Result<Arc<Self>, rustls::Error> {
+    ) -> Arc<Self> {
         metrics.certificate(credentials.not_after);
         let next = first_renewal(&credentials, SystemTime::now(), rand::random());
+        let roots = ca.roots();
+        let roots = roots.as_ref().map(TrustRoots::certificates);
         let previous = store
             .as_ref()
-            .and_then(|store| store.previous(&node, ca.as_deref()));
+            .and_then(|store| store.previous(&node, roots));
         let mut state = State {
-            ca: ca.map(TrustRoots::new).transpose()?,
+            ca,
             wanted: DiskContent {
                 current: credentials.files(),
                 previous: None,
@@ -174,13 +182,16 @@ impl RotatingCredentials {
             }),
             refused: 0,
             generation: 0,
+            confirmations: 0,
         };
         state.store();
         let current = &state.current.credentials;
-        let identity =
-            ReloadableIdentity::new(current.own.clone(), current.trust(state.ca.as_ref()));
+        let identity = ReloadableIdentity::new(
+            current.own.clone(),
+            current.trust(state.ca.roots().as_ref()),
+        );
         let on_disk = OnDisk::complete(state.wanted.clone());
-        Ok(Arc::new(Self {
+        Arc::new(Self {
             node,
             identity,
             store,
@@ -188,34 +199,29 @@ impl RotatingCredentials {
             on_disk: Arc::new(tokio::sync::Mutex::new(on_disk)),
             next: watch::Sender::new(next.map(|wait| Instant::now() + wait)),
             updates: watch::Sender::new(0),
-            rejected: Notify::new(),
-            revoked: Notify::new(),
+            refusal: watch::Sender::new(None),
             metrics,
-        }))
+        })
     }
 
-    /// Returns the current roots of --ca-file.
-    pub(crate) fn ca(&self) -> Option<Vec<CertificateDer<'static>>> {
-        let state = self.state.lock();
-        state.ca.as_ref().map(|roots| roots.certificates().to_vec())
+    /// Uses the roots that --ca-file has now from the next handshake on.
+    pub(crate) fn reload_ca(&self) {
+        self.publish(&self.state.lock());
     }
 
-    /// Replaces the roots of --ca-file from the next handshake on.
-    ///
-    /// # Errors
-    /// Returns an error if the roots are unusable. The old roots stay.
-    pub(crate) fn trust(&self, roots: Vec<CertificateDer<'static>>) -> Result<(), rustls::Error> {
-        let roots = TrustRoots::new(roots)?;
-        let mut state = self.state.lock();
-        state.ca = Some(roots);
-        self.publish(&state);
-        Ok(())
+    /// Uses the roots of --ca-file whenever they change.
+    pub(crate) async fn follow_ca_file(&self) {
+        let mut ca = self.state.lock().ca.clone();
+        loop {
+            ca.changed().await;
+            self.reload_ca();
+        }
     }
 
     /// Lets the next handshake use what the state says. The caller has the lock of the state.
     fn publish(&self, state: &State) {
         let current = &state.current.credentials;
-        let trust = current.trust(state.ca.as_ref());
+        let trust = current.trust(state.ca.roots().as_ref());
         self.identity.replace(current.own.clone(), trust);
         self.metrics.certificate(current.not_after);
     }
@@ -242,24 +248,54 @@ impl RotatingCredentials {
         self.next.subscribe()
     }
 
-    /// Records that the server reported the certificate as revoked.
-    pub(crate) fn revoke(&self) {
-        self.revoked.notify_one();
+    /// Returns the latest expiry of the certificates that this agent has. A certificate that replaces
+    /// them ends later.
+    pub(crate) fn last_not_after(&self) -> SystemTime {
+        let state = self.state.lock();
+        let other = state.other.as_ref().map(|pair| pair.credentials.not_after);
+        let current = state.current.credentials.not_after;
+        other.map_or(current, |other| other.max(current))
     }
 
-    /// Waits until the server reports the certificate as revoked. Cancel-safe.
-    pub(crate) async fn revoked(&self) {
-        self.revoked.notified().await;
+    /// Records that a handshake failed with the certificate of this generation, and why.
+    pub(crate) fn refuse(&self, generation: u64, refusal: Refusal) {
+        let state = self.state.lock();
+        if generation == state.generation {
+            let is_greater = |known: &mut Option<Refusal>| {
+                let is_greater = Some(refusal) > *known;
+                *known = (*known).max(Some(refusal));
+                is_greater
+            };
+            self.refusal.send_if_modified(is_greater);
+        }
     }
 
-    /// Records that the server refused the certificate because of its validity period.
-    pub(crate) fn reject(&self) {
-        self.rejected.notify_one();
+    /// Records that the agent does not trust the CA of a server. Another certificate brings other
+    /// roots, unless --ca-file replaces them.
+    pub(crate) fn distrust_server(&self, generation: u64) {
+        let has_ca_file = self.state.lock().ca.roots().is_some();
+        if !has_ca_file {
+            self.refuse(generation, Refusal::Untrusted);
+        }
     }
 
-    /// Waits until the server refuses the certificate because of its validity period. Cancel-safe.
-    pub(crate) async fn rejected(&self) {
-        self.rejected.notified().await;
+    /// Returns whether there is a reason why the current certificate is not accepted.
+    pub(crate) fn is_refused(&self) -> bool {
+        self.refusal.borrow().is_some()
+    }
+
+    /// Waits until there is a reason why the current certificate is not accepted, other than `known`.
+    /// Cancel-safe.
+    pub(crate) async fn refusal_other_than(&self, known: Option<Refusal>) -> Option<Refusal> {
+        let mut refusal = self.refusal.subscribe();
+        let next = refusal.wait_for(|refusal| *refusal != known).await;
+        // The sender is a field.
+        next.map_or(None, |refusal| *refusal)
+    }
+
+    /// Returns the number of sessions that were ready with the current certificate of their time.
+    pub(crate) fn confirmations(&self) -> u64 {
+        self.state.lock().confirmations
     }
 
     /// Waits until a renewal is due and returns the request. Only one caller receives the request
@@ -335,7 +371,12 @@ impl RotatingCredentials {
         check_issued(&self.node, &signer, chain)?;
         let credentials = Credentials::issued(signer, chain, roots)?;
         let older = &state.current.credentials.roots;
-        let credentials = succeed(credentials, state.trusted(), Some(older), SystemTime::now())?;
+        let credentials = succeed(
+            credentials,
+            state.trusted().certificates(),
+            Some(older),
+            SystemTime::now(),
+        )?;
         // A server that replaces its CA waits until its agents have connected with the certificates
         // that they received.
         let at_once = roots.len() > 1;
@@ -363,6 +404,7 @@ impl RotatingCredentials {
             state.other = None;
         }
         self.publish(state);
+        self.refusal.send_replace(None);
         self.next
             .send_replace(next.map(|wait| Instant::now() + wait));
         if at_once {
@@ -424,6 +466,8 @@ impl RotatingCredentials {
             }
             state.current.has_worked = true;
             state.refused = 0;
+            state.confirmations += 1;
+            self.refusal.send_replace(None);
             state.other.take_if(|other| !other.has_worked);
             state.store();
         }

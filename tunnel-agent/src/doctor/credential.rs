@@ -121,7 +121,7 @@ pub(super) fn load(
                 ca_source: ca_source(config, CaSource::DataDir),
                 location,
             };
-            let proof = EnrollProof::ExpiredCertificate(credentials);
+            let proof = EnrollProof::ExpiredCertificate(&credentials);
             enrollment(config, &proof, facts)
         }
         Stored::Expired(ended, None) if config.token.is_none() => {
@@ -164,13 +164,13 @@ fn token(config: &Config) -> Result<(Identity, CredentialFacts), CredentialFault
         ca_source: ca_source(config, CaSource::Pin),
         location: "token".to_owned(),
     };
-    enrollment(config, &EnrollProof::from_token(token, None), facts)
+    enrollment(config, &EnrollProof::Token(token), facts)
 }
 
 /// Returns the trust of an enrollment or renewal with this proof.
 fn enrollment(
     config: &Config,
-    proof: &EnrollProof,
+    proof: &EnrollProof<'_>,
     facts: CredentialFacts,
 ) -> Result<(Identity, CredentialFacts), CredentialFault> {
     match enroll::trust(config.ca.as_deref(), proof) {

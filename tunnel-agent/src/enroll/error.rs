@@ -75,6 +75,9 @@ pub(crate) enum EnrollError {
     /// replaced it yet.
     #[error("{0}; trying again with what the kubelet writes to --token-file")]
     Stale(String),
+    /// The file of the token cannot be read, or holds none.
+    #[error("cannot read the token")]
+    Token(#[source] CredentialError),
     /// Another process is enrolling.
     #[error("another tunnel-agent is enrolling with the same data directory")]
     Busy,
@@ -124,6 +127,7 @@ impl EnrollError {
             | Self::Answer { .. }
             | Self::Unusable { .. }
             | Self::Stale(_)
+            | Self::Token(_)
             | Self::Busy => true,
             Self::Refused { code, .. } => code.is_retryable(),
             Self::Credentials(_) | Self::Prepare(_) => false,

@@ -1,16 +1,18 @@
 //! Retries enrollment over all servers with growing pauses, and alternates between renewal and
-//! token if both are possible.
+//! token if both are possible. Each attempt reads the token and uses the roots of --ca-file as they
+//! are then, and a change of these roots ends the pause.
 
+use std::ops::ControlFlow;
 use std::time::Duration;
 
 use rand::random;
 use tokio::time::{Instant, sleep};
-use tracing::{debug, info, warn};
+use tracing::{debug, warn};
 use tunnel_proto::wire::code::EnrollCode;
 
-use super::{EndpointRotation, EnrollError, EnrollProof, Enrollment, attempt};
+use super::{EndpointRotation, EnrollError, Enrollment, attempt};
 use crate::connector::backoff::{Backoff, ReconnectEvent};
-use crate::credentials::Credentials;
+use crate::credentials::{CaFile, Credentials};
 use crate::error::causes;
 use crate::log_throttle::LogThrottle;
 
@@ -63,12 +65,53 @@ pub(crate) async fn renew_or_enroll(
     }
 }
 
+/// Enrolls again after servers have stopped to trust the CA of the certificate, or the agent theirs.
+/// Retries until it succeeds, whatever the failure: the servers, --ca-file or the token may change.
+/// Cancel-safe as [`enroll`].
+pub(crate) async fn enroll_again(
+    enrollment: &Enrollment,
+    backoff: &mut ReenrollBackoff,
+) -> Credentials {
+    RetryLoop::new(enrollment).run_again(backoff).await
+}
+
+/// Waits before rounds of attempts to enroll again: full jitter up to a cap that doubles to ten times
+/// the first one. One wrong CA makes all agents of a fleet ask in the same moment.
+#[derive(Debug)]
+pub(crate) struct ReenrollBackoff {
+    first_cap: Duration,
+    cap: Duration,
+}
+
+impl ReenrollBackoff {
+    pub(crate) fn new(first_cap: Duration) -> Self {
+        Self {
+            first_cap,
+            cap: first_cap,
+        }
+    }
+
+    /// Starts anew with the first cap.
+    pub(crate) fn restart(&mut self) {
+        self.cap = self.first_cap;
+    }
+
+    /// Returns the wait before the next round. `random` is from 0 to 1.
+    fn next(&mut self, random: f64) -> Duration {
+        let wait = self.cap.mul_f64(random);
+        self.cap = (self.cap * 2).min(self.first_cap * REENROLL_CAP_FACTOR);
+        wait
+    }
+}
+
 /// The attempts of one enrollment, and the pauses between them.
 struct RetryLoop<'a> {
     enrollment: &'a Enrollment,
     backoff: Backoff,
     rotation: EndpointRotation,
     throttle: LogThrottle<String>,
+    /// The roots, for their changes.
+    ca: CaFile,
 }
 
 impl<'a> RetryLoop<'a> {
@@ -78,20 +121,15 @@ impl<'a> RetryLoop<'a> {
             backoff: Backoff::new(),
             rotation: EndpointRotation::default(),
             throttle: LogThrottle::default(),
+            ca: enrollment.ca.clone(),
         }
     }
 
-    fn log_start(&self) {
-        let node = &self.enrollment.node;
-        match &self.enrollment.proof {
-            EnrollProof::Token(token) => info!(%node, token = token.id(), "enrolling"),
-            EnrollProof::ServiceAccount(..) => {
-                info!(%node, "enrolling with the ServiceAccount token")
-            }
-            EnrollProof::ExpiredCertificate(ended) => {
-                let ended = humantime::format_rfc3339_seconds(ended.not_after);
-                info!(%node, %ended, "certificate has expired; renewing with its key");
-            }
+    /// Waits. Returns `Break` if a change of --ca-file ended the wait.
+    async fn pause(&mut self, wait: Duration) -> ControlFlow<()> {
+        tokio::select! {
+            () = sleep(wait) => ControlFlow::Continue(()),
+            () = self.ca.changed() => ControlFlow::Break(()),
         }
     }
 
@@ -116,12 +154,40 @@ impl<'a> RetryLoop<'a> {
         }
     }
 
+    /// Makes rounds of one attempt per server, with long pauses, until an attempt succeeds. A change of
+    /// the roots starts the pauses anew.
+    async fn run_again(&mut self, backoff: &mut ReenrollBackoff) -> Credentials {
+        let node = &self.enrollment.node;
+        let mut wait = backoff.next(random());
+        let retry_in = wait.as_secs_f64();
+        warn!(%node, retry_in, "servers and this node's certificate are of different CAs; enrolling again with the token");
+        loop {
+            if self.pause(wait).await.is_break() {
+                backoff.restart();
+                wait = backoff.next(random());
+                continue;
+            }
+            wait = backoff.next(random());
+            for _ in 0..self.enrollment.servers.len().max(1) {
+                let statuses = &self.enrollment.statuses;
+                match attempt(self.enrollment, &mut self.rotation).await {
+                    Ok(enrolled) => {
+                        statuses.set_enrollment(None);
+                        return enrolled;
+                    }
+                    Err(error) => {
+                        let retry_at = Instant::now() + wait;
+                        statuses.set_enrollment(Some((causes(&error), Some(retry_at))));
+                        self.log_failure(&error, wait);
+                    }
+                }
+            }
+        }
+    }
+
     /// Makes one attempt per server, with a pause after each failure. Returns the last failure, or
     /// the first one that is not retryable.
     async fn try_each_server(&mut self) -> Result<Credentials, EnrollError> {
-        if self.rotation.attempts == 0 {
-            self.log_start();
-        }
         let mut left = self.enrollment.servers.len();
         loop {
             let statuses = &self.enrollment.statuses;
@@ -149,7 +215,9 @@ impl<'a> RetryLoop<'a> {
             let retry_at = Instant::now() + retry_in;
             statuses.set_enrollment(Some((causes(&error), Some(retry_at))));
             self.log_failure(&error, retry_in);
-            sleep(retry_in).await;
+            if self.pause(retry_in).await.is_break() {
+                self.backoff = Backoff::new();
+            }
             left = left.saturating_sub(1);
             if left == 0 {
                 return Err(error);
@@ -160,3 +228,23 @@ impl<'a> RetryLoop<'a> {
 
 /// Added to the wait after "rate limited". The server counts failures over a minute.
 const RATE_LIMIT_WAIT: Duration = Duration::from_secs(15);
+/// Largest cap of the waits before another enrollment, as a multiple of the first one.
+const REENROLL_CAP_FACTOR: u32 = 10;
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn waits_before_another_enrollment_are_jitter_up_to_one_minute_doubling_to_ten() {
+        let minutes = |count: u64| Duration::from_secs(count * 60);
+        let mut backoff = ReenrollBackoff::new(minutes(1));
+        for cap in [1, 2, 4, 8, 10, 10] {
+            assert_eq!(backoff.next(1.0), minutes(cap));
+        }
+        assert_eq!(backoff.next(0.5), minutes(5));
+        backoff.restart();
+        assert_eq!(backoff.next(0.0), Duration::ZERO);
+        assert_eq!(backoff.next(1.0), minutes(2));
+    }
+}

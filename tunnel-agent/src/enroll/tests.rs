@@ -15,12 +15,16 @@ fn enrollment(server: &Server, token: JoinToken, scratch: &TempDir) -> Enrollmen
         servers: vec![server.address().to_string().parse().unwrap()],
         proxy: ProxyChoice::default(),
         node: "worker-1".parse().unwrap(),
-        proof: EnrollProof::Token(token),
-        ca: None,
+        proof: ProofSource::Token(TokenSource::Inline(token), None),
+        ca: CaFile::channel(None).1,
         store: CredentialStore::open(scratch.path()).unwrap(),
         statuses: Arc::new(SessionStatuses::new(Readiness::default())),
         within: LONG,
     }
+}
+
+fn roots(server: &Server) -> TrustRoots {
+    TrustRoots::new(vec![server.ca.der().clone()]).unwrap()
 }
 
 /// Returns the first attempt's result, and whether the server received a request.
@@ -75,7 +79,7 @@ async fn server_of_another_ca_gets_no_byte_of_the_token() {
 async fn configured_ca_replaces_the_pin() {
     let (server, other, scratch) = (Server::start().await, Server::start().await, TempDir::new());
     let mut enrollment = enrollment(&server, other.token(), &scratch);
-    enrollment.ca = Some(vec![server.ca.der().clone()]);
+    enrollment.ca = CaFile::channel(Some(roots(&server))).1;
     let (enrolled, _) = once(&enrollment, &server, |_| issue(&server, &scratch)).await;
     enrolled.unwrap();
 }
@@ -193,6 +197,40 @@ async fn lost_answer_is_asked_for_again_with_the_same_key() {
     timeout(LONG, both).await.unwrap().0.unwrap();
 }
 
+/// The ConfigMap with the servers' CA is mounted, and the kubelet replaces it some time after the servers
+/// have another CA. Meanwhile an operator has replaced the file of the token.
+#[tokio::test]
+async fn each_attempt_uses_the_roots_and_the_token_of_its_time() {
+    let (server, old, scratch) = (Server::start().await, Server::start().await, TempDir::new());
+    let token_file = scratch.path().join("token");
+    std::fs::write(&token_file, old.token().reveal()).unwrap();
+    let source = TokenSource::File(token_file.clone());
+    let (ca_sender, ca) = CaFile::channel(Some(roots(&old)));
+    let ended = SystemTime::now() + Duration::from_secs(3600);
+    let enrollment = Enrollment {
+        proof: ProofSource::Token(source, Some(ended)),
+        ca,
+        ..enrollment(&server, server.token(), &scratch)
+    };
+    let mut backoff = ReenrollBackoff::new(Duration::from_millis(20));
+    let serving = async {
+        for _ in 0..3 {
+            let refused = server.enrollment(|_| panic!("a request arrived")).await;
+            refused.unwrap_err();
+        }
+        std::fs::write(&token_file, server.token().reveal()).unwrap();
+        ca_sender.send_replace(Some(roots(&server)));
+        let answer = |request: EnrollRequest| {
+            assert_eq!(*request.token, server.token().reveal());
+            issue(&server, &scratch)
+        };
+        server.enrollment(answer).await.unwrap();
+    };
+    let both = async { tokio::join!(enroll_again(&enrollment, &mut backoff), serving) };
+    let enrolled = timeout(LONG, both).await.unwrap().0;
+    assert_eq!(enrolled.roots.certificates(), roots(&server).certificates());
+}
+
 /// Returns the certificate that the server issued to the agent before, for the key in the
 /// directory.
 fn ended(server: &Server, scratch: &TempDir) -> Credentials {
@@ -206,7 +244,7 @@ fn ended(server: &Server, scratch: &TempDir) -> Credentials {
 
 fn late(server: &Server, ended: Credentials, scratch: &TempDir) -> Enrollment {
     Enrollment {
-        proof: EnrollProof::ExpiredCertificate(Box::new(ended)),
+        proof: ProofSource::ExpiredCertificate(Box::new(ended)),
         ..enrollment(server, server.token(), scratch)
     }
 }

@@ -18,7 +18,7 @@ use tunnel_proto::wire::name::{InstanceId, Port, SessionId};
 
 use super::*;
 use crate::config::Limits;
-use crate::credentials::RotatingCredentials;
+use crate::credentials::{CaFile, RotatingCredentials};
 use crate::testing::net::{self, Busy};
 use crate::testing::{Ca, context, credentials};
 
@@ -104,7 +104,7 @@ impl TestEnv {
             context.node.clone(),
             due,
             None,
-            None,
+            CaFile::channel(None).1,
             context.metrics.clone(),
         )
         .unwrap();

@@ -33,7 +33,7 @@ pub fn enforce(trust: &Arc<AgentTrust>, registry: &Arc<Registry>, shutdown: &Shu
                 info!(node = %agent.node, session = agent.id.0, "CA is no longer trusted, closing the session");
                 agent.withdraw();
                 tasks.spawn_service(async move {
-                    agent.close(CloseCode::CredentialRevoked, DISTRUSTED).await;
+                    agent.close(CloseCode::CredentialUntrusted, DISTRUSTED).await;
                 });
             }
         }

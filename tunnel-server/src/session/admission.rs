@@ -171,8 +171,7 @@ impl Sessions {
             hello,
         } = pending;
         let (registration, yielded) = self.register(session, node, &hello, &mut writer).await?;
-        if let Some(detail) = self.distrust_reason(session) {
-            let code = CloseCode::CredentialRevoked;
+        if let Some((code, detail)) = self.distrust_reason(session) {
             return Err(reject(&mut writer, code, detail.to_owned()).await);
         }
         self.revocations.record_generation(session.peer());
@@ -260,15 +259,16 @@ impl Sessions {
         Ok(())
     }
 
-    /// Returns the reason why a registered session is not trusted. Its certificate may have been
+    /// Returns why a registered session is not trusted. Its certificate may have been
     /// revoked, or the CA removed, since the handshake. Both operations find sessions in the
     /// registry.
-    fn distrust_reason(&self, session: &Arc<dyn Session>) -> Option<&'static str> {
+    fn distrust_reason(&self, session: &Arc<dyn Session>) -> Option<(CloseCode, &'static str)> {
         let trusted = |trust: &Arc<AgentTrust>| trust.still_accepts(&session.peer_chain());
         if self.revocations.is_revoked(session.peer()) {
-            Some("the node's certificate was revoked")
+            let detail = "the node's certificate was revoked";
+            Some((CloseCode::CredentialRevoked, detail))
         } else if self.trust.as_ref().is_some_and(|trust| !trusted(trust)) {
-            Some(DISTRUSTED)
+            Some((CloseCode::CredentialUntrusted, DISTRUSTED))
         } else {
             None
         }

@@ -1,6 +1,7 @@
 use std::fs;
 
 use rcgen::KeyPair;
+use rustls_pki_types::CertificateDer;
 use tokio::time::timeout;
 
 use super::*;
@@ -18,6 +19,7 @@ struct Fixture {
     signer: Arc<KeyPair>,
     rotating_credentials: Arc<RotatingCredentials>,
     text: prometheus_client::registry::Registry,
+    ca_sender: watch::Sender<Option<TrustRoots>>,
 }
 
 impl Fixture {
@@ -33,9 +35,16 @@ impl Fixture {
         first.issued = now - age;
         first.not_after = now - age + LONG;
         let node = "worker-1".parse().unwrap();
+        let (ca_sender, ca_file) = CaFile::channel(None);
         Self {
-            rotating_credentials: RotatingCredentials::new(node, first, Some(store), None, metrics)
-                .unwrap(),
+            rotating_credentials: RotatingCredentials::new(
+                node,
+                first,
+                Some(store),
+                ca_file,
+                metrics,
+            ),
+            ca_sender,
             scratch,
             ca,
             signer,
@@ -385,7 +394,7 @@ async fn previous_certificate_outlives_a_restart() {
     let (node, metrics) = ("worker-1".parse().unwrap(), Metrics::default());
     let store = Some(CredentialStore::open(dir).unwrap());
     fixture.rotating_credentials =
-        RotatingCredentials::new(node, stored(dir), store, None, metrics).unwrap();
+        RotatingCredentials::new(node, stored(dir), store, CaFile::channel(None).1, metrics);
     assert_eq!(fixture.in_use(), newest);
     refuse(&fixture.rotating_credentials);
     assert_ne!(fixture.in_use(), newest);
@@ -401,12 +410,14 @@ fn ca_file_that_is_reloaded_during_a_renewal_is_not_lost() {
     let [old, both] = [
         vec![fixture.ca.der().clone()],
         vec![fixture.ca.der().clone(), next.der().clone()],
-    ];
+    ]
+    .map(|roots| TrustRoots::new(roots).unwrap());
     let runtime = tokio::runtime::Builder::new_multi_thread().build().unwrap();
     let rotating_credentials = &fixture.rotating_credentials;
     let mut lost = 0;
     for _ in 0..400 {
-        rotating_credentials.trust(old.clone()).unwrap();
+        fixture.ca_sender.send_replace(Some(old.clone()));
+        rotating_credentials.reload_ca();
         let reply = fixture.ca.reply(&*fixture.signer, WORKER_1);
         let start = std::sync::Barrier::new(2);
         std::thread::scope(|scope| {
@@ -415,13 +426,14 @@ fn ca_file_that_is_reloaded_during_a_renewal_is_not_lost() {
                 runtime.block_on(rotating_credentials.handle_reply(reply));
             });
             start.wait();
-            rotating_credentials.trust(both.clone()).unwrap();
+            fixture.ca_sender.send_replace(Some(both.clone()));
+            rotating_credentials.reload_ca();
         });
         let trust = rotating_credentials.identity().trust();
         let Trust::Roots(roots) = &*trust else {
             panic!("{trust:?}")
         };
-        lost += usize::from(roots.len() != both.len());
+        lost += usize::from(roots.len() != both.certificates().len());
     }
     assert_eq!(lost, 0, "lost reloads of 400");
 }
