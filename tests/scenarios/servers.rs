@@ -7,6 +7,7 @@ mod forwarded;
 mod intruders;
 mod lost;
 mod one_socket;
+mod replaced;
 mod resent;
 mod rotation;
 mod standalone;

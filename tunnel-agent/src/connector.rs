@@ -77,6 +77,9 @@ struct Connector {
     attempt: Option<Attempt>,
     /// Start of the next attempt, or of the next round of an attempt that is between rounds.
     retry_at: Option<Instant>,
+    /// Whether a change of the members may end the wait until `retry_at`: the dial before reached no
+    /// server, or a replica of another connector. A refusal does not depend on the members.
+    wait_ends_with_members: bool,
     /// Time to dial a session with newer credentials while the current one serves.
     refresh_at: Option<Instant>,
     /// Time to dial the assigned replica while the current session is with another one.
@@ -146,6 +149,7 @@ impl Connector {
             server_stopped_at: None,
             attempt: None,
             retry_at: None,
+            wait_ends_with_members: false,
             refresh_at: None,
             move_at: None,
             live: None,
@@ -523,6 +527,7 @@ impl Connector {
     fn retry(&mut self, event: ReconnectEvent, now: Instant) -> Duration {
         self.search = ReplicaSearch::default();
         let retry_in = self.backoff.next(event, now, rand::random());
+        self.wait_ends_with_members = false;
         if !self.draining {
             self.retry_at = Some(now + retry_in);
         }

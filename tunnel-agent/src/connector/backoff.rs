@@ -58,6 +58,14 @@ impl Backoff {
         }
     }
 
+    /// Forgets the outage.
+    pub fn restart(&mut self) {
+        *self = Self {
+            last_immediate: self.last_immediate,
+            ..Self::new()
+        };
+    }
+
     /// Returns the wait after `event`, in whole milliseconds. `random` is from 0 to 1.
     pub fn next(&mut self, event: ReconnectEvent, now: Instant, random: f64) -> Duration {
         let wait = self.wait(event, now, random);
@@ -68,10 +76,7 @@ impl Backoff {
         let lost = match event {
             ReconnectEvent::Lost { ready_for, .. } => {
                 if ready_for >= STABLE_AFTER {
-                    *self = Self {
-                        last_immediate: self.last_immediate,
-                        ..Self::new()
-                    };
+                    self.restart();
                 }
                 true
             }

@@ -199,6 +199,7 @@ impl Connector {
                 let event = ReconnectEvent::Failed(reason);
                 let retry_in = self.backoff.next(event, now, rand::random());
                 self.retry_at = Some(now + retry_in);
+                self.wait_ends_with_members = reason.is_none();
                 self.report.failed(failures, code, retry_in, now);
             }
         }

@@ -46,9 +46,18 @@ impl Connector {
         // A session that is lost again and again does not shorten the search of another connector.
         if has_new_members || (has_new_losses && self.search.is_over()) {
             let was_over = std::mem::take(&mut self.search).is_over();
-            let is_idle = self.attempt.is_none() && self.retry_at.is_none();
-            if was_over && is_idle && self.needs_session() {
-                self.retry_at = Some(now + RESUME_SPREAD.mul_f64(rand::random()));
+            let attempt = self.attempt.as_ref();
+            let is_dialing =
+                attempt.is_some_and(|attempt| !attempt.happy_eyeballs.is_between_rounds());
+            let is_over = match self.retry_at {
+                None => was_over,
+                Some(_) => has_new_members && self.wait_ends_with_members,
+            };
+            if is_over && !is_dialing && self.needs_session() {
+                self.backoff.restart();
+                let resume_at = now + RESUME_SPREAD.mul_f64(rand::random());
+                let retry_at = self.retry_at.unwrap_or(resume_at);
+                self.retry_at = Some(retry_at.min(resume_at));
             }
         }
         if (has_new_members || has_new_losses) && self.refresh_search.is_over() {
@@ -166,6 +175,7 @@ impl Connector {
         let is_addressed = self.assignment.is_addressed();
         let wait = wait.or_else(|| is_addressed.then_some(ADDRESSED_INTERVAL));
         self.retry_at = wait.map(|wait| now + wait);
+        self.wait_ends_with_members = true;
         "each server that answers has a session of this agent".clone_into(&mut self.missing_reason);
         if wait.is_none() {
             self.report.search_over(members);
@@ -212,6 +222,7 @@ impl Connector {
         }
         self.search = ReplicaSearch::default();
         let retry_in = self.backoff.next(event, now, rand::random());
+        self.wait_ends_with_members = false;
         if !self.draining {
             self.retry_at = Some(now + retry_in + drain_wait(move_within, rand::random()));
         }

@@ -310,6 +310,40 @@ async fn agent_of_a_far_zone_tries_another_one_and_stays_where_it_is_near() {
     assert_eq!(connection.name, far.1);
 }
 
+/// After a rollout all servers are new, and the dials for a second session would be a minute apart.
+#[tokio::test(start_paused = true)]
+async fn change_of_the_members_starts_the_dials_behind_one_address_anew() {
+    let mut env = TestEnv::start(AUTO);
+    let both = members(BEHIND_ONE);
+    let first = env.net.arrival().await;
+    let mut first = admit_as(first, "server-1", both.clone()).await;
+    for _ in 0..7 {
+        let connection = env.net.arrival().await;
+        expect_bye(&mut admit_as(connection, "server-1", both.clone()).await).await;
+    }
+    env.advance(5).await;
+    let mut three = both.clone();
+    three.push(member("server-3", "192.0.2.1:10262"));
+    first.send_members(three.clone()).await;
+    env.lap();
+    for longest in [2.0, 1.11] {
+        let connection = env.net.arrival().await;
+        env.expect_lap(..=longest);
+        expect_bye(&mut admit_as(connection, "server-1", three.clone()).await).await;
+    }
+    // The path is away: the outage is long when the members change.
+    env.net.set(Path::Refused);
+    env.advance(600).await;
+    first.send_members(both.clone()).await;
+    env.advance(2).await;
+    env.net.set(Path::Open);
+    env.lap();
+    let second = env.net.arrival().await;
+    env.expect_lap(..=2.1);
+    let _second = admit_as(second, "server-2", both).await;
+    env.until_connected(2).await;
+}
+
 #[tokio::test(start_paused = true)]
 async fn loss_of_a_session_starts_another_search() {
     let mut env = TestEnv::start(AUTO);
