@@ -9,11 +9,13 @@
 //!     +-- NotAdmitted, no version in common, timeout --> closed      (server gone, Bye: closed, from everywhere)
 //! ```
 
+use std::future;
 use std::io;
 use std::pin::pin;
 use std::sync::Arc;
 use std::time::Duration;
 
+use tokio::sync::watch;
 use tokio::time::{Instant, sleep, sleep_until, timeout};
 use tokio_util::task::{AbortOnDropHandle, TaskTracker};
 use tracing::{Instrument, debug, debug_span, info, warn};
@@ -22,7 +24,7 @@ use tunnel_proto::session::{
     ControlSender, LivenessState, Observation, SessionMonitor, SilenceCause, Transition,
 };
 use tunnel_proto::timers::coalesced;
-use tunnel_proto::transport::{CloseReason, ClosedBy, IncomingStream, Session};
+use tunnel_proto::transport::{CloseReason, ClosedBy, IncomingStream, Session, TransportKind};
 use tunnel_proto::wire::code::CloseCode;
 use tunnel_proto::wire::control::{
     CAPABILITY_CLOUD, CAPABILITY_RENEW, ControlMessage, Member, Welcome,
@@ -171,6 +173,14 @@ impl AdmittedSession {
     }
 }
 
+/// Waits until the value has changed, and returns the receiver for the next wait.
+async fn changed(mut generation: watch::Receiver<u64>) -> watch::Receiver<u64> {
+    if generation.changed().await.is_err() {
+        future::pending::<()>().await;
+    }
+    generation
+}
+
 /// Returns the number of streams that the server may have open at a time.
 fn max_concurrent_streams(welcome: &Welcome) -> u32 {
     // One more for the control stream, and room for streams that have ended at the server but not
@@ -268,6 +278,11 @@ impl<'a> ActiveSession<'a> {
         let params = self.params.clone();
         let mut connection_lost = pin!(params.node_ip.follow(&*session));
         let mut next_check = pin!(sleep_until(self.monitor.next_check()));
+        let mut members_generation = handle.members_generation.clone();
+        members_generation.mark_unchanged();
+        let mut members_changed = pin!(changed(members_generation));
+        let mut path_probe_due = pin!(sleep(Duration::ZERO));
+        let mut path_probes = 0_u32;
         let (mut withdrawn, mut replaced, mut listening) = (false, false, true);
         loop {
             let check_at = coalesced(self.monitor.next_check());
@@ -301,6 +316,18 @@ impl<'a> ActiveSession<'a> {
                     self.monitor.stream(Instant::now());
                 }
                 () = &mut connection_lost => return self.abandon(),
+                members_generation = &mut members_changed => {
+                    members_changed.set(changed(members_generation));
+                    if session.transport() != TransportKind::H2 {
+                        path_probes = PATH_PROBES;
+                        path_probe_due.as_mut().reset(Instant::now());
+                    }
+                }
+                () = &mut path_probe_due, if path_probes > 0 => {
+                    path_probes -= 1;
+                    path_probe_due.as_mut().reset(Instant::now() + PATH_PROBE_INTERVAL);
+                    session.probe();
+                }
                 () = &mut next_check => match self.check().await {
                     Transition::Dead => return self.end_silent().await,
                     Transition::Finished => return self.graceful_shutdown(REPLACED).await,
@@ -577,6 +604,13 @@ const KNOWN: &str = "another session of this agent is with this server";
 const STREAMS_MAX: u32 = 65536;
 /// Time limit for each step of the close.
 const BYE_TIMEOUT: Duration = Duration::from_secs(1);
+/// Probes after a change of the servers. On a node of the cluster kube-proxy deletes the connection
+/// tracking entries of UDP Services when their endpoints change, and the host's firewall then drops
+/// what the server sends until the agent has sent something.
+const PATH_PROBES: u32 = 4;
+/// Time between these probes, the first of which is sent at once. The endpoints change some time after
+/// the servers have reported a change, and kube-proxy acts once a second at most.
+const PATH_PROBE_INTERVAL: Duration = Duration::from_secs(1);
 /// Time from the replacement of a session whose server is stopping to its Withdraw. The server of the
 /// new session announces it to the others within 100 ms. Until then they forward to the old one.
 const WITHDRAW_DELAY: Duration = Duration::from_millis(500);

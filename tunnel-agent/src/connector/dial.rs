@@ -61,6 +61,7 @@ impl Connector {
             handle: SessionHandle {
                 retire: retire.clone(),
                 session_event: self.event_sender.clone(),
+                members_generation: self.link.shared.replicas.generations(),
             },
             claimant: Claimant {
                 shared: self.link.shared.clone(),

@@ -6,7 +6,7 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Duration;
 
 use parking_lot::Mutex;
-use tokio::sync::Notify;
+use tokio::sync::{Notify, watch};
 use tokio::task::Id;
 use tunnel_proto::wire::REPLICAS_MAX;
 use tunnel_proto::wire::control::Member;
@@ -27,6 +27,8 @@ pub(super) struct ReplicaTable {
     claims: Mutex<HashMap<Id, Claim>>,
     reported: Mutex<ReportedMembers>,
     distances: Mutex<ZoneDistances>,
+    /// Number of changes of the reported members.
+    generation: watch::Sender<u64>,
     losses: AtomicU64,
     /// Wakes the set, which assigns replicas again.
     changed: Notify,
@@ -49,7 +51,6 @@ struct ReportedMembers {
     /// The server that sent the list.
     by: Option<ReplicaId>,
     members: Arc<[Member]>,
-    generation: u64,
 }
 
 impl ReplicaTable {
@@ -194,8 +195,8 @@ impl ReplicaTable {
             return;
         }
         reported.members = members.into();
-        reported.generation += 1;
         drop(reported);
+        self.generation.send_modify(|generation| *generation += 1);
         self.changed.notify_one();
     }
 
@@ -215,7 +216,12 @@ impl ReplicaTable {
 
     /// Returns a number that changes with the reported members.
     pub(super) fn members_generation(&self) -> u64 {
-        self.reported.lock().generation
+        *self.generation.borrow()
+    }
+
+    /// Returns a watch of [`Self::members_generation`].
+    pub(super) fn generations(&self) -> watch::Receiver<u64> {
+        self.generation.subscribe()
     }
 
     /// Returns the reported members, and the replicas that connectors hold. A server that has just

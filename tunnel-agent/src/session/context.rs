@@ -3,7 +3,7 @@
 use std::sync::Arc;
 use std::time::Duration;
 
-use tokio::sync::mpsc;
+use tokio::sync::{mpsc, watch};
 use tokio::task::{self, Id};
 use tokio_util::sync::CancellationToken;
 use tunnel_proto::process::shutdown::Shutdown;
@@ -43,6 +43,8 @@ pub(crate) struct SessionHandle {
     /// Canceled when another session takes the new streams, or when the attempt is abandoned.
     pub(crate) retire: CancellationToken,
     pub(crate) session_event: mpsc::Sender<(Id, SessionEvent)>,
+    /// Changes with the servers of the installation.
+    pub(crate) members_generation: watch::Receiver<u64>,
 }
 
 /// Events of a session for the connector. `Answered` and `Ready` arrive in this order. The end of

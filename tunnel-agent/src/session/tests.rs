@@ -38,6 +38,7 @@ struct TestEnv {
     graceful_shutdown: CancellationToken,
     retire: CancellationToken,
     session_event: mpsc::Receiver<(Id, SessionEvent)>,
+    members_generation: watch::Sender<u64>,
     agent: JoinSet<SessionResult>,
 }
 
@@ -55,9 +56,11 @@ impl TestEnv {
         agent_session.script().transport = Some(TransportKind::Quic);
         let (event_sender, session_event) = mpsc::channel(8);
         let retire = CancellationToken::new();
+        let members_generation = watch::Sender::new(0);
         let handle = SessionHandle {
             retire: retire.clone(),
             session_event: event_sender,
+            members_generation: members_generation.subscribe(),
         };
         let (shutdown, graceful_shutdown) =
             (context.shutdown.clone(), context.graceful_shutdown.clone());
@@ -74,6 +77,7 @@ impl TestEnv {
             graceful_shutdown,
             retire,
             session_event,
+            members_generation,
             agent,
         }
     }
@@ -106,8 +110,7 @@ impl TestEnv {
             None,
             CaFile::channel(None).1,
             context.metrics.clone(),
-        )
-        .unwrap();
+        );
         Self::with(context).welcomed().await
     }
 
@@ -298,6 +301,27 @@ async fn doubt_of_the_server_makes_the_session_suspect() {
         assert_eq!(env.session_event().await, session_event);
     }
     assert_eq!(began.elapsed(), Duration::ZERO);
+}
+
+#[tokio::test(start_paused = true)]
+async fn change_of_the_servers_has_quic_sessions_send_at_once_and_thrice_more() {
+    let cases = [
+        (TransportKind::Quic, [1, 2, 3, 4, 4]),
+        (TransportKind::H2, [0; 5]),
+    ];
+    for (transport, expected) in cases {
+        let (env, _reader, _writer) = TestEnv::ready().await;
+        env.agent_session.script().transport = Some(transport);
+        let sent = || env.agent_session.stats().acknowledged;
+        let before = sent();
+        env.members_generation
+            .send_modify(|generation| *generation += 1);
+        for probes in expected {
+            sleep(PATH_PROBE_INTERVAL / 2).await;
+            assert_eq!(sent() - before, probes, "{transport}");
+            sleep(PATH_PROBE_INTERVAL / 2).await;
+        }
+    }
 }
 
 #[tokio::test(start_paused = true)]
