@@ -58,7 +58,7 @@ impl Backoff {
         }
     }
 
-    /// Forgets the outage.
+    /// Forgets the outage, so that the waits begin with the shortest ones.
     pub fn restart(&mut self) {
         *self = Self {
             last_immediate: self.last_immediate,

@@ -312,7 +312,7 @@ async fn agent_of_a_far_zone_tries_another_one_and_stays_where_it_is_near() {
 
 /// After a rollout all servers are new, and the dials for a second session would be a minute apart.
 #[tokio::test(start_paused = true)]
-async fn change_of_the_members_starts_the_dials_behind_one_address_anew() {
+async fn change_of_the_members_starts_the_dials_behind_one_address_again() {
     let mut env = TestEnv::start(AUTO);
     let both = members(BEHIND_ONE);
     let first = env.net.arrival().await;
