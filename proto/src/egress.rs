@@ -10,7 +10,7 @@ use std::task::{Context, Poll, ready};
 use tokio::io::{AsyncRead, AsyncWrite, ReadBuf};
 use tokio::net::TcpStream;
 
-use crate::relay::{PollCut, RelayEnd, RelaySide, Socket, relay};
+use crate::relay::{PollCut, RelayEnd, RelayOutcome, RelaySide, Socket, relay};
 use crate::tcp::{ConnError, Failed, abort_behind, abort_on_close, configure, failed, finish};
 use crate::transport::{ByteCount, CUT_LIMIT, Stream, StreamCut, find_cause};
 use crate::wire::code::ResetCode;
@@ -227,13 +227,52 @@ pub enum SocketRelayEnd {
     ReaderStalled,
     /// The socket was cut.
     SocketCut,
+    /// This process cut both, see [`relay_socket_until`].
+    Stopped,
+}
+
+/// Like [`relay_socket`], until `stop` completes: then both the stream, with `code`, and the socket
+/// are reset. The bytes of such a relay are those that the socket has carried.
+pub async fn relay_socket_until(
+    stream: Stream,
+    socket: TargetSocket,
+    stop: impl Future<Output = ()>,
+    code: ResetCode,
+) -> SocketRelay {
+    let bytes = socket.bytes();
+    let (mut stream, mut socket) = (stream, socket);
+    let mut side = Socket(&mut socket);
+    let relayed = tokio::select! {
+        biased;
+        relayed = relay(&mut stream, &mut side) => Some(relayed),
+        () = stop => None,
+    };
+    let Some(relayed) = relayed else {
+        stream.reset(code);
+        drop(socket);
+        let (to_tunnel, from_tunnel) = bytes.read();
+        return SocketRelay {
+            end: SocketRelayEnd::Stopped,
+            from_tunnel,
+            to_tunnel,
+            detail: String::new(),
+        };
+    };
+    end_relay(relayed, stream, socket).await
 }
 
 /// Relays between a stream and a socket until both sides have ended or one was cut. The other side
 /// of a cut gets the bytes before the cut, as far as it takes them in time, and then sees a reset.
 /// Dropping the future resets both.
-pub async fn relay_socket(mut stream: Stream, mut socket: TargetSocket) -> SocketRelay {
-    let relayed = relay(&mut stream, &mut Socket(&mut socket)).await;
+pub async fn relay_socket(stream: Stream, socket: TargetSocket) -> SocketRelay {
+    relay_socket_until(stream, socket, std::future::pending(), ResetCode::Dropped).await
+}
+
+async fn end_relay(
+    relayed: RelayOutcome,
+    mut stream: Stream,
+    mut socket: TargetSocket,
+) -> SocketRelay {
     let (end, detail) = match relayed.end {
         RelayEnd::Clean => {
             socket.finish();

@@ -8,6 +8,7 @@ mod crowds;
 mod doctor;
 mod drain;
 mod exhaustion;
+mod handover;
 mod hanging;
 mod join;
 mod killed_writes;

@@ -7,12 +7,12 @@ use std::time::Duration;
 
 use anyhow::Context;
 use tokio::net::TcpListener;
-use tokio::time::timeout;
+use tokio::time::{Instant, sleep_until, timeout};
 use tokio_util::sync::{CancellationToken, DropGuard};
 use tracing::{info, warn};
 use tunnel_proto::process::disk::{self, FileActivity};
 use tunnel_proto::process::host::Resources;
-use tunnel_proto::process::meta::{Meta, Readiness, ReadinessBlock};
+use tunnel_proto::process::meta::{Meta, MetaServer, Readiness, ReadinessBlock};
 use tunnel_proto::process::shutdown::{DrainOutcome, Shutdown};
 use tunnel_proto::tls;
 use tunnel_proto::transport::BufferPool;
@@ -29,6 +29,7 @@ use crate::connector::set::ConnectorSet;
 use crate::connector::status::SessionStatuses;
 use crate::credentials::{CaFile, CredentialError, RotatingCredentials};
 use crate::egress::Egress;
+use crate::handover::HostLock;
 use crate::ingress::sessions::CloudSessions;
 use crate::ingress::{Ingress, listeners};
 use crate::join::JoinCommandError;
@@ -61,6 +62,8 @@ pub struct App {
     readiness_block: Option<ReadinessBlock>,
     shutdown: Shutdown,
     meta_addr: Option<SocketAddr>,
+    host_lock: Arc<HostLock>,
+    ingress: Arc<Ingress>,
     cloud_sessions: Arc<CloudSessions>,
     loop_detector: Arc<LoopDetector>,
     cloud_addrs: Vec<SocketAddr>,
@@ -90,31 +93,35 @@ impl App {
             readiness.clone(),
             &shutdown,
         );
+        let host_lock = HostLock::start(&config.node_name, &config.data_dir, &readiness, &shutdown);
+        let meta = Meta::new(readiness.clone(), registry)
+            .with(status::PATH, status::endpoint(statuses.clone()))
+            .into_server(&shutdown);
+        if let Some(socket) = &config.meta_socket {
+            meta.listen_unix(socket)
+                .context("cannot listen (--meta-socket)")?;
+        }
         let meta_addr = match config.meta_listen {
             Some(address) => Some(
-                start_meta(
-                    address,
-                    Meta::new(readiness.clone(), registry),
-                    &statuses,
-                    &shutdown,
-                )
-                .await
-                .with_context(|| format!("cannot listen on {address} (--meta-listen)"))?,
+                start_meta(address, meta, &host_lock, &readiness, &shutdown)
+                    .await
+                    .with_context(|| format!("cannot listen on {address} (--meta-listen)"))?,
             ),
             None => None,
         };
         let cloud_sessions = Arc::new(CloudSessions::default());
         let loop_detector = Arc::new(LoopDetector::default());
-        let ingress = Ingress::new(
+        let ingress = Arc::new(Ingress::new(
             config.node_name.clone(),
             cloud_sessions.clone(),
             loop_detector.clone(),
             &config.limits,
             metrics.clone(),
-        );
+        ));
         let cloud_addrs = listeners::start(
-            &Arc::new(ingress),
+            &ingress,
             &config.cloud_listeners,
+            &host_lock,
             &readiness,
             &shutdown,
         );
@@ -130,6 +137,8 @@ impl App {
             readiness_block,
             shutdown,
             meta_addr,
+            host_lock,
+            ingress,
             cloud_sessions,
             loop_detector,
             cloud_addrs,
@@ -137,7 +146,8 @@ impl App {
         })
     }
 
-    /// Returns the bound address of the meta port, or `None` if it is off.
+    /// Returns the bound address of the meta port, or `None` if it is off. It is as configured while
+    /// another agent of the node has it.
     #[must_use]
     pub fn meta_addr(&self) -> Option<SocketAddr> {
         self.meta_addr
@@ -198,19 +208,59 @@ impl App {
     }
 
     /// Waits for a drain to begin and end, then closes the sessions.
+    ///
+    /// The listeners accept until another agent of the node waits on this host, or until the drain is
+    /// over. Connections to targets of the cloud may be watches, which never end, and their clients
+    /// dial again: the drain waits [`CLOUD_DRAIN`] for them.
     async fn drain(&self, graceful_shutdown: &CancellationToken, within: Duration) -> DrainOutcome {
         tokio::select! {
             () = self.shutdown.drain().cancelled() => {}
             () = self.shutdown.stop().cancelled() => {}
         }
         let _not_ready = self.readiness.block("drain");
-        let end = self.shutdown.drain_within(within).await;
+        let cut_at = Instant::now() + within.min(CLOUD_DRAIN);
+        let end = tokio::select! {
+            biased;
+            end = self.wait_for_streams(within, cut_at) => end,
+            () = self.hand_over(cut_at) => DrainOutcome::Stopped,
+        };
         let streams = self.shutdown.work_left();
+        self.close_listeners().await;
+        let _cut_by_stop = timeout(STOP_TIMEOUT, self.ingress.cut()).await;
         if streams > 0 {
             warn!(node = %self.config.node_name, streams, ?end, "drain deadline reached; resetting open streams");
         }
         graceful_shutdown.cancel();
         end
+    }
+
+    /// Waits until streams and connections have ended, or their time is over.
+    async fn wait_for_streams(&self, within: Duration, cut_at: Instant) -> DrainOutcome {
+        let connections = async {
+            tokio::select! {
+                biased;
+                () = self.shutdown.stop().cancelled() => {}
+                () = self.ingress.wait_idle() => {}
+                () = sleep_until(cut_at) => {}
+            }
+        };
+        tokio::join!(self.shutdown.drain_within(within), connections).0
+    }
+
+    /// Hands over to another agent of the node as soon as one waits on this host. Never completes.
+    async fn hand_over(&self, cut_at: Instant) {
+        self.host_lock.wanted().await;
+        info!(node = %self.config.node_name, "another agent of this node waits on this host; handing over");
+        self.close_listeners().await;
+        sleep_until(cut_at).await;
+        self.ingress.cut().await;
+        std::future::pending().await
+    }
+
+    /// Closes the listeners, then releases the lock.
+    async fn close_listeners(&self) {
+        self.shutdown.close_listeners().await;
+        self.host_lock.release();
     }
 
     async fn work(
@@ -269,6 +319,7 @@ impl App {
             egress: Arc::new(egress),
             cloud_sessions: self.cloud_sessions.clone(),
             lost_sessions: LostSessions::default(),
+            host_lock: self.host_lock.clone(),
             metrics: self.metrics.clone(),
             shutdown: self.shutdown.clone(),
             rotating_credentials,
@@ -305,18 +356,62 @@ pub fn exit_code(error: &anyhow::Error) -> u8 {
     if usage { EXIT_USAGE } else { EXIT_FAILURE }
 }
 
+/// Binds the meta port, or has a task bind it while another agent of the node has it.
 async fn start_meta(
     address: SocketAddr,
-    meta: Meta,
-    statuses: &Arc<SessionStatuses>,
+    meta: MetaServer,
+    host_lock: &Arc<HostLock>,
+    readiness: &Readiness,
     shutdown: &Shutdown,
 ) -> std::io::Result<SocketAddr> {
-    let listener = TcpListener::bind(address).await?;
+    let listener = match TcpListener::bind(address).await {
+        Err(error)
+            if error.kind() == std::io::ErrorKind::AddrInUse && host_lock.has_other_holder() =>
+        {
+            let (lock, readiness, drain) = (
+                host_lock.clone(),
+                readiness.clone(),
+                shutdown.drain().clone(),
+            );
+            shutdown.spawn_service(async move {
+                tokio::select! {
+                    biased;
+                    () = drain.cancelled() => {}
+                    () = bind_meta(address, meta, lock, readiness) => {}
+                }
+            });
+            return Ok(address);
+        }
+        bound => bound?,
+    };
     let bound = listener.local_addr()?;
-    meta.with(status::PATH, status::endpoint(statuses.clone()))
-        .start(listener, shutdown);
-    info!(listener = "meta", address = %bound, "listening");
+    meta.listen(listener);
+    info!(listener = META, address = %bound, "listening");
     Ok(bound)
+}
+
+/// Binds the meta port when it is free. Another user's process that has it is a condition.
+async fn bind_meta(
+    address: SocketAddr,
+    meta: MetaServer,
+    lock: Arc<HostLock>,
+    readiness: Readiness,
+) {
+    loop {
+        lock.address_may_be_free().await;
+        match TcpListener::bind(address).await {
+            Ok(listener) => {
+                readiness.set_conditions(META, Vec::new());
+                meta.listen(listener);
+                return info!(listener = META, %address, "listening");
+            }
+            Err(error) => {
+                let problem = format!("cannot listen on {address} (--meta-listen): {error}");
+                let problem = (!lock.is_standby()).then_some(problem);
+                readiness.set_conditions(META, problem.into_iter().collect());
+            }
+        }
+    }
 }
 
 fn dialers(
@@ -347,6 +442,10 @@ fn dialers(
     })
 }
 
+/// Name of the meta port in log lines and conditions.
+const META: &str = "meta";
+/// Time of connections to targets of the cloud after SIGTERM.
+const CLOUD_DRAIN: Duration = Duration::from_secs(5);
 /// Exit code for usage and configuration errors.
 pub const EXIT_USAGE: u8 = 64;
 /// Exit code for a failure to start or a failure while running.

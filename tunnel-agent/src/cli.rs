@@ -42,11 +42,11 @@ pub enum Command {
     /// the same values changes nothing. A value that differs is replaced after a question, or with
     /// --yes. On a host without systemd the command prints how to run the agent.
     Join(JoinArgs),
-    /// Ask a running agent on this host whether it is ready: exit code 0 when it has a session,
-    /// else 1
+    /// Ask a running agent on this host whether it is ready: exit code 0 when it has a session, or
+    /// waits for another agent of its node on this host, else 1
     ///
     /// Meant for images without a shell: HEALTHCHECK CMD ["/tunnel-agent", "healthcheck"].
-    Healthcheck(MetaArgs),
+    Healthcheck(HealthcheckArgs),
     /// Show the sessions of the agent on this host: server, transport, since when, or why not and when
     /// the next dial is; exit code 0 when one is live, else 1
     Status(StatusArgs),
@@ -214,12 +214,26 @@ pub struct DoctorArgs {
 /// The address of a running agent's meta port.
 #[derive(Debug, clap::Args)]
 pub struct MetaArgs {
-    /// Configuration file in YAML format; only metaListen is used
+    /// Configuration file in YAML format; only metaSocket and metaListen are used
     #[arg(long, env = "TUNNEL_AGENT_CONFIG", value_name = "FILE")]
     pub config: Option<PathBuf>,
     /// Address of the agent's meta port [default: 127.0.0.1:10266]
     #[arg(long, env = "TUNNEL_AGENT_META_LISTEN", value_name = "ADDR")]
     pub meta_listen: Option<String>,
+    /// Unix socket of the agent, in place of its meta port
+    #[arg(long, env = "TUNNEL_AGENT_META_SOCKET", value_name = "FILE")]
+    pub meta_socket: Option<PathBuf>,
+}
+
+/// What `healthcheck` asks, and where.
+#[derive(Debug, clap::Args)]
+pub struct HealthcheckArgs {
+    /// Ask only whether the agent runs
+    #[arg(long)]
+    pub live: bool,
+    /// Address of the meta port.
+    #[command(flatten)]
+    pub meta: MetaArgs,
 }
 
 /// The output of `status`, and the address to ask.

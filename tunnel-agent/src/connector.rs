@@ -86,6 +86,9 @@ struct Connector {
     move_at: Option<Instant>,
     /// Set while a live session takes new streams.
     live: Option<LiveSession>,
+    /// Set while a server has refused this agent for the one that it waits for on this host. A
+    /// standby that would be admitted next is ready.
+    standby: Option<LiveSession>,
     /// Why there is no live session. Meaningless while there is one.
     missing_reason: String,
     /// Counts this connector in the metric of its state.
@@ -153,6 +156,7 @@ impl Connector {
             refresh_at: None,
             move_at: None,
             live: None,
+            standby: None,
             missing_reason: "connecting".to_owned(),
             state: None,
             draining: false,
@@ -171,6 +175,8 @@ impl Connector {
         let mut assignments = self.link.assignments.clone();
         let mut transports = self.link.shared.transport.subscribe();
         let mut unnamed = self.link.shared.unnamed.subscribe();
+        let host_lock = self.context.host_lock.clone();
+        let mut lock_states = host_lock.subscribe();
         self.retry_at = Some(Instant::now() + self.link.start_in);
         loop {
             self.record_state();
@@ -198,8 +204,20 @@ impl Connector {
                     let newest = *unnamed.borrow_and_update();
                     self.handle_unnamed(newest);
                 }
+                Ok(()) = lock_states.changed(), if !self.draining => self.take_over(Instant::now()),
                 () = sleep_until(next_timeout.unwrap_or_else(Instant::now)), if next_timeout.is_some() => self.handle_timeout(Instant::now()),
             }
+        }
+    }
+
+    /// Dials at once if this agent has taken over from another one on this host.
+    fn take_over(&mut self, now: Instant) {
+        let has_lock = self.context.host_lock.takeover_retry(now).is_some();
+        let is_dialing = (self.attempt.as_ref())
+            .is_some_and(|attempt| !attempt.happy_eyeballs.is_between_rounds());
+        if has_lock && self.current.is_none() && !is_dialing {
+            self.backoff = Backoff::new();
+            self.retry_at = Some(now);
         }
     }
 
@@ -356,6 +374,7 @@ impl Connector {
             draining: false,
         };
         self.live.get_or_insert_with(|| shared.live.add());
+        self.standby = None;
         shared
             .transport
             .send_if_modified(|newest| newest.replace(transport) != Some(transport));

@@ -11,12 +11,14 @@ use std::time::Duration;
 
 use tokio::net::TcpStream;
 use tokio::time::{Instant, timeout};
+use tokio_util::sync::CancellationToken;
+use tokio_util::task::TaskTracker;
 use tracing::info;
-use tunnel_proto::egress::{SocketPeer, TargetSocket, relay_socket};
+use tunnel_proto::egress::{SocketPeer, TargetSocket, relay_socket_until};
 use tunnel_proto::process::conn_limiter::{ConnLimiter, ConnLimits, LimitReached, source};
 use tunnel_proto::process::telemetry::{ACCESS, StreamLines, StreamStage, non_empty};
 use tunnel_proto::transport::{ByteCount, source_number};
-use tunnel_proto::wire::code::RefusalCode;
+use tunnel_proto::wire::code::{RefusalCode, ResetCode};
 use tunnel_proto::wire::header::{StreamHeader, StreamKind};
 use tunnel_proto::wire::name::{CloudTarget, NodeName, SessionId};
 
@@ -39,6 +41,10 @@ pub(crate) struct Ingress {
     loop_detector: Arc<LoopDetector>,
     limiter: Arc<ConnLimiter>,
     metrics: Metrics,
+    /// The tasks of the connections.
+    conns: TaskTracker,
+    /// Canceled when connections end because the agent stops.
+    cut: CancellationToken,
 }
 
 /// Clients dial again at once, also while there is no session.
@@ -96,7 +102,25 @@ impl Ingress {
                 total,
             }),
             metrics,
+            conns: TaskTracker::new(),
+            cut: CancellationToken::new(),
         }
+    }
+
+    /// Waits until no connection is open. Cancel-safe.
+    pub(crate) async fn wait_idle(&self) {
+        self.conns.close();
+        self.conns.wait().await;
+    }
+
+    /// Ends all connections, and waits until they have. Their clients dial again.
+    pub(crate) async fn cut(&self) {
+        let streams = self.conns.len();
+        if streams > 0 {
+            info!(node = %self.node, streams, "ending connections to targets of the cloud; their clients dial again");
+        }
+        self.cut.cancel();
+        self.wait_idle().await;
     }
 
     /// Serves one connection to its end. Dropping the future resets the connection.
@@ -164,14 +188,21 @@ impl Ingress {
     ) -> ConnOutcome {
         match self.open(client, target).await {
             Ok(opened) => {
-                let relayed = relay_socket(opened.stream, socket).await;
+                let cut = self.cut.cancelled();
+                let code = ResetCode::AgentStopping;
+                let relayed = relay_socket_until(opened.stream, socket, cut, code).await;
+                let end = StreamEnd::of_relay(relayed.end, StreamEnd::CutByCaller);
+                let detail = match end {
+                    StreamEnd::AgentStopping => STOPPING.to_owned(),
+                    _ => relayed.detail,
+                };
                 ConnOutcome {
                     session: Some(opened.session),
                     dialed: opened.dialed,
-                    end: StreamEnd::of_relay(relayed.end, StreamEnd::CutByCaller),
+                    end,
                     from_tunnel: relayed.from_tunnel,
                     to_tunnel: relayed.to_tunnel,
-                    detail: relayed.detail,
+                    detail,
                 }
             }
             Err((session, error)) => {
@@ -212,6 +243,8 @@ impl Ingress {
     }
 }
 
+/// Detail of a connection that ended because the agent stops.
+const STOPPING: &str = "the agent is stopping; the client dials again";
 /// Detail of a connection that this agent dialed.
 const REDIRECTED: &str = "the agent dialed the connection for a caller in the cloud, and a rule of this host redirects it here";
 /// Time for a server to accept a stream, over all sessions. With two sessions, each has more than a

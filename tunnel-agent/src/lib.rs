@@ -19,6 +19,7 @@
 //! | [`search`] | when to dial again for a replica that no other connector holds: pure |
 //! | `session` | one session: admission, control stream, liveness, retirement, drain |
 //! | `egress` | one stream: dial policy, dial, reply, relay |
+//! | `handover` | the lock of the host, by which one agent of a node hands over to the next one |
 //! | `ingress` | one connection to a target of the cloud: choice of a session, open, relay |
 //! | [`policy`] | the dial policy: pure checks of resolved addresses |
 //! | [`render`] | files that lead clients on the node to the API server |
@@ -48,6 +49,7 @@ mod credentials;
 mod egress;
 mod enroll;
 mod error;
+mod handover;
 mod ingress;
 mod log_throttle;
 mod loop_detection;

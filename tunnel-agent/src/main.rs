@@ -1,7 +1,6 @@
 //! The tunnel-agent binary: verbs and exit codes. All other code is in the library.
 
 use std::io::Write;
-use std::net::SocketAddr;
 use std::process::ExitCode;
 use std::time::SystemTime;
 
@@ -11,12 +10,13 @@ use tokio::runtime::{Builder, Runtime};
 use tracing::{info, warn};
 use tunnel_agent::app::{App, EXIT_USAGE, exit_code};
 use tunnel_agent::cli::{
-    self, Cli, Command, ConfigArgs, DiagArgs, DoctorArgs, JoinArgs, MetaArgs, RenderObject,
-    StatusArgs, StatusOutput,
+    self, Cli, Command, ConfigArgs, DiagArgs, DoctorArgs, HealthcheckArgs, JoinArgs, MetaArgs,
+    RenderObject, StatusArgs, StatusOutput,
 };
 use tunnel_agent::config::{self, Config, RawConfig};
 use tunnel_agent::{address, diag, doctor, join, render, status};
 use tunnel_proto::process::diag::default_path;
+use tunnel_proto::process::meta::MetaAddress;
 use tunnel_proto::process::metrics::COMMIT;
 use tunnel_proto::process::{meta, secrets, settings, shutdown, telemetry, terminal};
 use tunnel_proto::timers::record_runtime_start;
@@ -152,10 +152,14 @@ fn run_doctor(arguments: DoctorArgs) -> anyhow::Result<ExitCode> {
     Ok(code.context(NO_OUTPUT)?.into())
 }
 
-fn healthcheck(arguments: MetaArgs) -> anyhow::Result<()> {
-    let address = meta_address(arguments)?;
+fn healthcheck(arguments: HealthcheckArgs) -> anyhow::Result<()> {
+    let address = meta_address(arguments.meta)?;
+    let path = match arguments.live {
+        true => "/livez",
+        false => "/readyz?verbose",
+    };
     let (status, body) = runtime()?
-        .block_on(meta::get(address, "/readyz?verbose"))
+        .block_on(address.get(path))
         .with_context(|| format!("no answer from the agent at {address}"))?;
     print(body.as_bytes())?;
     anyhow::ensure!(status.is_success(), "agent is not ready");
@@ -165,7 +169,7 @@ fn healthcheck(arguments: MetaArgs) -> anyhow::Result<()> {
 fn show_status(arguments: StatusArgs) -> anyhow::Result<()> {
     let address = meta_address(arguments.meta)?;
     let status = runtime()?
-        .block_on(status::ask(address))
+        .block_on(status::ask(&address))
         .with_context(|| format!("no answer from the agent at {address}"))?;
     let text = match arguments.output {
         StatusOutput::Table => status.table,
@@ -181,19 +185,26 @@ fn render_object(object: &RenderObject) -> anyhow::Result<()> {
     print(render::edge_apiserver(arguments)?.as_bytes())
 }
 
-/// Returns the address of a running agent's meta port.
-fn meta_address(arguments: MetaArgs) -> anyhow::Result<SocketAddr> {
+/// Returns the Unix socket of a running agent, or else the address of its meta port.
+fn meta_address(arguments: MetaArgs) -> anyhow::Result<MetaAddress> {
     let flags = RawConfig {
         meta_listen: arguments.meta_listen,
+        meta_socket: arguments.meta_socket,
         ..RawConfig::default()
     };
     let settings = config::layers(flags, arguments.config.as_deref(), |_| None)?;
+    if let Some(socket) = settings
+        .meta_socket
+        .filter(|path| !path.as_os_str().is_empty())
+    {
+        return Ok(MetaAddress::Unix(socket));
+    }
     let address = config::meta_address(settings.meta_listen.as_deref())
         .map_err(config::LoadError::meta_listen)?
         .ok_or_else(|| {
             config::LoadError::meta_listen("is off; set an address to ask the agent".to_owned())
         })?;
-    Ok(meta::dialable(address))
+    Ok(meta::dialable(address).into())
 }
 
 /// Returns a runtime for a verb that asks the agent.

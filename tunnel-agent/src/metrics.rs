@@ -278,6 +278,8 @@ pub(crate) enum StreamEnd {
     CutByTarget,
     /// The local client of a target of the cloud was cut.
     CutByCaller,
+    /// The agent stopped before the connection to a target of the cloud had ended.
+    AgentStopping,
     /// The target, or the other end's reader, read nothing for 10 s while other streams waited for
     /// the memory.
     ReaderStalled,
@@ -311,11 +313,12 @@ impl StreamEnd {
     ];
 
     /// Every end of a connection to a target of the cloud.
-    const CLOUD: [Self; 15] = [
+    const CLOUD: [Self; 16] = [
         Self::Ok,
         Self::ReaderClosed,
         Self::CutByPeer,
         Self::CutByCaller,
+        Self::AgentStopping,
         Self::ReaderStalled,
         Self::NoSession,
         Self::NoReply,
@@ -337,7 +340,8 @@ impl StreamEnd {
             | Self::ReaderStalled
             | Self::CutByPeer
             | Self::CutByTarget
-            | Self::CutByCaller => StreamStage::Opened { is_ok: false },
+            | Self::CutByCaller
+            | Self::AgentStopping => StreamStage::Opened { is_ok: false },
             Self::NoSession | Self::NoReply | Self::Refused(_) => StreamStage::Refused,
             Self::NoHeader => StreamStage::Unknown,
         }
@@ -351,6 +355,7 @@ impl StreamEnd {
             SocketRelayEnd::ReaderClosed => Self::ReaderClosed,
             SocketRelayEnd::StreamCut => Self::CutByPeer,
             SocketRelayEnd::SocketCut => socket_cut,
+            SocketRelayEnd::Stopped => Self::AgentStopping,
             SocketRelayEnd::ReaderStalled => Self::ReaderStalled,
         }
     }
@@ -362,6 +367,7 @@ impl StreamEnd {
             Self::CutByPeer => "cut_by_peer",
             Self::CutByTarget => "cut_by_target",
             Self::CutByCaller => "cut_by_caller",
+            Self::AgentStopping => "agent_stopping",
             Self::ReaderStalled => "reader_stalled",
             Self::NoSession => "no_session",
             Self::NoReply => "no_reply",

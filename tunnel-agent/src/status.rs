@@ -1,13 +1,12 @@
 //! The sessions of a running agent: an endpoint of the meta port, and the verb `status` that asks it.
 
 use std::io;
-use std::net::SocketAddr;
 use std::sync::Arc;
 use std::time::Duration;
 
 use http::StatusCode;
 use tokio::time::Instant;
-use tunnel_proto::process::meta::{self, EndpointAnswer, EndpointHandler};
+use tunnel_proto::process::meta::{self, EndpointAnswer, EndpointHandler, MetaAddress};
 use tunnel_proto::wire::header::one_line;
 
 use crate::connector::status::{OLDER_SERVER, SessionReport, SessionStatuses};
@@ -35,7 +34,7 @@ pub struct AgentStatus {
 ///
 /// # Errors
 /// Returns an error if no agent answers, or not with a list.
-pub async fn ask(address: SocketAddr) -> io::Result<AgentStatus> {
+pub async fn ask(address: &MetaAddress) -> io::Result<AgentStatus> {
     let (sessions, json) = sessions(address).await?;
     Ok(AgentStatus {
         is_connected: sessions.iter().any(SessionReport::is_live),
@@ -45,8 +44,8 @@ pub async fn ask(address: SocketAddr) -> io::Result<AgentStatus> {
 }
 
 /// Asks the agent for its sessions. Returns them, and the list as the agent sent it.
-pub(crate) async fn sessions(address: SocketAddr) -> io::Result<(Vec<SessionReport>, String)> {
-    let (status, json) = meta::get(address, PATH).await?;
+pub(crate) async fn sessions(address: &MetaAddress) -> io::Result<(Vec<SessionReport>, String)> {
+    let (status, json) = address.get(PATH).await?;
     if status != StatusCode::OK {
         let text = format!("{status}: the agent is of an older version");
         return Err(io::Error::other(text));

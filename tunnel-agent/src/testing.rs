@@ -21,6 +21,7 @@ use crate::credentials::{
     CaFile, CredentialStore, Credentials, RotatingCredentials, Stored, TrustRoots,
 };
 use crate::egress::Egress;
+use crate::handover::HostLock;
 use crate::ingress::sessions::CloudSessions;
 use crate::metrics::Metrics;
 use crate::node_ip::NodeIpLookup;
@@ -188,6 +189,7 @@ pub(crate) fn context(limits: Limits) -> SessionContext {
         egress: Arc::new(egress),
         cloud_sessions: Arc::new(CloudSessions::default()),
         lost_sessions: LostSessions::default(),
+        host_lock: HostLock::none(),
         metrics,
         shutdown,
         rotating_credentials,

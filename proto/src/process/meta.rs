@@ -11,6 +11,7 @@ use std::convert::Infallible;
 use std::fmt::{self, Write as _};
 use std::io;
 use std::net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr};
+use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -26,16 +27,19 @@ use prometheus_client::encoding::{DescriptorEncoder, EncodeMetric};
 use prometheus_client::metrics::MetricType;
 use prometheus_client::metrics::gauge::ConstGauge;
 use prometheus_client::registry::Registry;
-use tokio::net::{TcpListener, TcpStream, ToSocketAddrs};
-use tokio::sync::oneshot;
+use tokio::io::{AsyncRead, AsyncWrite};
+use tokio::net::{TcpListener, TcpStream, ToSocketAddrs, UnixStream};
+use tokio::sync::{Semaphore, oneshot};
 use tokio_util::sync::CancellationToken;
 use tracing::debug;
 
 use self::documents::Documents;
+use super::accept::RetryingListener;
 use super::conn_limiter::{ConnLimits, source};
 use super::metrics::exposition::Exposition;
 use super::serve_bounded::serve_bounded;
 use super::shutdown::Shutdown;
+use super::unix_socket::{self, SocketPermissions};
 
 mod documents;
 mod response;
@@ -139,20 +143,19 @@ impl Meta {
         self
     }
 
-    /// Serves on `listener` until `stop`.
+    /// Serves on `listener` until the listeners close.
     pub fn start(self, listener: TcpListener, shutdown: &Shutdown) {
-        let server = Arc::new(MetaServer {
+        self.into_server(shutdown).listen(listener);
+    }
+
+    /// Returns the server of this content, which any number of listeners can have.
+    #[must_use]
+    pub fn into_server(self, shutdown: &Shutdown) -> MetaServer {
+        MetaServer(Arc::new(MetaState {
             meta: Arc::new(self),
             documents: Documents::new(shutdown.clone()),
-        });
-        serve_bounded(
-            listener,
-            "meta",
-            CONN_LIMITS,
-            CONNECTION_TIMEOUT,
-            shutdown,
-            move |socket, peer| server.clone().serve(socket, peer),
-        );
+            shutdown: shutdown.clone(),
+        }))
     }
 
     fn ready(&self, verbose: bool) -> FullResponse {
@@ -202,17 +205,80 @@ impl Meta {
 }
 
 /// The meta port while it serves.
-struct MetaServer {
+#[derive(Clone)]
+pub struct MetaServer(Arc<MetaState>);
+
+impl fmt::Debug for MetaServer {
+    fn fmt(&self, formatter: &mut fmt::Formatter<'_>) -> fmt::Result {
+        self.0.meta.fmt(formatter)
+    }
+}
+
+impl MetaServer {
+    /// Serves on `listener` until the listeners close.
+    pub fn listen(&self, listener: TcpListener) {
+        let state = self.0.clone();
+        serve_bounded(
+            listener,
+            "meta",
+            CONN_LIMITS,
+            CONNECTION_TIMEOUT,
+            &self.0.shutdown,
+            move |socket, peer| state.clone().serve(socket, peer),
+        );
+    }
+
+    /// Binds a Unix socket for this user, and serves it until `stop`. At its limit of connections,
+    /// newer ones end at once.
+    ///
+    /// # Errors
+    /// Returns an error with the path if the socket cannot be bound.
+    pub fn listen_unix(&self, path: &Path) -> io::Result<()> {
+        let private = SocketPermissions {
+            mode: 0o600,
+            owner: None,
+        };
+        let (listener, file) = unix_socket::bind(path, private)?;
+        let (state, tasks) = (self.0.clone(), self.0.shutdown.clone());
+        let permits = Arc::new(Semaphore::new(CONN_LIMITS.per_source));
+        self.0.shutdown.spawn_service(async move {
+            let _file = file;
+            let mut accepting = RetryingListener::new(listener, "meta");
+            loop {
+                let socket = accepting.accept().await;
+                let Ok(permit) = permits.clone().try_acquire_owned() else {
+                    continue;
+                };
+                let connection = state.clone().serve(socket, LOCAL);
+                tasks.spawn_service(async move {
+                    let _permit = permit;
+                    let _over = tokio::time::timeout(CONNECTION_TIMEOUT, connection).await;
+                });
+            }
+        });
+        Ok(())
+    }
+}
+
+/// The content of the meta port, and the documents that are being sent.
+struct MetaState {
     meta: Arc<Meta>,
     documents: Arc<Documents>,
+    shutdown: Shutdown,
 }
+
+/// Address of callers at a Unix socket.
+const LOCAL: SocketAddr = SocketAddr::new(IpAddr::V4(Ipv4Addr::LOCALHOST), 0);
 
 /// Reports to the connection which document it sends: the token is canceled when the connection must
 /// end because its document is evicted.
 type SentDocument = Mutex<Option<oneshot::Sender<CancellationToken>>>;
 
-impl MetaServer {
-    async fn serve(self: Arc<Self>, socket: TcpStream, peer: SocketAddr) {
+impl MetaState {
+    async fn serve<S>(self: Arc<Self>, socket: S, peer: SocketAddr)
+    where
+        S: AsyncRead + AsyncWrite + Unpin + Send,
+    {
         let (sender, sent) = oneshot::channel();
         let sent_document = Arc::new(SentDocument::new(Some(sender)));
         let service = service_fn(move |request| {
@@ -336,6 +402,48 @@ pub fn dialable(address: SocketAddr) -> SocketAddr {
     SocketAddr::new(ip, address.port())
 }
 
+/// Where a running process is asked for its meta port's content.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub enum MetaAddress {
+    /// The TCP address of a meta port.
+    Tcp(SocketAddr),
+    /// A Unix socket, see [`MetaServer::listen_unix`].
+    Unix(PathBuf),
+}
+
+impl fmt::Display for MetaAddress {
+    fn fmt(&self, formatter: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::Tcp(address) => address.fmt(formatter),
+            Self::Unix(path) => path.display().fmt(formatter),
+        }
+    }
+}
+
+impl From<SocketAddr> for MetaAddress {
+    fn from(address: SocketAddr) -> Self {
+        Self::Tcp(address)
+    }
+}
+
+impl MetaAddress {
+    /// Requests `path`, within 5 s. Cancel-safe.
+    ///
+    /// # Errors
+    /// As [`get`].
+    pub async fn get(&self, path: &str) -> io::Result<(StatusCode, String)> {
+        let socket = match self {
+            Self::Tcp(address) => return get(address, path).await,
+            Self::Unix(socket) => socket,
+        };
+        let answer =
+            async { exchange(UnixStream::connect(socket).await?, "localhost", path).await };
+        tokio::time::timeout(HEAD_TIMEOUT, answer)
+            .await
+            .unwrap_or_else(|_elapsed| Err(io::ErrorKind::TimedOut.into()))
+    }
+}
+
 /// Requests `path` from the meta port at `address`, within 5 s. Cancel-safe.
 ///
 /// # Errors
@@ -354,7 +462,14 @@ async fn send_get(
     path: &str,
 ) -> io::Result<(StatusCode, String)> {
     let host = address.to_string();
-    let socket = TcpStream::connect(address).await?;
+    exchange(TcpStream::connect(address).await?, &host, path).await
+}
+
+async fn exchange(
+    socket: impl AsyncRead + AsyncWrite + Unpin + Send,
+    host: &str,
+    path: &str,
+) -> io::Result<(StatusCode, String)> {
     let (mut sender, connection) = hyper::client::conn::http1::handshake(TokioIo::new(socket))
         .await
         .map_err(io::Error::other)?;
@@ -564,6 +679,31 @@ mod tests {
         }
         let (_, body) = get(address, "/readyz?verbosely").await.unwrap();
         assert_eq!(body, "not ready\n");
+    }
+
+    #[tokio::test]
+    async fn unix_socket_answers_until_the_end_and_the_port_until_listeners_close() {
+        let shutdown = Shutdown::new();
+        let folder = std::env::temp_dir().join(format!("culvert-meta-{}", std::process::id()));
+        std::fs::create_dir(&folder).unwrap();
+        let socket = MetaAddress::Unix(folder.join("meta.sock"));
+        let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
+        let port = MetaAddress::from(listener.local_addr().unwrap());
+        let meta = Meta::new(Readiness::default(), Registry::default());
+        let server = meta.into_server(&shutdown);
+        server.listen(listener);
+        server.listen_unix(&folder.join("meta.sock")).unwrap();
+        for address in [&socket, &port] {
+            let answer = address.get("/livez").await.unwrap();
+            assert_eq!(answer, (StatusCode::OK, "ok\n".to_owned()), "{address}");
+        }
+        shutdown.close_listeners().await;
+        assert!(port.get("/livez").await.is_err());
+        assert!(socket.get("/readyz").await.is_ok());
+        shutdown.finish().await;
+        assert!(socket.get("/livez").await.is_err());
+        assert_eq!(std::fs::read_dir(&folder).unwrap().count(), 0);
+        std::fs::remove_dir(folder).unwrap();
     }
 
     /// A meta port with the endpoint `/list`.

@@ -25,6 +25,9 @@ pub struct Shutdown {
     work: TaskTracker,
     /// Other tasks. They are dropped at `stop`, and no drain waits for them.
     services: TaskTracker,
+    /// Canceled when the listeners close, and the listeners that are open.
+    listeners_close: CancellationToken,
+    listeners: TaskTracker,
     /// Set when a listener panicked. The log contains the panic.
     listener_panicked: Arc<AtomicBool>,
     /// Canceled when a drain has reached its deadline.
@@ -42,6 +45,8 @@ impl Default for Shutdown {
             stop: CancellationToken::new(),
             work: TaskTracker::new(),
             services: TaskTracker::new(),
+            listeners_close: CancellationToken::new(),
+            listeners: TaskTracker::new(),
             listener_panicked: Arc::default(),
             drained: CancellationToken::new(),
             reloads: watch::Sender::default(),
@@ -105,14 +110,27 @@ impl Shutdown {
             .spawn(run_until_stopped(self.stop.clone(), service));
     }
 
-    /// Runs an accept loop as a service. If the listener panics, the process drains and exits with
-    /// a failure, so that its supervisor restarts it.
+    /// Runs an accept loop as a service, until [`Self::close_listeners`]. If the listener panics, the
+    /// process drains and exits with a failure, so that its supervisor restarts it.
     pub fn spawn_listener(&self, listener: impl Future<Output = ()> + Send + 'static) {
         let guard = ListenerPanicGuard(self.clone());
-        self.spawn_service(async move {
+        let close = self.listeners_close.clone();
+        // The tracker counts a listener until its socket is closed.
+        self.spawn_service(self.listeners.track_future(async move {
             let _guard = guard;
-            listener.await;
-        });
+            tokio::select! {
+                biased;
+                () = close.cancelled() => {}
+                () = listener => {}
+            }
+        }));
+    }
+
+    /// Ends all accept loops and waits until their sockets are closed. Connections go on.
+    pub async fn close_listeners(&self) {
+        self.listeners_close.cancel();
+        self.listeners.close();
+        self.listeners.wait().await;
     }
 
     /// Returns whether a listener panicked. The log contains the panic.
@@ -291,6 +309,34 @@ mod tests {
         drained.await.unwrap();
         assert!(shutdown.has_listener_panicked());
         shutdown.finish().await;
+    }
+
+    #[tokio::test]
+    async fn listeners_close_while_their_connections_go_on() {
+        let shutdown = Shutdown::new();
+        let listener = tokio::net::TcpListener::bind("127.0.0.1:0").await.unwrap();
+        let address = listener.local_addr().unwrap();
+        let (accepted, mut connections) = tokio::sync::mpsc::channel(1);
+        shutdown.spawn_listener(async move {
+            loop {
+                accepted
+                    .send(listener.accept().await.unwrap().0)
+                    .await
+                    .unwrap();
+            }
+        });
+        let client = tokio::net::TcpStream::connect(address).await.unwrap();
+        let mut connection = connections.recv().await.unwrap();
+        shutdown.close_listeners().await;
+        let refused = tokio::net::TcpStream::connect(address).await.unwrap_err();
+        assert_eq!(refused.kind(), io::ErrorKind::ConnectionRefused);
+        assert!(!shutdown.drain().is_cancelled());
+        // A listener that is bound too late closes at once.
+        shutdown.spawn_listener(std::future::pending());
+        shutdown.close_listeners().await;
+        drop(client);
+        let end = tokio::io::AsyncReadExt::read(&mut connection, &mut [0]).await;
+        assert_eq!(end.unwrap(), 0);
     }
 
     #[tokio::test(start_paused = true)]

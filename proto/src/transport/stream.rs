@@ -93,7 +93,10 @@ impl StreamCut {
     pub(crate) fn is_of_both_halves(&self) -> bool {
         match self {
             Self::Stopped(code) => match code {
-                ResetCode::PeerCut | ResetCode::SessionLost | ResetCode::ReaderStalled => true,
+                ResetCode::PeerCut
+                | ResetCode::SessionLost
+                | ResetCode::ReaderStalled
+                | ResetCode::AgentStopping => true,
                 ResetCode::Dropped
                 | ResetCode::Protocol
                 | ResetCode::Refused

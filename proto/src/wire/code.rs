@@ -103,6 +103,8 @@ codes! {
         SessionLost = 4 "session_lost",
         /// Nothing was read from the stream for 10 s, and other streams waited for its memory.
         ReaderStalled = 5 "reader_stalled",
+        /// The agent is stopping, and the client of the stream to a target of the cloud dials again.
+        AgentStopping = 6 "agent_stopping",
     }
 }
 

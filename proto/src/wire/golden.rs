@@ -456,9 +456,10 @@ fn numbers_are_as_released() {
         ResetCode::Refused,
         ResetCode::SessionLost,
         ResetCode::ReaderStalled,
-        ResetCode::Unknown(6),
+        ResetCode::AgentStopping,
+        ResetCode::Unknown(7),
     ];
-    let released: Vec<_> = (0..=6).map(ResetCode::from_number).collect();
+    let released: Vec<_> = (0..=7).map(ResetCode::from_number).collect();
     assert_eq!(released, resets);
     let closes = [
         CloseCode::Normal,

@@ -52,6 +52,8 @@ pub struct Config {
     pub cloud_listeners: Vec<CloudListener>,
     /// Address of the meta port, or `None` if it is off.
     pub meta_listen: Option<SocketAddr>,
+    /// Unix socket with the content of the meta port.
+    pub meta_socket: Option<PathBuf>,
     /// Time that open streams may continue when the agent stops.
     pub drain_timeout: Duration,
     pub worker_threads: usize,
@@ -173,6 +175,9 @@ impl Config {
             dial_policy,
             cloud_listeners,
             meta_listen,
+            meta_socket: settings
+                .meta_socket
+                .filter(|path| !path.as_os_str().is_empty()),
             drain_timeout,
             worker_threads,
             log_level,

@@ -170,7 +170,18 @@ tunnel_proto::layered! {
         #[arg(long, env = "TUNNEL_AGENT_META_LISTEN", value_name = "ADDR|off", help_heading = "Process")]
         pub meta_listen: Option<String>,
 
+        /// Unix socket with the content of the meta port, for the verbs `healthcheck` and `status`
+        /// [default: none]
+        ///
+        /// Two agents of a node run on one host while the next one waits for the end of the other, and
+        /// the meta port belongs to one of them. The socket answers from the start to the end.
+        #[arg(long, env = "TUNNEL_AGENT_META_SOCKET", value_name = "FILE", help_heading = "Process")]
+        pub meta_socket: Option<PathBuf>,
+
         /// Time that open streams may continue after SIGTERM [default: 30s]
+        ///
+        /// Connections to --cloud-listen have 5 s of it, since watches never end and their clients dial
+        /// again. The listeners accept meanwhile, unless another agent of the node waits on this host.
         #[arg(long, env = "TUNNEL_AGENT_DRAIN_TIMEOUT", value_name = "DURATION", help_heading = "Process")]
         pub drain_timeout: Option<String>,
 

@@ -197,15 +197,34 @@ impl Connector {
                     Some(CloseCode::Draining | CloseCode::Overloaded) if is_leaving => None,
                     code => code,
                 };
-                let event = ReconnectEvent::Failed(reason);
-                let retry_in = self.backoff.next(event, now, rand::random());
+                let is_in_use = code == Some(CloseCode::NameInUse);
+                let host_lock = &self.context.host_lock;
+                let takeover_retry = host_lock.takeover_retry(now).filter(|_| is_in_use);
+                let retry_in = takeover_retry.unwrap_or_else(|| {
+                    let event = ReconnectEvent::Failed(reason);
+                    self.backoff.next(event, now, rand::random())
+                });
                 self.retry_at = Some(now + retry_in);
                 self.wait_ends_with_members = reason.is_none();
-                self.report.failed(failures, code, retry_in, now);
+                if is_in_use && host_lock.is_standby() {
+                    STANDBY.clone_into(&mut self.missing_reason);
+                    let live = &self.link.shared.live;
+                    self.standby.get_or_insert_with(|| live.add());
+                    self.report.standby(failures, retry_in);
+                } else if takeover_retry.is_some() {
+                    self.report.standby(failures, retry_in);
+                } else {
+                    self.standby = None;
+                    self.report.failed(failures, code, retry_in, now);
+                }
             }
         }
     }
 }
+
+/// Why an agent has no session that waits for another one on its host.
+const STANDBY: &str =
+    "standby: another agent of this node runs on this host, and this one serves when it stops";
 
 /// Time for which the socket of a stopped server may still refuse QUIC dials: the server sends its
 /// closes again where they were lost.

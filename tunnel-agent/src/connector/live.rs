@@ -1,4 +1,4 @@
-//! The readiness of the process: it is ready while any connector has a live session.
+//! The readiness of the process: it is ready while any connector has a live session, or is a standby.
 
 use std::sync::Arc;
 

@@ -104,6 +104,16 @@ impl ConnectionLog {
         }
     }
 
+    /// Logs a dial that a server refused for the agent from which this one takes over.
+    pub(super) fn standby(
+        &self,
+        failures: &[(SessionTransport, ConnectError)],
+        retry_in: Duration,
+    ) {
+        let error = failure_text(failures);
+        debug!(node = %self.agent, error, retry_in = retry_in.as_secs_f64(), "another agent of this node has the name");
+    }
+
     /// Logs a dial that failed while another session serves.
     pub(super) fn probe_failed(&self, failures: &[(SessionTransport, ConnectError)]) {
         for (transport, error) in failures {

@@ -20,6 +20,7 @@ use crate::testing::{Ca, TempDir, context, stored};
 
 mod changes;
 mod replicas;
+mod standby;
 
 const AUTO: TransportChoice = TransportChoice::Auto;
 const REPLICAS: usize = 2;

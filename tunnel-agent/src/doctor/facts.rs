@@ -292,7 +292,7 @@ async fn ask(address: SocketAddr) -> AgentAnswer {
             };
         }
     };
-    let sessions = status::sessions(address).await;
+    let sessions = status::sessions(&address.into()).await;
     let metrics = meta::get(address, "/metrics").await;
     AgentAnswer::Running(RunningAgent {
         sessions: sessions

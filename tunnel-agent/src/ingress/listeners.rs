@@ -1,15 +1,13 @@
 //! The listeners for targets of the cloud. A listener whose address cannot be bound is a condition,
-//! and is bound later.
+//! and is bound later. They accept in a drain, until another agent of the node takes over.
 
 use std::collections::BTreeMap;
 use std::io;
 use std::net::SocketAddr;
 use std::sync::Arc;
-use std::time::Duration;
 
 use parking_lot::Mutex;
 use tokio::net::TcpListener;
-use tokio::time::sleep;
 use tracing::{Instrument, debug_span, info, warn};
 use tunnel_proto::process::accept::RetryingListener;
 use tunnel_proto::process::meta::Readiness;
@@ -18,12 +16,14 @@ use tunnel_proto::tcp::listen_freebind;
 
 use super::Ingress;
 use crate::config::CloudListener;
+use crate::handover::HostLock;
 
-/// Binds the listeners and accepts their connections until the drain. Returns their addresses; those
+/// Binds the listeners and accepts their connections until they close. Returns their addresses; those
 /// of listeners that cannot be bound yet are as configured.
 pub(crate) fn start(
     ingress: &Arc<Ingress>,
     listeners: &[CloudListener],
+    host_lock: &Arc<HostLock>,
     readiness: &Readiness,
     shutdown: &Shutdown,
 ) -> Vec<SocketAddr> {
@@ -37,6 +37,7 @@ pub(crate) fn start(
             listener: listener.clone(),
             ingress: ingress.clone(),
             conditions: conditions.clone(),
+            host_lock: host_lock.clone(),
             shutdown: shutdown.clone(),
         };
         let bound = task.bind(true);
@@ -52,26 +53,17 @@ struct ListenerTask {
     listener: CloudListener,
     ingress: Arc<Ingress>,
     conditions: Arc<BindConditions>,
+    host_lock: Arc<HostLock>,
     shutdown: Shutdown,
 }
 
 impl ListenerTask {
-    /// Runs until the drain, which closes the socket.
-    async fn run(self, bound: Option<TcpListener>) {
-        let drain = self.shutdown.drain().clone();
-        tokio::select! {
-            biased;
-            () = drain.cancelled() => {}
-            () = self.run_inner(bound) => {}
-        }
-    }
-
-    async fn run_inner(&self, mut bound: Option<TcpListener>) {
+    async fn run(self, mut bound: Option<TcpListener>) {
         let socket = loop {
             match bound {
                 Some(socket) => break socket,
                 None => {
-                    sleep(BIND_INTERVAL).await;
+                    self.host_lock.address_may_be_free().await;
                     bound = self.bind(false);
                 }
             }
@@ -81,9 +73,10 @@ impl ListenerTask {
             let (tcp, peer) = socket.accept().await;
             let (ingress, target) = (self.ingress.clone(), self.listener.target.clone());
             let span = debug_span!("conn", node = %ingress.node, %peer);
-            self.shutdown.spawn_work(
+            let conns = self.ingress.conns.clone();
+            self.shutdown.spawn_service(conns.track_future(
                 async move { ingress.serve(tcp, peer, &target).await }.instrument(span),
-            );
+            ));
         }
     }
 
@@ -96,6 +89,16 @@ impl ListenerTask {
                 info!(listener = LISTENER, name = %target, %address, "listening");
                 self.conditions.set(self.listener.address, None);
                 Some(bound)
+            }
+            // The other agent closes its listeners before this one has the lock. At first it is not
+            // known yet whether the holder is such an agent.
+            Err(error)
+                if error.kind() == io::ErrorKind::AddrInUse
+                    && (self.host_lock.is_standby()
+                        || is_first && self.host_lock.has_other_holder()) =>
+            {
+                self.conditions.set(*address, None);
+                None
             }
             Err(error) => {
                 let problem = problem(&self.listener, &error);
@@ -159,11 +162,11 @@ fn usual_user(port: u16) -> Option<&'static str> {
 pub(crate) const CONDITION: &str = "cloud listeners";
 /// Name of the listeners in log lines.
 const LISTENER: &str = "cloud";
-/// Time between attempts to bind a listener.
-const BIND_INTERVAL: Duration = Duration::from_secs(10);
 
 #[cfg(test)]
 mod tests {
+    use std::time::Duration;
+
     use tokio::io::AsyncReadExt;
     use tokio::net::TcpStream;
 
@@ -188,7 +191,13 @@ mod tests {
             target: "apiserver".parse().unwrap(),
             address,
         };
-        let addresses = start(&ingress, &[listener], &readiness, &shutdown);
+        let addresses = start(
+            &ingress,
+            &[listener],
+            &HostLock::none(),
+            &readiness,
+            &shutdown,
+        );
         assert_eq!(addresses, [address]);
         let conditions = readiness.conditions();
         assert_eq!(conditions.len(), 1, "{conditions:?}");
@@ -197,7 +206,7 @@ mod tests {
         assert!(line.contains("another process has it"), "{line}");
 
         drop(other);
-        sleep(BIND_INTERVAL * 2).await;
+        tokio::time::sleep(Duration::from_secs(20)).await;
         assert!(readiness.conditions().is_empty());
         let mut client = TcpStream::connect(address).await.unwrap();
         let read = client.read(&mut [0]).await.unwrap_err();

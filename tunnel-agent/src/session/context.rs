@@ -14,6 +14,7 @@ use super::lost::LostSessions;
 use crate::config::Limits;
 use crate::credentials::RotatingCredentials;
 use crate::egress::Egress;
+use crate::handover::HostLock;
 use crate::ingress::sessions::CloudSessions;
 use crate::metrics::Metrics;
 use crate::node_ip::NodeIpLookup;
@@ -29,6 +30,7 @@ pub(crate) struct SessionContext {
     /// The sessions that open streams to targets of the cloud.
     pub(crate) cloud_sessions: Arc<CloudSessions>,
     pub(crate) lost_sessions: LostSessions,
+    pub(crate) host_lock: Arc<HostLock>,
     pub(crate) metrics: Metrics,
     pub(crate) shutdown: Shutdown,
     /// Credentials, which sessions renew.

@@ -74,7 +74,7 @@ impl From<SocketRelayEnd> for CloudResult {
         match end {
             SocketRelayEnd::Clean => Self::Ok,
             SocketRelayEnd::ReaderClosed => Self::ReaderClosed,
-            SocketRelayEnd::StreamCut => Self::CutByAgent,
+            SocketRelayEnd::StreamCut | SocketRelayEnd::Stopped => Self::CutByAgent,
             SocketRelayEnd::SocketCut => Self::CutByTarget,
             SocketRelayEnd::ReaderStalled => Self::ReaderStalled,
         }
