@@ -387,6 +387,35 @@ fn rolls_without_an_outage(
     Ok(())
 }
 
+/// The next agent runs next to the one that it replaces: in the network of the host, which has the
+/// lock of both, and with a socket of its own for the probes.
+fn agents_hand_over(daemon_set: &Value) -> Result<()> {
+    let strategy = &daemon_set["spec"]["updateStrategy"]["rollingUpdate"];
+    let expected = json!({ "maxSurge": "10%", "maxUnavailable": 0 });
+    ensure!(*strategy == expected, "{strategy}");
+    let pod = &daemon_set["spec"]["template"]["spec"];
+    ensure!(pod["hostNetwork"] == true, "{pod}");
+    let container = &pod["containers"][0];
+    let mut variables = items(&container["env"]);
+    let socket = variables.find(|entry| entry["name"] == "TUNNEL_AGENT_META_SOCKET");
+    let socket = socket.and_then(|entry| entry["value"].as_str());
+    let folder = socket
+        .and_then(|path| path.rsplit_once('/'))
+        .context("no socket")?
+        .0;
+    let mut mounts = items(&container["volumeMounts"]);
+    let mount = mounts
+        .find(|mount| mount["mountPath"] == folder)
+        .context("no mount")?;
+    let mut volumes = items(&pod["volumes"]);
+    let volume = volumes.find(|volume| volume["name"] == mount["name"]);
+    ensure!(
+        volume.context("no volume")?["emptyDir"].is_object(),
+        "{pod}"
+    );
+    Ok(())
+}
+
 /// Servers of an installation at most.
 const SERVERS_MAX: u64 = 64;
 
@@ -415,6 +444,7 @@ fn pods_have_no_more_than_they_need() -> Result<()> {
     for (overlay, objects) in overlays()? {
         let [server, agent] = workloads(&objects)?;
         rolls_without_an_outage(overlay, &objects, &server.1, &server.2)?;
+        agents_hand_over(&agent.1)?;
         for (name, workload, container) in [server, agent] {
             let place = format!("{overlay}: {name}");
             let (pod, spec) = (&container.pod, &container.spec);
@@ -446,8 +476,19 @@ fn pods_have_no_more_than_they_need() -> Result<()> {
                     if is_server { "/servingz" } else { "/readyz" },
                 ),
             ] {
-                let found = &spec[probe]["httpGet"]["path"];
-                ensure!(*found == path, "{place}: {probe}");
+                if is_server {
+                    let found = &spec[probe]["httpGet"]["path"];
+                    ensure!(*found == path, "{place}: {probe}");
+                    continue;
+                }
+                // Two agents of a node run during a rolling update, and one has the meta port.
+                let live = (path == "/livez").then_some("--live");
+                let command: Vec<_> = ["/tunnel-agent", "healthcheck"]
+                    .into_iter()
+                    .chain(live)
+                    .collect();
+                let found = &spec[probe]["exec"]["command"];
+                ensure!(*found == json!(command), "{place}: {probe}: {found}");
             }
             ensure!(spec["resources"]["limits"]["memory"].is_string(), "{place}");
             ensure!(spec["resources"]["requests"]["cpu"].is_string(), "{place}");
