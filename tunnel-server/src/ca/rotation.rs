@@ -263,6 +263,7 @@ impl CaRotator {
             self.check_followed(&material)?;
             self.check_renewed(rotation, now)?;
         }
+        let ended = current.as_ref().map(|ended| self.count(ended, now));
         let rotation = match (step, current) {
             (StageChange::Begin, _) => {
                 let new = CaMaterial::generate(now)?;
@@ -281,7 +282,9 @@ impl CaRotator {
                 return Err(RotationError::NotInProgress);
             }
         };
-        let status = self.status_of(rotation.as_ref(), now)?;
+        let mut status = self.status_of(rotation.as_ref(), now)?;
+        let is_last = status.in_progress.is_none();
+        status.left_behind = ended.filter(|_| is_last || action == RotationAction::ForceNext);
         let stage = rotation.map_or("none", |rotation| rotation.stage.label());
         info!(ca = ?self.ca, stage, "the rotation of the CA has another stage");
         Ok(status)
@@ -472,6 +475,7 @@ impl CaRotator {
             signer: hex(&self.ca.spki_sha256()),
             in_progress: in_progress.transpose()?,
             other_servers: self.other_servers(),
+            left_behind: None,
         })
     }
 

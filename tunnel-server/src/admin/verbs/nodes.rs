@@ -382,6 +382,11 @@ async fn order(
             ),
         });
     }
+    out.push_str(match action {
+        OrderAction::Revoke => REVOKED_UNTIL,
+        OrderAction::Reissue => REISSUED_SINCE,
+        OrderAction::Unrevoke => "",
+    });
     if !unchanged.is_empty() {
         err.push_str(&format!("note: {}\n", VerbError::NotRevoked(unchanged)));
     }
@@ -408,6 +413,10 @@ async fn order(
     }
     Ok(VerbOutput { out, err })
 }
+
+/// What a revocation means, also for pods that are made later.
+const REVOKED_UNTIL: &str = "until 'tunnel-server nodes unrevoke NAME' no certificate and no token admits the node, whenever it was issued\n";
+const REISSUED_SINCE: &str = "credentials that are issued from now on admit the node, also the next ServiceAccount token of a pod\n";
 
 /// Lists the revocations in force.
 async fn revocations(

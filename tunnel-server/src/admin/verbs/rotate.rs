@@ -4,7 +4,9 @@ use std::fmt::Write as _;
 
 use super::{VerbError, VerbOutput};
 use crate::admin::AdminClient;
-use crate::ca::rotation::{RotationAction, RotationProgress, RotationStage, RotationStatus};
+use crate::ca::rotation::{
+    AgentCounts, RotationAction, RotationProgress, RotationStage, RotationStatus,
+};
 use crate::store::data_dir::{DataDir, rfc3339};
 
 /// Runs `action` at the running server, and prints the stage.
@@ -22,6 +24,25 @@ pub(super) async fn rotate(
 }
 
 fn describe(status: &RotationStatus) -> String {
+    let mut text = describe_stage(status);
+    if let Some(agents) = &status.left_behind
+        && agents.pending + agents.expired > 0
+    {
+        let names = match pending_nodes(agents) {
+            names if names.is_empty() => names,
+            names => format!(" ({names})"),
+        };
+        let _infallible = writeln!(
+            text,
+            "left behind: {} agents with an older certificate{names}, {} without a valid one; agents with a ServiceAccount \
+             token enroll again by themselves, within minutes, and the others need a new token",
+            agents.pending, agents.expired
+        );
+    }
+    text
+}
+
+fn describe_stage(status: &RotationStatus) -> String {
     let Some(progress) = &status.in_progress else {
         return format!(
             "stage: none; the CA {} signs and is trusted alone\n",
@@ -49,16 +70,20 @@ fn describe(status: &RotationStatus) -> String {
         );
     }
     if !agents.pending_nodes.is_empty() {
-        let more = if agents.pending > agents.pending_nodes.len() {
-            ", ..."
-        } else {
-            ""
-        };
-        let names = agents.pending_nodes.join(", ");
-        let _infallible = writeln!(text, "pending: {names}{more}");
+        let _infallible = writeln!(text, "pending: {}", pending_nodes(agents));
     }
     let _infallible = writeln!(text, "next: {}", advice(progress, status.other_servers));
     text
+}
+
+/// Returns the names of pending agents, and whether there are more.
+fn pending_nodes(agents: &AgentCounts) -> String {
+    let more = if agents.pending > agents.pending_nodes.len() {
+        ", ..."
+    } else {
+        ""
+    };
+    format!("{}{more}", agents.pending_nodes.join(", "))
 }
 
 /// Returns what the operator should do next.
@@ -98,7 +123,6 @@ mod tests {
     use std::time::SystemTime;
 
     use super::*;
-    use crate::ca::rotation::AgentCounts;
     use crate::testing::assert_contains;
 
     #[test]
@@ -107,8 +131,20 @@ mod tests {
             signer: "ab".repeat(32),
             in_progress: None,
             other_servers: 0,
+            left_behind: None,
         };
         assert_contains(&describe(&status), "stage: none; the CA abababababababab");
+        status.left_behind = Some(AgentCounts::default());
+        assert!(!describe(&status).contains("left behind"));
+        status.left_behind = Some(AgentCounts {
+            pending: 2,
+            pending_nodes: vec!["worker-1".to_owned()],
+            expired: 3,
+            ..AgentCounts::default()
+        });
+        let counts = "2 agents with an older certificate (worker-1, ...), 3 without a valid one";
+        assert_contains(&describe(&status), counts);
+        status.left_behind = None;
         for stage in [
             RotationStage::Announced,
             RotationStage::Issuing,

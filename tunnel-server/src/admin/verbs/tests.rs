@@ -119,7 +119,9 @@ async fn tour(scratch: &Scratch, server: &str) {
         &out(scratch, "nodes revocations").await,
         "no node is revoked",
     );
-    out(scratch, "nodes revoke worker-1 worker-2").await;
+    let revoked = out(scratch, "nodes revoke worker-1 worker-2").await;
+    let until = "until 'tunnel-server nodes unrevoke NAME' no certificate";
+    assert_contains(&revoked, until);
     let refused = error(scratch, "token create --node worker-1").await;
     assert_contains(&refused, "nodes unrevoke worker-1");
     let revocations = out(scratch, "nodes revocations -o json").await;

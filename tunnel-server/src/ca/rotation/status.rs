@@ -20,6 +20,10 @@ pub struct RotationStatus {
     /// Number of other servers that share the CA. Their agents are not counted.
     #[serde(default)]
     pub other_servers: usize,
+    /// The agents of the stage that this action ended, if it was forced or was the last one: pending
+    /// agents stay behind, and so do those without a valid certificate.
+    #[serde(default)]
+    pub left_behind: Option<AgentCounts>,
 }
 
 /// A rotation in progress, and the agents that it waits for.
@@ -51,7 +55,7 @@ pub struct AgentCounts {
     pub pending: usize,
     /// Some of the pending agents.
     pub pending_nodes: Vec<String>,
-    /// Agents whose certificate expired, or that never had one. They need a new token if they
+    /// Agents whose certificate expired, or that never had one. They enroll again if they
     /// connect after the end of the rotation.
     pub expired: usize,
     /// Agents with the certificate of their kubelet. They trust a CA file of an operator.
