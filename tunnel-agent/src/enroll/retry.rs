@@ -91,7 +91,7 @@ impl ReenrollBackoff {
         }
     }
 
-    /// Starts anew with the first cap.
+    /// Starts again with the first cap.
     pub(crate) fn restart(&mut self) {
         self.cap = self.first_cap;
     }
@@ -155,7 +155,7 @@ impl<'a> RetryLoop<'a> {
     }
 
     /// Makes rounds of one attempt per server, with long pauses, until an attempt succeeds. A change of
-    /// the roots starts the pauses anew.
+    /// the roots starts the pauses again.
     async fn run_again(&mut self, backoff: &mut ReenrollBackoff) -> Credentials {
         let node = &self.enrollment.node;
         let mut wait = backoff.next(random());
