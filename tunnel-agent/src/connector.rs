@@ -326,6 +326,7 @@ impl Connector {
             }
             SessionEvent::Ready => {
                 let rotating_credentials = self.context.rotating_credentials.clone();
+                rotating_credentials.accept(credentials);
                 let shutdown = &self.context.shutdown;
                 shutdown
                     .spawn_service(async move { rotating_credentials.confirm(credentials).await });

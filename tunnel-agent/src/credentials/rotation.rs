@@ -293,6 +293,16 @@ impl RotatingCredentials {
         next.map_or(None, |refusal| *refusal)
     }
 
+    /// Records that a session is ready with the certificate of this generation: earlier refusals do not
+    /// count. Unlike [`Self::confirm`] this is done when it returns, before the session can end.
+    pub(crate) fn accept(&self, generation: u64) {
+        let mut state = self.state.lock();
+        if generation == state.generation {
+            state.confirmations += 1;
+            self.refusal.send_replace(None);
+        }
+    }
+
     /// Returns the number of sessions that were ready with the current certificate of their time.
     pub(crate) fn confirmations(&self) -> u64 {
         self.state.lock().confirmations
@@ -466,8 +476,6 @@ impl RotatingCredentials {
             }
             state.current.has_worked = true;
             state.refused = 0;
-            state.confirmations += 1;
-            self.refusal.send_replace(None);
             state.other.take_if(|other| !other.has_worked);
             state.store();
         }
