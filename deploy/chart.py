@@ -319,6 +319,8 @@ def with_type_cluster_ip(balanced):
     spec = objects[AGENTS_SERVICE]["spec"]
     spec["type"] = "ClusterIP"
     del spec["externalTrafficPolicy"]
+    for port in spec["ports"]:
+        port.pop("nodePort", None)
     return objects
 
 
