@@ -261,12 +261,17 @@ impl RotatingCredentials {
     pub(crate) fn refuse(&self, generation: u64, refusal: Refusal) {
         let state = self.state.lock();
         if generation == state.generation {
-            let is_greater = |known: &mut Option<Refusal>| {
-                let is_greater = Some(refusal) > *known;
-                *known = (*known).max(Some(refusal));
-                is_greater
+            // Servers judge the validity period first, so a certificate that has ended is never
+            // reported as revoked again, also when it is not revoked any more.
+            let has_ended = state.current.credentials.not_after <= SystemTime::now();
+            let is_changed = |known: &mut Option<Refusal>| {
+                let next = match (refusal, has_ended) {
+                    (Refusal::Expired, true) => Some(refusal),
+                    _ => (*known).max(Some(refusal)),
+                };
+                std::mem::replace(known, next) != next
             };
-            self.refusal.send_if_modified(is_greater);
+            self.refusal.send_if_modified(is_changed);
         }
     }
 

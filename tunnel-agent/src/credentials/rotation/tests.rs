@@ -115,6 +115,28 @@ fn refuse(rotating_credentials: &RotatingCredentials) {
     }
 }
 
+/// Servers judge the validity period before a revocation.
+#[tokio::test]
+async fn certificate_that_ends_while_its_node_is_revoked_is_renewed_as_an_expired_one() {
+    let fixture = Fixture::renewed().await;
+    let rotating_credentials = &fixture.rotating_credentials;
+    let refuse = |refusal| {
+        rotating_credentials.refuse(rotating_credentials.generation(), refusal);
+        *rotating_credentials.refusal.borrow()
+    };
+    assert_eq!(refuse(Refusal::Revoked), Some(Refusal::Revoked));
+    let by_a_wrong_clock = refuse(Refusal::Expired);
+    assert_eq!(by_a_wrong_clock, Some(Refusal::Revoked));
+    let ended = SystemTime::now() - Duration::from_secs(1);
+    rotating_credentials
+        .state
+        .lock()
+        .current
+        .credentials
+        .not_after = ended;
+    assert_eq!(refuse(Refusal::Expired), Some(Refusal::Expired));
+}
+
 #[test]
 fn renewal_is_at_half_life_give_or_take_a_tenth() {
     let ca = Ca::new();
