@@ -298,6 +298,8 @@ impl<S: AsyncRead + AsyncWrite + Unpin> AsyncWrite for ConnIo<S> {
         let linger = match &mut this.linger {
             Some(linger) => linger,
             None => {
+                // h2 considers what is kept as written: GOAWAY may be the last of it.
+                ready!(this.poll_kept(cx))?;
                 ready!(Pin::new(&mut this.inner).poll_shutdown(cx))?;
                 this.linger.insert(Box::pin(sleep(LINGER)))
             }
