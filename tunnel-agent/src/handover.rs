@@ -220,10 +220,19 @@ impl LockTask {
 
     /// Waits until nobody else has the lock, and takes it.
     async fn acquire(&self) -> io::Result<UnixListener> {
-        let mut pause = Duration::ZERO;
+        let (mut pause, mut refusals) = (Duration::ZERO, 0_u32);
         loop {
             // Fails at once if the holder does not accept: nobody can make this task wait.
             let socket = UnixStream::connect(self.lock.path()).await;
+            let is_refused = |error: &io::Error| error.kind() == io::ErrorKind::ConnectionRefused;
+            refusals = if socket.as_ref().is_err_and(is_refused) {
+                refusals + 1
+            } else {
+                0
+            };
+            if refusals == REFUSALS_REPORTED {
+                self.report(&Err(io::Error::other("it does not listen")));
+            }
             self.report(&socket);
             let began = Instant::now();
             match &socket {
@@ -268,8 +277,11 @@ impl LockTask {
             Err(error) if error.kind() == io::ErrorKind::PermissionDenied => {
                 (LockState::Standby(None), None)
             }
-            // It may end just now.
+            // It may end just now, or its backlog may be full for a moment.
             Err(error) if error.kind() == io::ErrorKind::ConnectionRefused => return,
+            Err(error) if error.kind() == io::ErrorKind::WouldBlock && self.lock.is_standby() => {
+                return;
+            }
             Err(_) => {
                 let holder = "a process that accepts no connection".to_owned();
                 (LockState::Foreign, Some(holder))
@@ -303,7 +315,7 @@ impl LockTask {
     async fn hold(&self, listener: UnixListener) {
         let mut accepting = RetryingListener::new(listener, "handover");
         let mut standbys: Vec<UnixStream> = Vec::new();
-        let mut is_draining = false;
+        let (mut is_draining, mut refused) = (false, 0_u32);
         loop {
             tokio::select! {
                 biased;
@@ -315,7 +327,11 @@ impl LockTask {
                         standbys.push(socket);
                     } else {
                         drop(socket);
-                        sleep(REFUSED_PAUSE).await;
+                        refused = refused.wrapping_add(1);
+                        // Other users must not fill the backlog before the standby.
+                        if refused.is_multiple_of(REFUSED_BURST) {
+                            sleep(REFUSED_PAUSE).await;
+                        }
                     }
                 }
             }
@@ -370,6 +386,9 @@ const NAME_MAX: usize = 63;
 /// Standbys that the holder remembers. There is one at a time.
 const STANDBYS_MAX: usize = 8;
 /// Pause of the holder after a connection that does not count.
+/// Refused connections in a row after which the holder is one that does not listen.
+const REFUSALS_REPORTED: u32 = 10;
+const REFUSED_BURST: u32 = 64;
 const REFUSED_PAUSE: Duration = Duration::from_millis(1);
 /// Time after which a standby tries the lock although its connection to the holder is open. A hostile
 /// holder may keep the connection and not the lock.

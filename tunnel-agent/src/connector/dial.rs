@@ -200,10 +200,13 @@ impl Connector {
                 let is_in_use = code == Some(CloseCode::NameInUse);
                 let host_lock = &self.context.host_lock;
                 let takeover_retry = host_lock.takeover_retry(now).filter(|_| is_in_use);
-                let retry_in = takeover_retry.unwrap_or_else(|| {
+                let mut retry_in = takeover_retry.unwrap_or_else(|| {
                     let event = ReconnectEvent::Failed(reason);
                     self.backoff.next(event, now, rand::random())
                 });
+                if is_in_use && host_lock.is_standby() {
+                    retry_in = retry_in.min(STANDBY_DIAL_MAX);
+                }
                 self.retry_at = Some(now + retry_in);
                 self.wait_ends_with_members = reason.is_none();
                 if is_in_use && host_lock.is_standby() {
@@ -222,6 +225,8 @@ impl Connector {
     }
 }
 
+/// Longest pause between two dials of a standby, which is ready as long as its servers answer.
+const STANDBY_DIAL_MAX: Duration = Duration::from_secs(60);
 /// Why an agent has no session that waits for another one on its host.
 const STANDBY: &str =
     "standby: another agent of this node runs on this host, and this one serves when it stops";
