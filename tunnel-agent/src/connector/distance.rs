@@ -1,8 +1,8 @@
 //! How far the zones of the servers are, by the round-trip times of this agent's sessions. Pure.
 //!
 //! Zones that are about as far are equal, so that the weights alone choose between them and the load
-//! stays even. A zone in which the agent has had no session is as near as the nearest one, and nearer
-//! than one that is far: such a zone is tried once.
+//! stays even. A zone in which the agent has had no session for long is as near as the nearest one, and
+//! nearer than one that is far: such a zone is tried.
 
 use std::collections::BTreeMap;
 use std::time::Duration;
@@ -10,13 +10,19 @@ use std::time::Duration;
 use tunnel_proto::wire::REPLICAS_MAX;
 use tunnel_proto::wire::name::ZoneName;
 
-/// The round-trip times to the zones in which the agent has or had a session.
+/// The round-trip times to the zones in which the agent has a session, or had one not long ago.
 #[derive(Debug, Clone, Default)]
-pub struct ZoneDistances(BTreeMap<ZoneName, Distance>);
+pub struct ZoneDistances {
+    zones: BTreeMap<ZoneName, Distance>,
+    /// Number of recorded round-trip times.
+    records: u64,
+}
 
 #[derive(Debug, Clone)]
 struct Distance {
     rtt: Duration,
+    /// Number of the last record of the zone.
+    recorded: u64,
     /// Number of the last round-trip times in a row that are far longer.
     longer: u32,
 }
@@ -25,21 +31,39 @@ impl ZoneDistances {
     /// Records a round-trip time. Returns whether the distance of the zone has changed: at once if it
     /// is far shorter, and after several that are far longer, since a full queue lasts a while.
     pub fn record(&mut self, zone: &ZoneName, rtt: Duration) -> bool {
-        if let Some(distance) = self.0.get_mut(zone) {
-            return distance.record(rtt);
+        self.records += 1;
+        let recorded = self.records;
+        if let Some(distance) = self.zones.get_mut(zone) {
+            distance.recorded = recorded;
+            let is_changed = distance.record(rtt);
+            return self.forget_old() || is_changed;
         }
         // Servers choose the names.
-        if self.0.len() >= REPLICAS_MAX {
-            self.0.clear();
+        if self.zones.len() >= REPLICAS_MAX {
+            self.zones.clear();
         }
-        self.0.insert(zone.clone(), Distance { rtt, longer: 0 });
+        let distance = Distance {
+            rtt,
+            recorded,
+            longer: 0,
+        };
+        self.zones.insert(zone.clone(), distance);
         true
+    }
+
+    /// Forgets the zones without a session for long: what made them far may be over. Returns whether
+    /// there was one.
+    fn forget_old(&mut self) -> bool {
+        let before = self.zones.len();
+        let oldest = self.records.saturating_sub(FORGOTTEN_AFTER);
+        self.zones.retain(|_, distance| distance.recorded >= oldest);
+        self.zones.len() < before
     }
 
     /// Returns the rank of each zone: 0 for the nearest one and those that are about as far, and one
     /// more for each step to zones that are far farther.
     pub(super) fn ranks(&self, zones: &[Option<&ZoneName>]) -> Vec<usize> {
-        let measured = |zone: &ZoneName| self.0.get(zone).map(|distance| distance.rtt);
+        let measured = |zone: &ZoneName| self.zones.get(zone).map(|distance| distance.rtt);
         let nearest = zones
             .iter()
             .flatten()
@@ -72,7 +96,8 @@ impl Distance {
         self.longer = if is_longer { self.longer + 1 } else { 0 };
         let is_changed = self.longer >= LONGER_MIN || is_far_longer(self.rtt, rtt);
         if is_changed {
-            *self = Self { rtt, longer: 0 };
+            self.rtt = rtt;
+            self.longer = 0;
         }
         is_changed
     }
@@ -87,6 +112,8 @@ fn is_far_longer(one: Duration, other: Duration) -> bool {
 const MARGIN: Duration = Duration::from_millis(10);
 /// Round-trip time above which a zone that is not measured may be worth a session.
 const NEAR: Duration = Duration::from_millis(50);
+/// Records of other zones after which a zone is forgotten: an hour with two sessions.
+const FORGOTTEN_AFTER: u64 = 120;
 /// Round-trip times in a row that must be far longer, each a minute after the last.
 const LONGER_MIN: u32 = 5;
 
@@ -100,6 +127,18 @@ mod tests {
 
     fn ms(millis: u64) -> Duration {
         Duration::from_millis(millis)
+    }
+
+    #[test]
+    fn zone_that_was_far_is_tried_again_after_a_while() {
+        let (a, b) = (zone("a"), zone("b"));
+        let mut distances = ZoneDistances::default();
+        distances.record(&b, ms(200));
+        distances.record(&a, ms(5));
+        assert_eq!(distances.ranks(&[Some(&a), Some(&b)]), [0, 1]);
+        let changes = (0..FORGOTTEN_AFTER).filter(|_| distances.record(&a, ms(5)));
+        assert_eq!(changes.count(), 1);
+        assert_eq!(distances.ranks(&[Some(&a), Some(&b)]), [0, 0]);
     }
 
     #[test]
@@ -157,7 +196,7 @@ mod tests {
         let mut distances = ZoneDistances::default();
         for number in 0..1000 {
             distances.record(&zone(&format!("z{number}")), ms(1));
-            assert!(distances.0.len() <= REPLICAS_MAX);
+            assert!(distances.zones.len() <= REPLICAS_MAX);
         }
     }
 }
