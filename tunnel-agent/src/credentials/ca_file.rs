@@ -23,6 +23,13 @@ impl CaFile {
         self.0.borrow().clone()
     }
 
+    /// Returns a clone that waits for changes from now on.
+    pub(crate) fn with_later_changes(&self) -> Self {
+        let mut file = self.clone();
+        file.0.mark_unchanged();
+        file
+    }
+
     /// Waits until the file has changed since the last call. Cancel-safe.
     pub(crate) async fn changed(&mut self) {
         if self.0.changed().await.is_err() {

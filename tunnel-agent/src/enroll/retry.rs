@@ -121,7 +121,7 @@ impl<'a> RetryLoop<'a> {
             backoff: Backoff::new(),
             rotation: EndpointRotation::default(),
             throttle: LogThrottle::default(),
-            ca: enrollment.ca.clone(),
+            ca: enrollment.ca.with_later_changes(),
         }
     }
 
