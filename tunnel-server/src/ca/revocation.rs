@@ -229,7 +229,10 @@ impl Revocations {
         self.reload(&mut state);
         let mut changed = Vec::new();
         for node in nodes {
-            let known = state.order(node);
+            let unreadable = state.unreadable.get(node);
+            // Certificates that a reissue ended stay ended.
+            let generation = unreadable.and_then(|row| row.number("/order/generation"));
+            let known = state.order(node).with_generation(generation.unwrap_or(0));
             let order = match action {
                 OrderAction::Revoke => known.with_revoked(true, at),
                 OrderAction::Unrevoke if !state.order_in_force(node).is_revoked => continue,
@@ -619,7 +622,8 @@ impl Revocations {
         if !state.unreadable.is_empty() {
             let nodes = listed(state.unreadable.keys().map(NodeName::as_str));
             lines.push(format!(
-                "a later version wrote orders that this one cannot read, so this server refuses the nodes: {nodes}; run that                  version, or decide again with 'tunnel-server nodes unrevoke', 'revoke' or 'reissue'"
+                "a later version wrote orders that this one cannot read, so this server refuses the nodes: {nodes}; run that \
+                 version, or decide again with 'tunnel-server nodes unrevoke', 'revoke' or 'reissue'"
             ));
         }
         let refused = state.received.iter().filter(|(replica, received)| {

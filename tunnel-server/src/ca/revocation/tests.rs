@@ -110,10 +110,13 @@ fn damaged_order_stops_the_start_with_the_command_that_repairs_it() {
     assert!(revocations.is_revoked(&peer(0)));
 }
 
+/// The row of a node in the form of a later version.
+const LATER: &str = "\u{2}{\"order\":{\"generation\":9},\"more\":1}";
+
 #[test]
 fn row_of_a_later_version_refuses_its_node_until_an_operator_decides_again() {
     let scratch = Scratch::new();
-    let later = |key: &str| RowChange::raw(key, b"\x02?");
+    let later = |key: &str| RowChange::raw(key, LATER.as_bytes());
     let stored = |scratch: &Scratch, table| {
         let store = scratch.0.store(OnDamage::Stop).unwrap();
         let rows = store.rows(table).unwrap();
@@ -142,7 +145,7 @@ fn row_of_a_later_version_refuses_its_node_until_an_operator_decides_again() {
     assert!(revocations.is_revoked(&peer(9)));
     assert_eq!(
         stored(&scratch, Table::Orders),
-        ["worker-1 \u{2}?", "worker-2 \u{2}?"]
+        [format!("worker-1 {LATER}"), format!("worker-2 {LATER}")]
     );
     // A copy of the row stays then, too.
     assert_eq!(order(&revocations, Unrevoke, 5), 1);
@@ -150,7 +153,8 @@ fn row_of_a_later_version_refuses_its_node_until_an_operator_decides_again() {
     revocations.flush().unwrap();
     drop((revocations, store));
     let again = open(&scratch);
-    assert!(!again.is_revoked(&peer(9)) && again.of_node(&node()).generation == 7);
+    assert!(!again.is_revoked(&peer(9)) && again.of_node(&node()).generation == 9);
+    assert!(again.is_revoked(&peer(8)), "ended by the later version");
     assert_eq!(again.in_force().len(), 1, "worker-2");
     let aside = stored(&scratch, Table::Damaged);
     assert!(aside[0].starts_with("orders/worker-1 "), "{aside:?}");

@@ -162,6 +162,15 @@ pub(crate) struct UnreadableValue {
     pub(super) content: Content,
 }
 
+impl UnreadableValue {
+    /// Returns the number at a JSON pointer of the value, if the value is JSON behind a version.
+    pub(crate) fn number(&self, pointer: &str) -> Option<u64> {
+        let (_version, json) = self.content.split_first()?;
+        let value = serde_json::from_slice::<serde_json::Value>(json).ok()?;
+        value.pointer(pointer)?.as_u64()
+    }
+}
+
 impl<T: DeserializeOwned> Loaded<T> {
     /// Reads rows whose keys begin with `prefix`, which the keys of the values lack.
     pub(super) fn of(rows: Vec<(String, Content)>, prefix: &str) -> Self {
