@@ -22,11 +22,10 @@ pub(super) struct Snapshot {
 
 /// The row of a Node.
 #[derive(Debug, Default, Serialize, Deserialize)]
-#[serde(default)]
 pub(super) struct PersistedNode {
     pub(super) facts: NodeFacts,
     /// The host name that the node has, which others may claim, too.
-    #[serde(skip_serializing_if = "Option::is_none")]
+    #[serde(default, skip_serializing_if = "Option::is_none")]
     pub(super) alias: Option<Box<str>>,
 }
 

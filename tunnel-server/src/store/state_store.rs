@@ -788,7 +788,13 @@ impl<M: Medium> Owner<M> {
     fn removed_rows(&self) -> Result<Batch, DbError> {
         match self.db.as_ref().map(Db::all) {
             Some(Ok(rows)) => Ok(rows),
-            Some(Err(_)) | None => Db::copy(&self.medium.read_opened()?, String::new())?.all(),
+            Some(Err(_)) | None => {
+                let bytes = self.medium.read_opened()?;
+                let copied = || Db::copy(&bytes, String::new())?.all();
+                // As in `open_once`: what makes the database panic is damaged.
+                let copied = catch_unwind(AssertUnwindSafe(copied));
+                copied.unwrap_or_else(|panic| Err(DbError::Damaged(panic_text(&*panic))))
+            }
         }
     }
 
