@@ -1,6 +1,7 @@
 //! The files that the settings name, read as the server reads them at its start, so that all mistakes
 //! are reported at once.
 
+use std::io;
 use std::path::Path;
 
 use tunnel_proto::process::settings::ConfigError;
@@ -99,7 +100,13 @@ impl Files {
     }
 
     fn kubeconfig(&mut self, path: &Path) {
-        self.add("--kubeconfig", check_kubeconfig(path), |_error| true);
+        match check_kubeconfig(path) {
+            Ok(checked) => self.add("--kubeconfig", checked, |_error| true),
+            Err(error) => {
+                let error = io::Error::new(error.kind(), format!("{}: {error}", path.display()));
+                self.add("--kubeconfig", Err::<(), _>(error), |_error| false);
+            }
+        }
     }
 
     fn add<T, E>(&mut self, setting: &str, loaded: Result<T, E>, is_in_content: fn(&E) -> bool)

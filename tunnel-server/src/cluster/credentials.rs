@@ -2,6 +2,7 @@
 //! kubeconfig with the files that it names, or the CA of the ServiceAccount. The client library
 //! reads token files again by itself.
 
+use std::io;
 use std::path::Path;
 use std::sync::Arc;
 use std::time::Duration;
@@ -158,9 +159,11 @@ async fn load(kubeconfig: Option<&Path>) -> Result<Loaded<Config>, ConfigError> 
     })
 }
 
-/// Reads a kubeconfig as the client does at the start. Blocks the thread.
-pub(crate) fn check_kubeconfig(path: &Path) -> Result<(), KubeconfigError> {
-    Kubeconfig::read_from(path).map(|_file| ())
+/// Reads a kubeconfig as the client does at the start. The outer error is that of the file system.
+/// Blocks the thread.
+pub(crate) fn check_kubeconfig(path: &Path) -> io::Result<Result<(), KubeconfigError>> {
+    std::fs::read(path)?;
+    Ok(Kubeconfig::read_from(path).map(|_file| ()))
 }
 
 /// Returns `proxy-url` of the current context's cluster.
@@ -185,18 +188,25 @@ fn proxy(
         let value = variable(upper).filter(|value| !value.is_empty());
         value.or_else(|| variable(lower))
     };
-    let of_environment = || {
-        let url = set("HTTPS_PROXY", "https_proxy")?;
-        let exceptions = set("NO_PROXY", "no_proxy").unwrap_or_default();
-        let matcher = Matcher::builder().all(url.clone()).no(exceptions).build();
-        matcher.intercept(api_server).map(|_proxy| url)
-    };
-    let url = own.filter(|url| !url.is_empty()).or_else(of_environment);
     let with_scheme = |url: String| match url.contains("://") {
         true => url,
         false => format!("http://{url}"),
     };
-    url.map(|url| with_scheme(url).parse()).transpose()
+    let of_environment = || {
+        let url = with_scheme(set("HTTPS_PROXY", "https_proxy")?);
+        let exceptions = set("NO_PROXY", "no_proxy").unwrap_or_default();
+        // The matcher decides about the exceptions alone: a proxy that it does not know is an error.
+        let matcher = Matcher::builder()
+            .all("http://proxy")
+            .no(exceptions)
+            .build();
+        matcher.intercept(api_server).map(|_proxy| url)
+    };
+    let own = own.filter(|url| !url.is_empty()).map(with_scheme);
+    match own.or_else(of_environment) {
+        Some(url) => url.parse().map(Some),
+        None => Ok(None),
+    }
 }
 
 fn build(

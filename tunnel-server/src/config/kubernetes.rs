@@ -150,7 +150,7 @@ impl KubernetesSettings {
         let namespace = raw.namespace.as_deref();
         Self {
             in_cluster: environment.in_cluster,
-            kubeconfig: kubeconfig(raw, errors),
+            kubeconfig: raw.kubeconfig.as_ref().map(PathBuf::from),
             namespace: namespace
                 .and_then(|name| errors.ok_or_record("--namespace", object_name(name))),
             names: ObjectNames::check(raw, errors),
@@ -174,15 +174,6 @@ impl KubernetesSettings {
             ),
         }
     }
-}
-
-/// Returns the path of the kubeconfig file, which must be readable.
-fn kubeconfig(raw: &RawConfig, errors: &mut ConfigErrors) -> Option<PathBuf> {
-    let path = raw.kubeconfig.as_ref()?;
-    if let Err(error) = std::fs::File::open(path) {
-        errors.add("--kubeconfig", format!("{path}: {error}"));
-    }
-    Some(path.into())
 }
 
 fn edge_by_agent(text: &str) -> Result<bool, String> {
