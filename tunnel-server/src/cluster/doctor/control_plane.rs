@@ -27,7 +27,9 @@ impl ApiServerFacts {
             let words = |key: &str| container[key].as_array().into_iter().flatten();
             let words = words("command").chain(words("args"));
             let words = command_words(words.filter_map(Value::as_str));
-            words.iter().any(|word| word == PROGRAM).then_some(words)
+            let is_api_server =
+                container["name"] == PROGRAM || words.iter().any(|word| word == PROGRAM);
+            is_api_server.then_some(words)
         })?;
         let flag = |name: &str| flag(&words, name);
         let nameservers = spec["dnsConfig"]["nameservers"].as_array();
@@ -54,10 +56,14 @@ pub(crate) fn command_words<'a>(words: impl IntoIterator<Item = &'a str>) -> Vec
     let words = words.into_iter().flat_map(str::split_whitespace);
     for word in words {
         let word = word.replace(['"', '\''], "");
-        let waits = found
-            .last()
-            .is_some_and(|last| last.starts_with("--") && !last.contains('='));
+        let name = word.rsplit('/').next().unwrap_or_default();
+        // Flags without a value, as those of a wrapper, may stand before the program.
+        let waits = name != PROGRAM
+            && found
+                .last()
+                .is_some_and(|last| last.starts_with("--") && !last.contains('='));
         match word.strip_prefix("--") {
+            Some("") => {}
             Some(flag) => found.push(match flag.split_once('=') {
                 Some((name, value)) => format!("--{}={value}", name.replace('_', "-")),
                 None => format!("--{}", flag.replace('_', "-")),
@@ -67,7 +73,7 @@ pub(crate) fn command_words<'a>(words: impl IntoIterator<Item = &'a str>) -> Vec
                 last.into_iter()
                     .for_each(|last| *last += &format!("={word}"));
             }
-            None => found.push(word.rsplit('/').next().unwrap_or_default().to_owned()),
+            None => found.push(name.to_owned()),
         }
     }
     found
@@ -75,11 +81,11 @@ pub(crate) fn command_words<'a>(words: impl IntoIterator<Item = &'a str>) -> Vec
 
 /// Returns the value of a flag in the words of [`command_words`]. The last one counts.
 fn flag(words: &[String], name: &str) -> Option<String> {
-    let values = words.iter().filter_map(|word| {
+    let mut values = words.iter().filter_map(|word| {
         let value = word.strip_prefix(name)?;
         value.strip_prefix('=').map(str::to_owned)
     });
-    values.last()
+    values.next_back()
 }
 
 /// The program of kube-apiserver, also as the first argument of hyperkube.
@@ -144,6 +150,19 @@ mod tests {
                 format!("--{}=InternalIP", types.replace('-', "_"))
             ]),
             json!([
+                "/go-runner",
+                "--log-file=/var/log/x",
+                "--also-stdout",
+                "/usr/local/bin/kube-apiserver",
+                format!("--{types}=InternalIP")
+            ]),
+            json!([
+                "tini",
+                "--",
+                "kube-apiserver",
+                format!("--{types}=InternalIP")
+            ]),
+            json!([
                 "/bin/sh",
                 "-c",
                 format!(
@@ -161,7 +180,7 @@ mod tests {
                 "{command}"
             );
         }
-        let other = json!([{"name": "kube-apiserver", "command": ["sleep"]}]);
+        let other = json!([{"name": "sidecar", "command": ["sleep"]}]);
         let pod = json!({"metadata": {"name": "a"}, "spec": {"containers": other}});
         assert_eq!(ApiServerFacts::of_pod(&pod), None);
     }
