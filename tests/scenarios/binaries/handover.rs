@@ -31,7 +31,7 @@ async fn hand_over(transport: &str) -> Result<()> {
     let mut site = Site::start(transport).await?;
     let mut log = site.follow_node().await?;
     let watch = site.follow_apiserver().await?;
-    let next = site.start_next().await?;
+    let next = site.start_next()?;
     site.wait_until_ready(&next).await;
     ensure!(next.log().contains("standby: another agent"), "{next}");
     ensure!(!next.log().contains("listening"), "{next}");
@@ -63,11 +63,11 @@ async fn hand_over(transport: &str) -> Result<()> {
     let ended = site.agent.end(DRAIN).await?;
     ensure!(ended.success(), "{ended}; {}", site.agent);
     site.answers().await;
-    eprintln!(
+    crate::abuse::report_figure(&format!(
         "{transport}: handover: node {}; API server {}; watch cut after {cut_after:?}",
         node.outage(signaled).await?,
         apiserver.outage(signaled).await?,
-    );
+    ));
     Ok(())
 }
 
@@ -106,28 +106,28 @@ async fn restart(transport: &str) -> Result<()> {
     let drained = signaled.elapsed();
     site.agent = site.setup.start()?;
     site.answers().await;
-    eprintln!(
+    crate::abuse::report_figure(&format!(
         "{transport}: restart: drained in {drained:?}; node {}; API server {}",
         node.outage(signaled).await?,
         apiserver.outage(signaled).await?,
-    );
+    ));
     Ok(())
 }
 
 async fn killed(transport: &str) -> Result<()> {
-    let mut site = Site::start(transport).await?;
-    let next = site.start_next().await?;
+    let site = Site::start(transport).await?;
+    let next = site.start_next()?;
     site.wait_until_ready(&next).await;
     let (mut node, mut apiserver) = (site.probe_node(), site.probe_apiserver());
     let signaled = Instant::now();
     site.agent.signal(Signal::Kill)?;
     site.wait_for_session(&next).await?;
     site.answers().await;
-    eprintln!(
+    crate::abuse::report_figure(&format!(
         "{transport}: killed: node {}; API server {}",
         node.outage(signaled).await?,
         apiserver.outage(signaled).await?,
-    );
+    ));
     Ok(())
 }
 
@@ -191,7 +191,7 @@ impl Site {
     }
 
     /// Starts the next agent of the node, with the addresses of the first one.
-    async fn start_next(&self) -> Result<Process> {
+    fn start_next(&self) -> Result<Process> {
         let socket = self.socket();
         self.setup.clone().args(&["--meta-socket", &socket]).start()
     }
@@ -300,7 +300,7 @@ impl Probe {
             .await
             .context("no answer")?;
         let failed = || samples.iter().filter(|sample| sample.error.is_some());
-        let Some(last) = failed().last() else {
+        let Some(last) = failed().next_back() else {
             return Ok(format!("0 of {} failed", samples.len()));
         };
         let Some(back) = samples.iter().find(|sample| sample.at > last.at) else {

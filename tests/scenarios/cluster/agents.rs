@@ -5,7 +5,7 @@ use std::fs;
 use std::os::unix::fs::symlink;
 use std::path::{Path, PathBuf};
 
-use anyhow::{Context, Result};
+use anyhow::{Context, Result, ensure};
 use serde_json::json;
 use tunnel_agent::config::RawConfig as AgentRawConfig;
 use tunnel_server::config::RawConfig;
@@ -13,7 +13,8 @@ use tunnel_tests::apiserver::FakeApiServer;
 use tunnel_tests::ca::{Issued, Leaf, TestCa};
 use tunnel_tests::client::{RawRequest, request};
 use tunnel_tests::cluster::Cluster;
-use tunnel_tests::env::{Agent, TestEnv};
+use tunnel_tests::env::{Agent, TestEnv, WAIT_TIMEOUT};
+use tunnel_tests::eventually::eventually;
 
 use super::authority;
 
@@ -52,6 +53,13 @@ impl Site {
             env,
         };
         fs::write(site.tunnel_ca(), site.env.ca().root_pem())?;
+        // Until then callers get 503 `starting`.
+        eventually("the nodes are known", WAIT_TIMEOUT, async || {
+            let page = site.page("/readyz?verbose").await?;
+            ensure!(!page.contains("[-] nodes of the cluster"), "{page}");
+            anyhow::Ok(())
+        })
+        .await;
         Ok(site)
     }
 

@@ -62,7 +62,7 @@ mod tests {
     fn parts_are_one_list() {
         let text = |batches: &[&[u8]]| {
             let batches = batches.iter().map(|batch| batch.to_vec());
-            let chunks = JsonList::new(batches, |batch| serde_json::to_vec(batch));
+            let chunks = JsonList::new(batches, serde_json::to_vec);
             let bytes: Vec<_> = chunks.map(Result::unwrap).collect();
             String::from_utf8(bytes.concat()).unwrap()
         };

@@ -142,7 +142,7 @@ fn nodes_endpoint(nodes: NodeSources) -> EndpointHandler {
             let refused = "only for callers on this host\n";
             return EndpointAnswer::Now(meta::text(StatusCode::FORBIDDEN, refused));
         }
-        json_list(&nodes, |part| serde_json::to_vec(part))
+        json_list(&nodes, serde_json::to_vec)
     })
 }
 

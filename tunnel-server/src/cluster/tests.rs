@@ -246,8 +246,7 @@ async fn cluster_feeds_routes_records_and_policy_and_a_start_without_it_serves_t
     let second = fixture(&scratch.0, &[]);
     // The API server is unavailable, so no request is answered.
     drop(second.server);
-    assert!(second.readiness.read().0.is_empty());
-    let has_both = || second.records.load().hosts() == both;
+    let has_both = || second.records.load().hosts() == both && second.readiness.read().0.is_empty();
     eventually("the persisted records", has_both).await;
     assert!(serves(&second.policy, 9100));
     assert!(second.routes.load().knows(&"worker-2".parse().unwrap()));

@@ -83,7 +83,7 @@ mod tests {
             connection_id: [id; 12],
         };
         let targets = [target("192.0.2.1:4433", 7), target("[2001:db8::1]:4433", 8)];
-        let mut open = targets.clone().map(|target| Some(connections.save(target)));
+        let mut open = targets.map(|target| Some(connections.save(target)));
         open[0] = None;
         let (_connections, earlier) = take();
         assert_eq!(earlier, targets[1..]);

@@ -5,7 +5,7 @@ use std::collections::BTreeSet;
 use std::net::SocketAddr;
 use std::path::PathBuf;
 use std::slice;
-use std::sync::Mutex;
+use std::sync::{Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
 use anyhow::{Context, Result, ensure};
@@ -179,11 +179,17 @@ impl<'a> DaemonSet<'a> {
         }
     }
 
+    fn partitioned(&self) -> MutexGuard<'_, BTreeSet<String>> {
+        self.partitioned
+            .lock()
+            .unwrap_or_else(PoisonError::into_inner)
+    }
+
     /// Runs the kubelets of the nodes that reach the cloud.
     async fn run_kubelets(&self) -> Result<()> {
         loop {
             for node in &self.nodes {
-                let is_partitioned = self.partitioned.lock().unwrap().contains(&node.name);
+                let is_partitioned = self.partitioned().contains(&node.name);
                 if !is_partitioned {
                     self.replace_bundle(&node.name).await?;
                 }
@@ -193,7 +199,7 @@ impl<'a> DaemonSet<'a> {
     }
 
     fn partition(&self, name: &str) -> Result<()> {
-        self.partitioned.lock().unwrap().insert(name.to_owned());
+        self.partitioned().insert(name.to_owned());
         for link in &self.node(name)?.links {
             link.set(TrafficClass::ALL, Impairment::black_hole());
         }
@@ -201,7 +207,7 @@ impl<'a> DaemonSet<'a> {
     }
 
     fn heal(&self, name: &str) -> Result<()> {
-        self.partitioned.lock().unwrap().remove(name);
+        self.partitioned().remove(name);
         self.node(name)?.links.iter().for_each(Link::heal);
         Ok(())
     }
@@ -502,5 +508,5 @@ const STOP: Duration = Duration::from_secs(45);
 const KUBELET_LAG: Duration = Duration::from_millis(300);
 /// Longest time for which an agent stays out after the way back is free.
 const BACK: Duration = Duration::from_secs(40);
-/// Longer than a renewal.
-const RENEWAL: Duration = Duration::from_secs(40);
+/// Longer than a renewal, also in a stage that begins again 40 s later because the server itself followed late.
+const RENEWAL: Duration = Duration::from_secs(120);
