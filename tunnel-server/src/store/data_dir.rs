@@ -276,7 +276,7 @@ impl DataDir {
     /// Saves the addresses for `token create` without a running server.
     ///
     /// # Errors
-    /// As [`replace_or_warn`].
+    /// As `replace_or_warn`.
     pub fn set_advertised(&self, addresses: &[String]) -> io::Result<()> {
         if self.advertised().is_ok_and(|stored| stored == addresses) {
             return Ok(());
