@@ -3,7 +3,7 @@
 //!
 //! The Service is read and written as JSON, so that fields unknown to this build survive an update.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 use std::net::IpAddr;
 
 use serde_json::{Value, json};
@@ -76,9 +76,11 @@ pub(super) fn plan(ports: &[Value], desired_ports: &BTreeMap<Port, u16>) -> Opti
             Some(_) | None => planned.push(port.clone()),
         }
     }
+    // There may be 65,535 of both.
+    let names: BTreeSet<_> = planned.iter().filter_map(name).map(str::to_owned).collect();
     for (port, target) in missing {
         let mut own = format!("{EXTRA_PORT_PREFIX}{port}");
-        if planned.iter().any(|other| name(other) == Some(&own)) {
+        if names.contains(&own) {
             // A foreign port has this name, most likely a UDP port. The API server rejects
             // duplicate names.
             own.push_str("-tcp");
