@@ -2,6 +2,8 @@
 //! from an incomplete list is wrong: a node does not exist, an address has one owner, and a CONNECT
 //! goes to what has an agent.
 
+use std::io;
+
 use anyhow::{Context, Result, ensure};
 use tunnel_server::config::RawTcpService;
 use tunnel_tests::apiserver::{Fault, Status};
@@ -93,6 +95,11 @@ struct Site {
     direct: String,
 }
 
+fn is_reset(error: &anyhow::Error) -> bool {
+    let mut causes = error.chain().filter_map(|cause| cause.downcast_ref());
+    causes.any(|cause: &io::Error| cause.kind() == io::ErrorKind::ConnectionReset)
+}
+
 impl Site {
     async fn is_starting(&self) -> Result<()> {
         let Listeners {
@@ -117,8 +124,11 @@ impl Site {
                 ensure_contains(&error, &["code 503", "is starting"])?;
             }
         }
-        let mut raw = ByteStream::connect(service.clone()).await?;
-        ensure_reset(&raw.read_to_end().await.ended)?;
+        // The reset may arrive before the socket is set up.
+        match ByteStream::connect(service.clone()).await {
+            Ok(mut raw) => ensure_reset(&raw.read_to_end().await.ended)?,
+            Err(error) => ensure!(is_reset(&error), "{error:#}"),
+        }
         let answer = dns.ask("worker-1", RecordType::A).await?;
         let code = answer.metadata.response_code;
         ensure!(code == ResponseCode::ServFail, "{code}");

@@ -171,7 +171,9 @@ fn ensure_no_growth(run: Run, samples: &[(Duration, Sample)], length: Duration) 
         ("agent's descriptors", 1.0, |sample| {
             sample.agent.descriptors
         }),
-        ("server's threads", 1.0, |sample| sample.server.threads),
+        ("server's threads", POOL_NOISE, |sample| {
+            sample.server.threads
+        }),
         ("agent's threads", 1.0, |sample| sample.agent.threads),
         ("server's memory, KiB", MEMORY_NOISE, |sample| {
             sample.server.memory_kib
@@ -220,6 +222,9 @@ const LENGTH_SHORT: Duration = Duration::from_secs(20);
 /// The last tenth counts as the end: a minute, with full timers.
 const CHUNKS: u32 = 10;
 const PART_LEAST: Duration = Duration::from_secs(5);
+/// Work that begins at its own times, as the check of the disk, may meet other such work and begin a
+/// thread of the blocking pool, which lasts 10 s: one of 8 or 9 threads. A leak grows with each flap.
+const POOL_NOISE: f64 = 1.2;
 /// The memory that an allocator retains varies.
 const MEMORY_NOISE: f64 = 1.1;
 const ASK_EVERY: Duration = Duration::from_millis(50);
