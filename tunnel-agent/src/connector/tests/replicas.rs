@@ -223,9 +223,9 @@ async fn load_balancer_that_always_chooses_one_replica_is_left_alone_until_the_m
     env.until_connected(2).await;
 }
 
-/// Three servers behind one address, two of them in one zone.
-#[tokio::test(start_paused = true)]
-async fn load_balancer_is_dialed_until_the_sessions_are_in_two_zones() {
+/// Returns an agent of three servers behind one address, and its sessions with the two that are in one
+/// zone.
+async fn in_one_zone() -> (TestEnv, Vec<Member>, Vec<Peer>) {
     let mut three = members(BEHIND_ONE);
     three.push(member("server-3", "192.0.2.1:10262"));
     for (member, zone) in three.iter_mut().zip(["a", "a", "b"]) {
@@ -237,6 +237,12 @@ async fn load_balancer_is_dialed_until_the_sessions_are_in_two_zones() {
         let connection = env.net.arrival().await;
         sessions.push(admit_as(connection, id, three.clone()).await);
     }
+    (env, three, sessions)
+}
+
+#[tokio::test(start_paused = true)]
+async fn load_balancer_is_dialed_until_the_sessions_are_in_two_zones() {
+    let (mut env, mut three, mut sessions) = in_one_zone().await;
     env.until_connected(2).await;
     // Both sessions serve while the load balancer selects a server of their zone.
     for id in ["server-1", "server-2", "server-2"] {
@@ -256,17 +262,7 @@ async fn load_balancer_is_dialed_until_the_sessions_are_in_two_zones() {
 
 #[tokio::test(start_paused = true)]
 async fn load_balancer_that_selects_one_zone_is_left_alone_after_a_while() {
-    let mut three = members(BEHIND_ONE);
-    three.push(member("server-3", "192.0.2.1:10262"));
-    for (member, zone) in three.iter_mut().zip(["a", "a", "b"]) {
-        member.zone = Some(zone.parse().unwrap());
-    }
-    let mut env = TestEnv::start(AUTO);
-    let mut sessions = Vec::new();
-    for id in ["server-1", "server-2"] {
-        let connection = env.net.arrival().await;
-        sessions.push(admit_as(connection, id, three.clone()).await);
-    }
+    let (mut env, three, _sessions) = in_one_zone().await;
     for _ in 0..10 {
         let connection = env.net.arrival().await;
         expect_bye(&mut admit_as(connection, "server-1", three.clone()).await).await;
