@@ -129,7 +129,6 @@ pub async fn dial_host(text: &str, deadline: Instant) -> io::Result<TcpStream> {
 }
 
 /// Splits HOST:PORT. The host has no brackets.
-#[must_use]
 pub fn split_host_port(text: &str) -> Option<(&str, u16)> {
     let (host, port) = text.rsplit_once(':')?;
     Some((host.trim_matches(['[', ']']), port.parse().ok()?))
@@ -211,7 +210,6 @@ pub struct SystemResolver {
 
 impl SystemResolver {
     /// Creates a resolver for `lookups` names at a time.
-    #[must_use]
     pub fn new(lookups: usize) -> Self {
         Self {
             lookups: Arc::new(Semaphore::new(lookups)),
@@ -242,7 +240,6 @@ impl Resolve for SystemResolver {
 
 /// Returns the addresses in the order in which they should be dialed (RFC 8305, section 4): the
 /// families alternate, and the preferred one is that of the first address.
-#[must_use]
 pub fn in_order_of_attempts(found: impl IntoIterator<Item = SocketAddr>) -> Vec<SocketAddr> {
     let mut families: [Vec<SocketAddr>; 2] = [Vec::new(), Vec::new()];
     let mut is_v6_preferred = None;

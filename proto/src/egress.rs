@@ -41,7 +41,6 @@ pub enum SocketPeer {
 
 impl TargetSocket {
     /// Wraps a new connection, whose bytes advance `bytes`.
-    #[must_use]
     pub fn new(tcp: TcpStream, bytes: ByteCount, peer: SocketPeer) -> Self {
         let _best_effort = configure(&tcp);
         Self {
@@ -56,7 +55,6 @@ impl TargetSocket {
     }
 
     /// Returns the counters of the bytes that the connection has carried.
-    #[must_use]
     pub fn bytes(&self) -> ByteCount {
         self.bytes.clone()
     }

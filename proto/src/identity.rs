@@ -48,7 +48,6 @@ pub enum Role {
 
 impl Role {
     /// Returns the SAN URI of the role.
-    #[must_use]
     pub fn uri(&self) -> String {
         match self {
             Self::Agent(name) => format!("{SCHEME}agent/{name}"),
@@ -58,7 +57,6 @@ impl Role {
     }
 
     /// Returns the SAN URI of the role in a certificate of a generation. Only agents have one.
-    #[must_use]
     pub fn uri_of_generation(&self, generation: u64) -> String {
         let uri = self.uri();
         match (self, generation) {
@@ -207,7 +205,6 @@ impl PeerIdentity {
     }
 
     /// Returns the node name if the peer is an agent.
-    #[must_use]
     pub fn node(&self) -> Option<&NodeName> {
         match &self.role {
             Role::Agent(name) => Some(name),
@@ -216,7 +213,6 @@ impl PeerIdentity {
     }
 
     /// Returns the name of the replica if the peer is another server.
-    #[must_use]
     pub fn replica(&self) -> Option<&ReplicaId> {
         match &self.role {
             Role::Peer(name) => Some(name),
@@ -258,7 +254,6 @@ pub fn public_key(der: &CertificateDer<'_>) -> Result<Vec<u8>, IdentityError> {
 
 /// Returns the common name of a certificate's subject, which kube-apiserver uses as the user name.
 /// Returns `None` if there are several.
-#[must_use]
 pub fn common_name(der: &CertificateDer<'_>) -> Option<String> {
     let (_, certificate) = X509Certificate::from_der(der).ok()?;
     let mut names = certificate.subject().iter_common_name();
@@ -280,7 +275,6 @@ pub fn spki_sha256(der: &CertificateDer<'_>) -> Result<[u8; 32], IdentityError> 
 }
 
 /// Returns the SHA-256 hash of `bytes`.
-#[must_use]
 pub fn sha256(bytes: &[u8]) -> [u8; 32] {
     let mut out = [0; 32];
     out.copy_from_slice(aws_lc_rs::digest::digest(&aws_lc_rs::digest::SHA256, bytes).as_ref());

@@ -136,7 +136,6 @@ pub enum TransportKind {
 
 impl TransportKind {
     /// Returns the name for logs and metric labels.
-    #[must_use]
     pub fn label(self) -> &'static str {
         match self {
             Self::Quic => "quic",
@@ -277,7 +276,6 @@ pub enum HandshakeError {
 
 impl HandshakeError {
     /// Returns the close code that the peer's refusal stands for, if there is one.
-    #[must_use]
     pub fn code(&self) -> Option<CloseCode> {
         match self {
             Self::CertificateRejected(code, _) => Some(*code),

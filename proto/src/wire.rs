@@ -57,7 +57,6 @@ pub const PORT_PEERS: u16 = 10269;
 
 /// Returns the highest version in both `min..=max` and the range of this build. Returns `None` if
 /// the ranges have no version in common.
-#[must_use]
 pub fn negotiate_version(min: u32, max: u32) -> Option<u32> {
     let highest = max.min(VERSION_MAX);
     (highest >= min.max(VERSION_MIN)).then_some(highest)

@@ -148,27 +148,23 @@ impl App {
 
     /// Returns the bound address of the meta port, or `None` if it is off. It is as configured while
     /// another agent of the node has it.
-    #[must_use]
     pub fn meta_addr(&self) -> Option<SocketAddr> {
         self.meta_addr
     }
 
     /// Returns the addresses of the listeners for targets of the cloud, in configured order. A
     /// listener that another process prevents has its configured address.
-    #[must_use]
     pub fn cloud_addrs(&self) -> &[SocketAddr] {
         &self.cloud_addrs
     }
 
     /// Returns the shutdown handle: cancel `drain` for a graceful stop, `stop` for an immediate
     /// one.
-    #[must_use]
     pub fn shutdown(&self) -> &Shutdown {
         &self.shutdown
     }
 
     /// Returns the readiness state. The agent is ready while a live session takes new streams.
-    #[must_use]
     pub fn readiness(&self) -> &Readiness {
         &self.readiness
     }
@@ -341,7 +337,6 @@ impl App {
 
 /// Returns the exit code for an error of loading, of rendering, [`App::start`] or [`App::run`]: 64 if
 /// the configuration or the command line must change, else 1.
-#[must_use]
 pub fn exit_code(error: &anyhow::Error) -> u8 {
     let usage = error.chain().any(|cause| {
         cause.is::<LoadError>()

@@ -277,13 +277,11 @@ fn local_address(text: &str) -> Result<IpAddr, String> {
 }
 
 /// Returns the command with all its flags, for completion and the generated reference.
-#[must_use]
 pub fn command() -> clap::Command {
     Cli::command()
 }
 
 /// Returns every environment variable of the agent that a flag reads.
-#[must_use]
 pub fn known_variables() -> std::collections::BTreeSet<String> {
     command()
         .get_subcommands()

@@ -56,7 +56,6 @@ pub enum LoadError {
 impl LoadError {
     /// Returns the error for an invalid address of the meta port, for verbs that check no other
     /// setting.
-    #[must_use]
     pub fn meta_listen(problem: String) -> Self {
         Self::Invalid(ConfigError(vec![format!("--meta-listen: {problem}")]))
     }

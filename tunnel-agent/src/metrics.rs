@@ -89,7 +89,6 @@ tunnel_proto::label_sets! {
 
 /// Returns a registry with the metrics of an agent, for the reference.
 #[cfg(feature = "test-util")]
-#[must_use]
 pub fn example_metrics() -> Registry {
     Metrics::register(BufferPool::new(1)).1
 }

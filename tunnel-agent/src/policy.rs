@@ -115,7 +115,6 @@ fn denied(flag: &'static str, reason: String) -> Result<(), Denied> {
 }
 
 /// Returns whether no setting makes this agent dial `ip`.
-#[must_use]
 pub fn is_never_dialed(ip: IpAddr) -> bool {
     forbidden_kind(effective_ip(ip)).is_some()
 }

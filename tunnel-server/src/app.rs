@@ -145,53 +145,44 @@ impl App {
         })
     }
 
-    #[must_use]
     pub fn bound(&self) -> &BoundAddrs {
         &self.bound
     }
 
     /// Returns the shutdown handle. Cancel its token `leaving` to stop the server gracefully, or
     /// `drain` to skip `--drain-delay`.
-    #[must_use]
     pub fn shutdown(&self) -> &Shutdown {
         &self.context.shutdown
     }
 
-    #[must_use]
     pub fn ca(&self) -> &Arc<LocalCa> {
         &self.ca
     }
 
-    #[must_use]
     pub fn tokens(&self) -> &Arc<TokenStore> {
         &self.tokens
     }
 
-    #[must_use]
     pub fn nodes(&self) -> &Arc<KnownNodes> {
         &self.context.nodes
     }
 
     /// Returns the records of the embedded DNS: the known nodes, and the names of the
     /// configuration.
-    #[must_use]
     pub fn records(&self) -> &Records {
         &self.context.records
     }
 
     /// Returns the nodes whose certificates are revoked.
-    #[must_use]
     pub fn revocations(&self) -> &Arc<Revocations> {
         &self.revocations
     }
 
     /// Returns the other servers.
-    #[must_use]
     pub fn peers(&self) -> &Arc<Peers> {
         &self.context.peers
     }
 
-    #[must_use]
     pub fn registry(&self) -> &Arc<Registry> {
         &self.context.registry
     }

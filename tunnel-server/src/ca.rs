@@ -138,7 +138,6 @@ impl LocalCa {
     }
 
     /// Returns a receiver that is notified when the CA is replaced.
-    #[must_use]
     pub fn changed(&self) -> watch::Receiver<u64> {
         self.generation.subscribe()
     }
@@ -148,44 +147,37 @@ impl LocalCa {
     }
 
     /// Sets the lifetime of issued certificates, instead of [`CERTIFICATE_LIFE`].
-    #[must_use]
     pub fn with_life(self, life: Duration) -> Self {
         Self { life, ..self }
     }
 
     /// Returns the lifetime of issued certificates.
-    #[must_use]
     pub fn life(&self) -> Duration {
         self.life
     }
 
     /// Returns every root to which certificates of this installation chain: one, or several while
     /// the CA is being replaced.
-    #[must_use]
     pub fn roots(&self) -> Vec<CertificateDer<'static>> {
         self.material.load().roots.clone()
     }
 
     /// Returns the certificate of the signing key.
-    #[must_use]
     pub fn root(&self) -> CertificateDer<'static> {
         self.material.load().root.clone()
     }
 
     /// Returns the roots as PEM, as in the file `ca.crt`.
-    #[must_use]
     pub fn root_pem(&self) -> String {
         self.material.load().root_pem.clone()
     }
 
     /// Returns a digest of the key that signs and of the trusted certificates.
-    #[must_use]
     pub fn digest(&self) -> [u8; 32] {
         self.material.load().digest()
     }
 
     /// Returns the SHA-256 of the CA's public key, which join tokens pin.
-    #[must_use]
     pub fn spki_sha256(&self) -> [u8; 32] {
         self.material.load().spki_sha256
     }

@@ -133,7 +133,6 @@ pub struct DoctorArgs {
 }
 
 /// Returns the command with all its flags, for completion and the generated reference.
-#[must_use]
 pub fn command() -> clap::Command {
     Cli::command()
 }

@@ -245,14 +245,12 @@ impl Config {
     }
 
     /// Returns the extra proxy ports with their addresses, and whether each is https.
-    #[must_use]
     pub fn extra_listeners(&self) -> Vec<(SocketAddr, Port, bool)> {
         self.listeners.extra(&self.ports)
     }
 
     /// Returns the time after SIGTERM within which agents move to another server, each at a random
     /// moment. Half of the drain remains for those that have to try again.
-    #[must_use]
     pub fn move_within(&self) -> Duration {
         MOVE_WITHIN_MAX.min(self.drain_timeout / 2)
     }
@@ -284,7 +282,6 @@ fn default_drain_delay(kubernetes: Option<&KubernetesSettings>) -> Duration {
 }
 
 /// Returns the names of all environment variables that the commands read.
-#[must_use]
 pub fn known_variables(command: &clap::Command) -> BTreeSet<String> {
     let own = command.get_arguments().filter_map(clap::Arg::get_env);
     let mut names: BTreeSet<String> = own

@@ -139,7 +139,6 @@ impl Addresses {
         self.v4.into_iter().chain(self.v6)
     }
 
-    #[must_use]
     pub fn is_empty(self) -> bool {
         self.v4.is_none() && self.v6.is_none()
     }
@@ -289,7 +288,6 @@ impl RecordSet {
     }
 
     /// Returns the addresses of a name. Names compare case-insensitively.
-    #[must_use]
     pub fn get(&self, name: &NodeName) -> Option<Addresses> {
         let record = self.record(name, self.of_name(name)?)?;
         Some(record.addresses)
@@ -325,7 +323,6 @@ impl RecordSet {
     }
 
     /// Returns the number of names with a record.
-    #[must_use]
     pub fn len(&self) -> usize {
         let edge = if self.tunnel.is_empty() {
             0
@@ -335,13 +332,11 @@ impl RecordSet {
         edge + self.cloud.names
     }
 
-    #[must_use]
     pub fn is_empty(&self) -> bool {
         self.len() == 0
     }
 
     /// Returns the size of [`RecordSet::hosts`] in bytes, without making the text.
-    #[must_use]
     pub fn hosts_bytes(&self) -> usize {
         let NameTotals { names, bytes } = self.edge;
         let edge = self
@@ -354,7 +349,6 @@ impl RecordSet {
     /// Returns the text of yurt-tunnel's ConfigMap, which the hosts plugin of CoreDNS reads. Each
     /// record and family is one line `IP<TAB>name`. Lines are sorted as plain strings, and the text
     /// does not end with a newline.
-    #[must_use]
     pub fn hosts(&self) -> String {
         self.hosts_within(usize::MAX).text
     }
@@ -362,7 +356,6 @@ impl RecordSet {
     /// Returns the text of [`RecordSet::hosts`] with the records that fit into `capacity` bytes:
     /// those of cloud nodes first, because no tunnel answers for them, and then those of edge nodes,
     /// both in the order of their names. The records after the first that does not fit are left out.
-    #[must_use]
     pub fn hosts_within(&self, capacity: usize) -> HostsFile {
         let mut records = self.records();
         records.sort_by_key(|(_name, record)| record.is_edge);
@@ -424,13 +417,11 @@ impl Default for Records {
 
 impl Records {
     /// Returns the records, none while they are unknown.
-    #[must_use]
     pub fn load(&self) -> Arc<RecordSet> {
         self.known().unwrap_or_default()
     }
 
     /// Returns the records, or `None` while it is unknown which nodes there are.
-    #[must_use]
     pub fn known(&self) -> Option<Arc<RecordSet>> {
         self.0.borrow().clone()
     }
@@ -452,7 +443,6 @@ impl Records {
         self.0.send_replace(Some(records));
     }
 
-    #[must_use]
     pub fn changed(&self) -> watch::Receiver<Option<Arc<RecordSet>>> {
         self.0.subscribe()
     }

@@ -98,7 +98,6 @@ impl CloudEgress {
     }
 
     /// Returns whether the agent of a node may reach a target, now or with another label.
-    #[must_use]
     pub fn has_target(&self, node: &NodeName) -> bool {
         self.targets.has_target(node)
     }

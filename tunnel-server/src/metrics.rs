@@ -180,7 +180,6 @@ struct RequestSeries {
 impl Metrics {
     /// Registers all metrics under `tunnel_server_`, and those of the process. The buffer pool's
     /// gauges are read at each scrape.
-    #[must_use]
     pub fn new(root: &mut Registry, pool: Arc<BufferPool>) -> Self {
         register_process_metrics(root);
         let registry = root.sub_registry_with_prefix("tunnel_server");
@@ -194,7 +193,6 @@ impl Metrics {
     }
 
     /// Counts a connected agent until the guard is dropped.
-    #[must_use]
     pub fn agent(&self, transport: &'static str) -> GaugeGuard {
         let transport = StaticLabel(transport);
         let agents = &self.families.agents;
@@ -202,7 +200,6 @@ impl Metrics {
     }
 
     /// Counts a suspect session until the guard is dropped.
-    #[must_use]
     pub fn suspect(&self) -> GaugeGuard {
         GaugeGuard::new(&self.families.sessions_suspect)
     }
@@ -219,13 +216,11 @@ impl Metrics {
     }
 
     /// Counts an open stream until the guard is dropped.
-    #[must_use]
     pub fn stream(&self) -> GaugeGuard {
         GaugeGuard::new(&self.families.streams_open)
     }
 
     /// Counts a connection that the server itself dialed until the guard is dropped.
-    #[must_use]
     pub fn dialed(&self) -> GaugeGuard {
         GaugeGuard::new(&self.families.direct_open)
     }
@@ -254,7 +249,6 @@ impl Metrics {
     }
 
     /// Counts an open stream to a target of the cloud until the guard is dropped.
-    #[must_use]
     pub fn cloud_stream(&self) -> GaugeGuard {
         GaugeGuard::new(&self.families.cloud_streams_open)
     }

@@ -71,7 +71,6 @@ impl PortPolicy {
     }
 
     /// Returns the target for the kubelet of a node. The cluster determines the kubelet's port.
-    #[must_use]
     pub fn kubelet(&self, port: Port) -> Target {
         if self.localhost.contains(port) {
             Target::Loopback(port)
@@ -103,7 +102,6 @@ impl PortPolicy {
 pub struct SharedPortPolicy(Arc<ArcSwap<PortPolicy>>);
 
 impl SharedPortPolicy {
-    #[must_use]
     pub fn load(&self) -> Arc<PortPolicy> {
         self.0.load_full()
     }
@@ -135,7 +133,6 @@ pub struct AccessCaller<'a> {
 
 impl AccessCaller<'_> {
     /// Returns whether the caller has to send credentials first.
-    #[must_use]
     pub fn needs_credentials(&self) -> bool {
         self.must_authenticate && *self.identity == CallerIdentity::Anonymous
     }

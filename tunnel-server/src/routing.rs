@@ -36,7 +36,6 @@ pub struct Routing {
 }
 
 impl Routing {
-    #[must_use]
     pub fn new(registry: Arc<Registry>, peers: Arc<Peers>) -> Self {
         Self { registry, peers }
     }
@@ -88,21 +87,18 @@ impl Routing {
     }
 
     /// Returns whether any server has a session with the agent of a node.
-    #[must_use]
     pub fn is_held(&self, node: &NodeName) -> bool {
         self.registry.has(node) || self.peers.holds(node)
     }
 
     /// Returns whether this server has connected to all other servers that it knows, of which there is
     /// at least one.
-    #[must_use]
     pub fn is_connected_to_others(&self) -> bool {
         let others = self.peers.expected();
         others > 0 && self.peers.connected() == others
     }
 
     /// Returns whether another server stops.
-    #[must_use]
     pub fn is_other_leaving(&self) -> bool {
         let others = self.peers.status();
         others.iter().any(|other| other.state == PeerState::Leaving)
@@ -110,7 +106,6 @@ impl Routing {
 
     /// Returns a receiver that is notified whenever the result of [`Routing::is_held`] may have
     /// changed for a node.
-    #[must_use]
     pub fn held_changed(&self) -> HeldReceiver {
         HeldReceiver {
             local: self.registry.changed(),
@@ -119,7 +114,6 @@ impl Routing {
     }
 
     /// Returns what a new stream to a node tries first.
-    #[must_use]
     pub fn active(&self, node: &NodeName) -> Option<Via> {
         let local = self.registry.active(node);
         local.or_else(|| self.peers.preferred(node).map(Via::Replica))
@@ -127,7 +121,6 @@ impl Routing {
 
     /// Returns whether the session of this server that carries a stream is suspect or has ended. Of
     /// a session at another server this server knows neither.
-    #[must_use]
     pub fn is_suspect(&self, node: &NodeName, via: &Via) -> bool {
         match via {
             Via::Local(session) => {
@@ -167,7 +160,6 @@ impl Routing {
 
     /// Returns whether an idle stream over `via` can be kept for another request, see
     /// [`Registry::can_reuse`].
-    #[must_use]
     pub fn can_reuse(&self, node: &NodeName, via: &Via) -> bool {
         match via {
             Via::Local(_) => self.registry.can_reuse(node, via),
@@ -182,14 +174,12 @@ impl Routing {
     }
 
     /// Adds an idle stream, see [`Registry::keep_idle`].
-    #[must_use]
     pub fn keep_idle(&self, node: &NodeName, via: &Via, caller: &CallerKey) -> IdleStream {
         self.registry.keep_idle(node, via, caller)
     }
 
     /// Evicts an idle stream, so that the server which refused a stream over `via` has a permit for
     /// another one. Returns whether there was one. The registry does this for its own sessions.
-    #[must_use]
     pub fn evict_idle(&self, node: &NodeName, via: &Via) -> bool {
         match via {
             Via::Local(_) => false,

@@ -86,7 +86,6 @@ impl Sessions {
 }
 
 /// Returns whether agents of the server `own` can move to another one.
-#[must_use]
 pub fn can_agents_move(members: &[Member], own: &ReplicaId) -> bool {
     let mut others = members.iter().filter(|member| member.id != *own);
     others.any(|member| !member.is_leaving)
@@ -105,7 +104,6 @@ pub struct AdmissionRate(RateLimiter<NodeName, HashMapStateStore<NodeName>, Defa
 impl AdmissionRate {
     /// Creates a limiter that allows each node `burst` sessions at once
     /// (`limits.admissionsPerNode`, at least one).
-    #[must_use]
     pub fn new(burst: u32) -> Self {
         let burst = NonZeroU32::new(burst).unwrap_or(NonZeroU32::MIN);
         Self(RateLimiter::hashmap(
@@ -117,7 +115,6 @@ impl AdmissionRate {
     pub const REFUSAL: &str = "sessions are opened too fast (limits.admissionsPerNode); is the agent restarted in a loop, or its credential in use elsewhere?";
 
     /// Counts a session of the node and returns whether the node may open it.
-    #[must_use]
     pub fn allows(&self, node: &NodeName) -> bool {
         self.0.check_key(node).is_ok()
     }

@@ -29,7 +29,6 @@ static ACCEPT_ERRORS: LogRateLimit = LogRateLimit::new("listeners that cannot ac
 
 impl<L> RetryingListener<L> {
     /// Wraps `listener`. Log lines name it `name`.
-    #[must_use]
     pub fn new(listener: L, name: &'static str) -> Self {
         Self {
             listener,

@@ -41,7 +41,6 @@ pub struct ConnLimiter {
 
 impl ConnLimiter {
     /// Returns a limiter without any permits in use.
-    #[must_use]
     pub fn new(limits: ConnLimits) -> Arc<Self> {
         Arc::new(Self {
             limits,
@@ -94,7 +93,6 @@ impl ConnLimiter {
     }
 
     /// Returns the number of permits in use.
-    #[must_use]
     pub fn permits_in_use(&self) -> usize {
         self.source_table.lock().all
     }
@@ -128,7 +126,6 @@ pub enum LimitReached {
 impl ConnPermit {
     /// Returns the limit that was reached when the permit was acquired. In that case another
     /// connection was evicted.
-    #[must_use]
     pub fn reached(&self) -> Option<LimitReached> {
         self.reached
     }
@@ -141,7 +138,6 @@ impl ConnPermit {
     }
 
     /// Marks the connection as in use until the guard is dropped. Several guards may exist at once.
-    #[must_use]
     pub fn in_use(self: &Arc<Self>) -> InUseGuard {
         self.activity.uses.fetch_add(1, Ordering::SeqCst);
         InUseGuard(self.clone())
@@ -434,7 +430,6 @@ impl SourceTable {
 
 /// Returns the source that a connection counts for. One customer has at least a whole /64 of IPv6
 /// (RFC 6177).
-#[must_use]
 pub fn source(peer: IpAddr) -> IpAddr {
     match peer.to_canonical() {
         IpAddr::V4(address) => address.into(),

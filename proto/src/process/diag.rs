@@ -42,7 +42,6 @@ pub struct DiagDocument {
 
 impl DiagDocument {
     /// Creates a document with the facts that are always there: the program and the system.
-    #[must_use]
     pub fn new(program: &str, version: &str) -> Self {
         let mut facts = Map::new();
         let now = humantime::format_rfc3339_seconds(SystemTime::now()).to_string();
@@ -143,7 +142,6 @@ impl DiagDocument {
 }
 
 /// Returns the default name of a document: the program and the time in UTC.
-#[must_use]
 pub fn default_path(program: &str, now: SystemTime) -> PathBuf {
     let time = humantime::format_rfc3339_seconds(now).to_string();
     format!("{program}-diag-{}.json", time.replace(':', "")).into()
@@ -151,7 +149,6 @@ pub fn default_path(program: &str, now: SystemTime) -> PathBuf {
 
 /// Returns the settings of a process as lines. Secrets are placeholders, because the types of
 /// secrets have no other `Debug`.
-#[must_use]
 pub fn settings_lines(settings: &impl Debug) -> Vec<String> {
     let text = format!("{settings:#?}");
     text.lines().map(str::to_owned).collect()

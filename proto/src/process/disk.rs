@@ -38,7 +38,6 @@ pub struct FileAccessGuard {
 
 impl FileActivity {
     /// Records that an access begins. It ends with the returned guard.
-    #[must_use]
     pub fn begin(&self) -> FileAccessGuard {
         let mut accesses = self.0.lock();
         accesses.last += 1;
@@ -51,7 +50,6 @@ impl FileActivity {
     }
 
     /// Returns whether an access takes so long that the file system does not answer.
-    #[must_use]
     pub fn is_blocked(&self) -> bool {
         let accesses = self.0.lock();
         let oldest = accesses.began.first_key_value();
@@ -108,7 +106,6 @@ pub fn start(data_dir: PathBuf, activity: FileActivity, readiness: Readiness, sh
 
 /// Returns why files cannot be written to the file system of `data_dir`, and `None` for a directory
 /// that does not exist. Blocks while the file system does not answer.
-#[must_use]
 pub fn check(data_dir: &Path) -> Option<String> {
     let finding = finding(&statvfs(data_dir).ok()?)?;
     Some(format!("data directory {}: {finding}", data_dir.display()))

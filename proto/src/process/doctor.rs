@@ -124,13 +124,11 @@ impl Report {
     }
 
     /// Returns whether a finding is an error.
-    #[must_use]
     pub fn has_errors(&self) -> bool {
         self.count(Severity::Error) > 0
     }
 
     /// Returns the exit code: 2 with errors, else 1 with warnings, else 0.
-    #[must_use]
     pub fn exit_code(&self) -> u8 {
         if self.has_errors() {
             EXIT_ERRORS
@@ -250,7 +248,6 @@ struct ExplanationDocument<'a> {
 
 impl Explanation {
     /// Returns the explanation of a check. The case of the id does not matter.
-    #[must_use]
     pub fn find<'a>(table: &'a [Self], id: &str) -> Option<&'a Self> {
         let mut table = table.iter();
         table.find(|explanation| explanation.id.eq_ignore_ascii_case(id))

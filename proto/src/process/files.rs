@@ -334,7 +334,6 @@ pub fn create(path: &Path, content: &[u8]) -> io::Result<()> {
 
 /// Returns whether an error means that nothing can be written: the file system is read-only or full,
 /// or this user has no right to write.
-#[must_use]
 pub fn is_unwritable(error: &io::Error) -> bool {
     matches!(
         error.kind(),

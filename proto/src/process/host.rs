@@ -24,7 +24,6 @@ pub enum IpFamily {
 
 impl IpFamily {
     /// Returns the family of an address.
-    #[must_use]
     pub fn of(ip: IpAddr) -> Self {
         match ip {
             IpAddr::V4(_) => Self::V4,
@@ -33,7 +32,6 @@ impl IpFamily {
     }
 
     /// Returns the family that this one is not.
-    #[must_use]
     pub fn other(self) -> Self {
         match self {
             Self::V4 => Self::V6,
@@ -73,7 +71,6 @@ pub fn kernel_number(setting: &str) -> io::Result<u64> {
 
 /// Returns the address from which this host reaches `remote`. Connecting a UDP socket sends
 /// nothing; the call only queries the routing table.
-#[must_use]
 pub fn source_address(remote: SocketAddr) -> Option<IpAddr> {
     let any: IpAddr = if remote.is_ipv4() {
         Ipv4Addr::UNSPECIFIED.into()
@@ -87,7 +84,6 @@ pub fn source_address(remote: SocketAddr) -> Option<IpAddr> {
 }
 
 /// Returns whether this host has the address.
-#[must_use]
 pub fn is_own_address(ip: IpAddr) -> bool {
     let ip = ip.to_canonical();
     // A host reaches its addresses from themselves, except for the second IPv4 address of a network,
@@ -102,14 +98,12 @@ fn reaches_itself(ip: IpAddr) -> bool {
 }
 
 /// Returns the address of this host, IPv4 first.
-#[must_use]
 pub fn primary_address() -> Option<IpAddr> {
     main_address(IpFamily::V4).or_else(|| main_address(IpFamily::V6))
 }
 
 /// Returns this host's address of one family: the source address of its default route, or else the
 /// first one of an interface. Loopback, link-local and similar addresses do not count.
-#[must_use]
 pub fn main_address(family: IpFamily) -> Option<IpAddr> {
     let is_usable = |ip: &IpAddr| {
         IpFamily::of(*ip) == family && !ip.is_loopback() && forbidden_kind(*ip).is_none()
@@ -145,14 +139,12 @@ pub struct Resources {
 
 impl Resources {
     /// Returns the memory limit as text.
-    #[must_use]
     pub fn memory_text(&self) -> String {
         self.memory
             .map_or_else(|| "none".to_owned(), super::settings::format_size)
     }
 
     /// Reads the limits of this process.
-    #[must_use]
     pub fn of_process() -> Self {
         Self {
             descriptors: getrlimit(Resource::Nofile).current,

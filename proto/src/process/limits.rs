@@ -48,7 +48,6 @@ macro_rules! limits {
             pub const ALL: &[Self] = &[$($(Self::$counted,)?)+];
 
             /// Returns the name of the entry in `limits:`.
-            #[must_use]
             pub fn name(self) -> &'static str {
                 match self { $($(Self::$counted => $name,)?)+ }
             }
@@ -65,7 +64,6 @@ macro_rules! limits {
 
         impl Limits {
             /// Parses and checks the limits of a file. Records every error.
-            #[must_use]
             pub fn check(
                 raw: &RawLimits,
                 errors: &mut $crate::process::settings::ConfigErrors,
@@ -195,7 +193,6 @@ pub struct AutoBufferPool {
 
 impl AutoBufferPool {
     /// Returns the size in bytes: `configured`, or a share of the memory limit.
-    #[must_use]
     pub fn bytes(self, configured: Option<u64>, memory: Option<u64>, stream_window: u32) -> u64 {
         let min = POOL_WINDOWS_MIN * u64::from(stream_window);
         let auto = memory.map_or(self.max, |memory| memory / self.memory_share);
@@ -205,7 +202,6 @@ impl AutoBufferPool {
 
 /// Returns what is wrong with a buffer pool of `bytes`, if unread data could use more than half of
 /// the memory limit.
-#[must_use]
 pub fn buffer_pool_fault(bytes: u64, memory: Option<u64>) -> Option<String> {
     let memory = memory.filter(|memory| bytes > memory / 2)?;
     let (pool, memory) = (format_size(bytes), format_size(memory));

@@ -126,7 +126,6 @@ impl fmt::Debug for Meta {
 impl Meta {
     /// Creates a meta port for the readiness and metrics of a process. The metrics get one of the
     /// conditions.
-    #[must_use]
     pub fn new(readiness: Readiness, mut metrics: Registry) -> Self {
         metrics.register_collector(Box::new(readiness.clone()));
         Self {
@@ -137,7 +136,6 @@ impl Meta {
     }
 
     /// Adds an endpoint for GET on exactly `path`.
-    #[must_use]
     pub fn with(mut self, path: &'static str, endpoint: EndpointHandler) -> Self {
         self.endpoints.push((path, endpoint));
         self
@@ -149,7 +147,6 @@ impl Meta {
     }
 
     /// Returns the server of this content, which any number of listeners can have.
-    #[must_use]
     pub fn into_server(self, shutdown: &Shutdown) -> MetaServer {
         MetaServer(Arc::new(MetaState {
             meta: Arc::new(self),
@@ -392,7 +389,6 @@ fn is_verbose(query: Option<&str>) -> bool {
 
 /// Returns the address at which this host reaches a listener on `address`: loopback if the listener
 /// is on all addresses.
-#[must_use]
 pub fn dialable(address: SocketAddr) -> SocketAddr {
     let ip = match address.ip() {
         IpAddr::V4(ip) if ip.is_unspecified() => Ipv4Addr::LOCALHOST.into(),
@@ -514,7 +510,6 @@ struct ReadinessState {
 
 impl Readiness {
     /// Blocks readiness until the returned value is dropped.
-    #[must_use]
     pub fn block(&self, component: &'static str) -> ReadinessBlock {
         self.change(|state| {
             state.pending.insert(component);
@@ -528,19 +523,16 @@ impl Readiness {
 
     /// Blocks readiness while the process drains, which ends no stream: [`Self::is_serving`] does not
     /// change.
-    #[must_use]
     pub fn drain(&self) -> ReadinessBlock {
         self.block(DRAINING)
     }
 
     /// Returns whether nothing but a drain blocks readiness.
-    #[must_use]
     pub fn is_serving(&self) -> bool {
         self.0.lock().pending.iter().all(|name| *name == DRAINING)
     }
 
     /// Returns the components that still block readiness, and those that are ready.
-    #[must_use]
     pub fn read(&self) -> (Vec<&'static str>, Vec<&'static str>) {
         let state = self.0.lock();
         (
@@ -562,7 +554,6 @@ impl Readiness {
     }
 
     /// Returns all conditions with their components, one entry for each line.
-    #[must_use]
     pub fn conditions(&self) -> Vec<(&'static str, String)> {
         let state = self.0.lock();
         let conditions = state.conditions.iter();

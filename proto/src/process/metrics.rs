@@ -116,7 +116,6 @@ pub struct GaugeGuard(Gauge);
 
 impl GaugeGuard {
     /// Increments the gauge until the guard is dropped.
-    #[must_use]
     pub fn new(gauge: &Gauge) -> Self {
         gauge.inc();
         Self(gauge.clone())
@@ -131,7 +130,6 @@ impl Drop for GaugeGuard {
 
 /// Returns a family with these series. They exist from the start, so that the first increase is
 /// visible.
-#[must_use]
 pub fn with_series<S, M>(label_sets: impl IntoIterator<Item = S>) -> Family<S, M>
 where
     S: Clone + Eq + Hash,

@@ -18,7 +18,6 @@ pub struct NameList {
 
 impl NameList {
     /// Creates a list of names whose number is known. Reads no name that is not shown.
-    #[must_use]
     pub fn of<N: Display>(names: &[N]) -> Self {
         let shown = names.iter().take(NAMES_SHOWN_MAX);
         Self {
@@ -36,19 +35,16 @@ impl NameList {
     }
 
     /// Returns the number of names, with those that are not shown.
-    #[must_use]
     pub fn count(&self) -> usize {
         self.count
     }
 
     /// Returns whether there is no name.
-    #[must_use]
     pub fn is_empty(&self) -> bool {
         self.count == 0
     }
 
     /// Returns the names that are shown.
-    #[must_use]
     pub fn shown(&self) -> &[String] {
         &self.shown
     }

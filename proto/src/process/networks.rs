@@ -29,19 +29,16 @@ pub enum CidrError {
 impl Cidr {
     /// Returns whether the network contains an address. An IPv4 address inside IPv6 counts as the
     /// IPv4 address.
-    #[must_use]
     pub fn contains(&self, ip: IpAddr) -> bool {
         self.0.contains(&ip.to_canonical())
     }
 
     /// Returns the network's first address.
-    #[must_use]
     pub fn start(&self) -> IpAddr {
         self.0.addr()
     }
 
     /// Returns whether the two networks have an address in common.
-    #[must_use]
     pub fn overlaps(&self, other: &Self) -> bool {
         self.0.contains(&other.0) || other.0.contains(&self.0)
     }
@@ -129,7 +126,6 @@ impl fmt::Display for Cidr {
 
 /// Returns the address that policies apply to: an IPv4 address inside IPv6 becomes the IPv4
 /// address.
-#[must_use]
 pub fn effective_ip(ip: IpAddr) -> IpAddr {
     let IpAddr::V6(v6) = ip else { return ip };
     match v6.segments() {
@@ -148,7 +144,6 @@ pub fn effective_ip(ip: IpAddr) -> IpAddr {
 
 /// Returns the kind of `ip`, as mapped by [`effective_ip`], if no setting allows dialing it for a
 /// caller.
-#[must_use]
 pub fn forbidden_kind(ip: IpAddr) -> Option<&'static str> {
     if METADATA.contains(&ip) {
         return Some("cloud metadata");

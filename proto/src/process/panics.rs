@@ -45,7 +45,6 @@ pub fn install_hook() {
 }
 
 /// Returns the number of panics since [`install_hook`].
-#[must_use]
 pub fn count() -> u64 {
     COUNT.load(Ordering::Relaxed)
 }

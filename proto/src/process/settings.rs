@@ -20,7 +20,6 @@ macro_rules! layered {
 
         impl $name {
             /// Returns this layer's settings, and those of `lower` where this layer has none.
-            #[must_use]
             pub fn or(self, lower: Self) -> Self {
                 Self { $($field: $crate::process::settings::Layer::or(self.$field, lower.$field),)+ }
             }
@@ -31,7 +30,6 @@ macro_rules! layered {
 /// A setting that may be absent from a layer.
 pub trait Layer {
     /// Returns `self` if the setting is present, else `lower`.
-    #[must_use]
     fn or(self, lower: Self) -> Self;
 }
 
@@ -137,7 +135,6 @@ pub struct ConfigError(pub Vec<String>);
 
 /// Returns the environment variables that begin with `prefix` and are not in `known`. Kubernetes
 /// injects such variables for every Service.
-#[must_use]
 pub fn unknown_variables(prefix: &str, known: &BTreeSet<String>) -> Vec<String> {
     std::env::vars_os()
         .filter_map(|(name, _)| name.into_string().ok())
@@ -201,7 +198,6 @@ pub fn parse_size(text: &str) -> Result<u64, String> {
 }
 
 /// Formats a size in the form that [`parse_size`] accepts.
-#[must_use]
 pub fn format_size(bytes: u64) -> String {
     for (unit, name) in [(1u64 << 30, "GiB"), (1 << 20, "MiB"), (1 << 10, "KiB")] {
         if bytes >= unit && bytes.is_multiple_of(unit) {
@@ -217,14 +213,12 @@ pub struct PortSet(Vec<(u16, u16)>);
 
 impl PortSet {
     /// Returns a set of single ports.
-    #[must_use]
     pub fn of(ports: impl IntoIterator<Item = Port>) -> Self {
         let ports = ports.into_iter().map(Port::get);
         Self(ports.map(|port| (port, port)).collect())
     }
 
     /// Returns whether the set contains the port.
-    #[must_use]
     pub fn contains(&self, port: Port) -> bool {
         self.0
             .iter()

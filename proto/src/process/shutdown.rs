@@ -56,7 +56,6 @@ impl Default for Shutdown {
 
 impl Shutdown {
     /// Creates a state in which no step has begun.
-    #[must_use]
     pub fn new() -> Self {
         Self::default()
     }
@@ -64,26 +63,22 @@ impl Shutdown {
     /// Returns the token that is canceled when the process has begun to leave: peers and load
     /// balancers are informed, and new work is accepted until the drain. A drain cancels this token,
     /// too. This is the time that a preStop hook of a Kubernetes pod would otherwise wait.
-    #[must_use]
     pub fn leaving(&self) -> &CancellationToken {
         &self.leaving
     }
 
     /// Returns the token that is canceled when no new work may begin.
-    #[must_use]
     pub fn drain(&self) -> &CancellationToken {
         &self.drain
     }
 
     /// Returns the token that is canceled when everything must end at once.
-    #[must_use]
     pub fn stop(&self) -> &CancellationToken {
         &self.stop
     }
 
     /// Returns the token that is canceled when a drain has reached its deadline. Work that is left
     /// then ends because this process stops.
-    #[must_use]
     pub fn drained(&self) -> &CancellationToken {
         &self.drained
     }
@@ -94,7 +89,6 @@ impl Shutdown {
     }
 
     /// Returns a receiver that changes whenever files should be read again.
-    #[must_use]
     pub fn reloads(&self) -> watch::Receiver<u64> {
         self.reloads.subscribe()
     }
@@ -134,13 +128,11 @@ impl Shutdown {
     }
 
     /// Returns whether a listener panicked. The log contains the panic.
-    #[must_use]
     pub fn has_listener_panicked(&self) -> bool {
         self.listener_panicked.load(Ordering::Relaxed)
     }
 
     /// Returns the number of unfinished work tasks.
-    #[must_use]
     pub fn work_left(&self) -> usize {
         self.work.len()
     }

@@ -49,7 +49,6 @@ pub enum LogFormat {
 
 impl LogFormat {
     /// Returns [`LogFormat::Text`] if standard error is a terminal, else [`LogFormat::Json`].
-    #[must_use]
     pub fn detect() -> Self {
         if io::stderr().is_terminal() {
             Self::Text
@@ -185,7 +184,6 @@ pub fn print(text: &[u8]) -> io::Result<()> {
 
 /// Returns a line of text of others with visible characters only, as log lines have them. Hidden
 /// characters are escaped; those of JSON as in its strings.
-#[must_use]
 pub fn visible(line: &str, format: LogFormat) -> Cow<'_, str> {
     let json = match format {
         LogFormat::Text => false,
@@ -241,7 +239,6 @@ impl LogReporter for SilentReporter {
 }
 
 /// Returns `None` for an empty field, so that the log omits it.
-#[must_use]
 pub fn non_empty(text: &str) -> Option<&str> {
     (!text.is_empty()).then_some(text)
 }

@@ -63,7 +63,6 @@ impl Message for PeerMessage {
 
 /// Splits a control stream into its halves. The stream no longer counts as open. It is dropped
 /// together with the second half, and reset unless it was finished.
-#[must_use]
 pub fn split<M: Message>(mut stream: Stream) -> (ControlReader<M>, ControlWriter<M>) {
     stream.exclude_from_count();
     let (input, output) = tokio::io::split(stream);

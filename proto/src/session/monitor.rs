@@ -65,7 +65,6 @@ pub enum Transition {
 
 impl SessionMonitor {
     /// Creates the monitor of a session that was live at `now`.
-    #[must_use]
     pub fn new(
         limits: LivenessLimits,
         transport: TransportKind,
@@ -85,7 +84,6 @@ impl SessionMonitor {
     }
 
     /// Returns the time of the next check.
-    #[must_use]
     pub fn next_check(&self) -> Instant {
         self.next
     }
@@ -115,7 +113,6 @@ impl SessionMonitor {
     }
 
     /// Returns whether [`SessionMonitor::retire`] was called.
-    #[must_use]
     pub fn is_retired(&self) -> bool {
         !matches!(self.retired, Retired::No)
     }

@@ -19,7 +19,6 @@ pub(crate) const CLOCK_HINT: &str = "; is the clock of this host wrong? run: dat
 
 /// Returns the close code and the text for an alert by which the server rejects this end's
 /// certificate.
-#[must_use]
 pub fn alert_meaning(alert: u8) -> Option<(CloseCode, &'static str)> {
     match alert {
         CERTIFICATE_REVOKED => Some((
@@ -43,7 +42,6 @@ pub fn alert_meaning(alert: u8) -> Option<(CloseCode, &'static str)> {
 }
 
 /// Returns whether [`alert_meaning`] can return this code.
-#[must_use]
 pub fn is_certificate_rejection(code: CloseCode) -> bool {
     matches!(
         code,
@@ -68,7 +66,6 @@ pub(crate) fn is_tls_error(error: &io::Error) -> bool {
 }
 
 /// Returns whether this end found that no trusted CA issued the peer's certificate.
-#[must_use]
 pub fn is_unknown_issuer(error: &io::Error) -> bool {
     let unknown = Error::InvalidCertificate(CertificateError::UnknownIssuer);
     tls_error(error) == Some(&unknown)
@@ -90,7 +87,6 @@ fn clock_hint(error: &io::Error) -> &'static str {
 }
 
 /// Returns the text of a TLS error for people, with dates and a hint about the clocks.
-#[must_use]
 pub fn describe(error: &io::Error) -> String {
     let text = with_dates(&error.to_string());
     format!("{text}{}", clock_hint(error))
@@ -99,7 +95,6 @@ pub fn describe(error: &io::Error) -> String {
 /// Replaces the Unix times and the seconds in rustls' text about a certificate outside its validity
 /// by dates and durations. QUIC errors contain nothing but this text. Returns other texts
 /// unchanged.
-#[must_use]
 pub fn with_dates(text: &str) -> String {
     let mut dated = text.replace(" (UNIX)", "");
     if dated.len() == text.len() {

@@ -85,14 +85,12 @@ impl AgentTrust {
     }
 
     /// Returns a receiver that changes after each replacement.
-    #[must_use]
     pub fn replaced(&self) -> watch::Receiver<u64> {
         self.replaced.subscribe()
     }
 
     /// Returns whether the current roots would accept a chain that was accepted in its handshake.
     /// The check ignores the expiration of the chain, and revocation.
-    #[must_use]
     pub fn still_accepts(&self, chain: &[CertificateDer<'_>]) -> bool {
         if *self.replaced.borrow() == 0 {
             return true;

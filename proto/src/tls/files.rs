@@ -53,13 +53,11 @@ pub enum FileError {
 
 impl FileError {
     /// Returns whether the file does not exist. Any other error is about a file that exists.
-    #[must_use]
     pub fn is_absent(&self) -> bool {
         matches!(self, Self::Read(error) if error.kind() == io::ErrorKind::NotFound)
     }
 
     /// Returns whether the file could be read and its content is the cause.
-    #[must_use]
     pub fn is_in_content(&self) -> bool {
         !matches!(self, Self::Read(_))
     }
@@ -153,7 +151,6 @@ pub fn load_roots(path: &Path) -> Result<Vec<CertificateDer<'static>>, FileError
 
 /// Returns a digest that changes with any of the certificates. A key changes only with its
 /// certificate.
-#[must_use]
 pub fn digest_of<'a, 'b: 'a>(
     certificates: impl IntoIterator<Item = &'a CertificateDer<'b>>,
 ) -> [u8; 32] {

@@ -19,7 +19,6 @@ pub struct ReloadableIdentity {
 
 impl ReloadableIdentity {
     /// Creates a holder with the first identity.
-    #[must_use]
     pub fn new(own: Arc<CertifiedKey>, trust: Trust) -> Arc<Self> {
         Arc::new(Self {
             own: ArcSwap::new(own),
@@ -34,13 +33,11 @@ impl ReloadableIdentity {
     }
 
     /// Returns the current trust.
-    #[must_use]
     pub fn trust(&self) -> Arc<Trust> {
         self.trust.load_full()
     }
 
     /// Returns the current chain and key.
-    #[must_use]
     pub fn own(&self) -> Arc<CertifiedKey> {
         self.own.load_full()
     }
@@ -71,7 +68,6 @@ pub struct ReloadableKey(ArcSwap<CertifiedKey>);
 
 impl ReloadableKey {
     /// Creates a holder with the first chain and key.
-    #[must_use]
     pub fn new(own: Arc<CertifiedKey>) -> Arc<Self> {
         Arc::new(Self(ArcSwap::new(own)))
     }

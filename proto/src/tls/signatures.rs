@@ -15,7 +15,6 @@ use super::provider;
 
 /// Returns whether `certificate` is that of a CA and the key of `issuer` signed it. Does not check
 /// names and validity.
-#[must_use]
 pub fn is_ca_signed_by(certificate: &CertificateDer<'_>, issuer: &CertificateDer<'_>) -> bool {
     let Ok((_, parsed)) = X509Certificate::from_der(certificate) else {
         return false;
@@ -30,7 +29,6 @@ pub fn is_ca_signed_by(certificate: &CertificateDer<'_>, issuer: &CertificateDer
 }
 
 /// Returns whether the key of `issuer` signed `certificate`. Checks nothing else.
-#[must_use]
 pub fn is_signed_by(certificate: &CertificateDer<'_>, issuer: &CertificateDer<'_>) -> bool {
     verify_certificate(certificate, issuer).unwrap_or(false)
 }

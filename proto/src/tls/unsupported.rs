@@ -9,7 +9,6 @@ use super::signatures::UnsupportedKey;
 
 /// Returns what a target has that TLS does not support, and what to do. Returns `None` for other
 /// errors of a handshake with a target.
-#[must_use]
 pub fn unsupported(error: &io::Error) -> Option<String> {
     let text = match tls_error(error)? {
         Error::AlertReceived(AlertDescription::ProtocolVersion)

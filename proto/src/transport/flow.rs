@@ -195,7 +195,6 @@ pub struct BufferPool {
 
 impl BufferPool {
     /// Creates a pool of `limit` bytes.
-    #[must_use]
     pub fn new(limit: u64) -> Arc<Self> {
         Arc::new(Self {
             limit,
@@ -210,13 +209,11 @@ impl BufferPool {
     }
 
     /// Returns the bytes of memory that are reserved.
-    #[must_use]
     pub fn reserved(&self) -> u64 {
         self.reserved.load(Ordering::Relaxed)
     }
 
     /// Returns the size of the pool in bytes.
-    #[must_use]
     pub fn limit(&self) -> u64 {
         self.limit
     }

@@ -34,7 +34,6 @@ const ACCEPT_BACKLOG: usize = 4096;
 
 /// Returns the ends of a new session between a server and the agent of worker-1: the server's end,
 /// then the agent's end.
-#[must_use]
 #[expect(clippy::unwrap_used, reason = "the node name is valid")]
 pub fn pair() -> (Arc<MemorySession>, Arc<MemorySession>) {
     let (to_agent, from_server) = mpsc::channel(ACCEPT_BACKLOG);
@@ -69,7 +68,6 @@ pub fn pair() -> (Arc<MemorySession>, Arc<MemorySession>) {
 
 /// Returns a stream whose peer has sent `bytes` and sends nothing more. If `panics` is set, a read
 /// beyond `bytes` panics, as a bug would.
-#[must_use]
 pub fn incoming_stream(bytes: &[u8], panics: bool) -> IncomingStream {
     let (stream, peer) = MemoryStream::pair(WINDOW_BYTES, &Arc::default());
     let mut pipe = peer.outbound.lock();
@@ -324,7 +322,6 @@ pub struct MemoryConnection {
 
 impl MemoryDialer {
     /// Creates a dialer that reports to be `transport`, and whose path is open.
-    #[must_use]
     pub fn new(transport: TransportKind, connections: mpsc::Sender<MemoryConnection>) -> Arc<Self> {
         Arc::new(Self {
             transport,

@@ -92,7 +92,6 @@ impl QuicKeys {
     pub const LEN: usize = 72;
 
     /// Creates the keys from their stored form: 72 random bytes.
-    #[must_use]
     pub fn from_bytes(bytes: &[u8; Self::LEN]) -> Self {
         let mut reset = [0; 64];
         reset.copy_from_slice(&bytes[..64]);

@@ -112,7 +112,6 @@ impl StreamCut {
 
     /// Returns whether a session was lost: the one that carried the stream, or the one behind another
     /// server.
-    #[must_use]
     pub fn is_session_lost(&self) -> bool {
         match self {
             Self::SessionLost => true,
@@ -122,7 +121,6 @@ impl StreamCut {
     }
 
     /// Returns whether an end cut the stream because its reader was stalled.
-    #[must_use]
     pub fn is_reader_stalled(&self) -> bool {
         match self {
             Self::ReaderStalled => true,
@@ -147,7 +145,6 @@ impl From<StreamCut> for io::Error {
 
 /// Finds a cause of the type `T`, such as [`Refusal`], in an error from reading or writing a
 /// stream, at any depth of wrapping.
-#[must_use]
 pub fn find_cause<'a, T: Error + 'static>(error: &'a (dyn Error + 'static)) -> Option<&'a T> {
     let mut next = Some(error);
     while let Some(current) = next {
@@ -209,7 +206,6 @@ enum Half {
 
 impl Stream {
     /// Creates a stream that this end opened. The header must have been written.
-    #[must_use]
     pub fn opened(
         raw: Box<dyn RawStream>,
         traffic: Arc<Traffic>,
@@ -278,7 +274,6 @@ impl Stream {
     }
 
     /// Returns the stream's byte counters. They may outlive the stream, for its access log.
-    #[must_use]
     pub fn bytes(&self) -> ByteCount {
         self.bytes.clone()
     }
@@ -301,7 +296,6 @@ impl Stream {
 
     /// Returns whether the peer has accepted the stream, as far as reads have returned its reply. For
     /// openers.
-    #[must_use]
     pub fn is_accepted(&self) -> bool {
         matches!(self.reply, ReplyState::Accepted { .. })
     }
@@ -313,7 +307,6 @@ impl Stream {
     }
 
     /// Returns an observer of the stream, for tasks that do not read it.
-    #[must_use]
     pub fn watch(&self) -> StreamWatch {
         StreamWatch {
             cut: self.raw.cut_signal(),

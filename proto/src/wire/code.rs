@@ -15,7 +15,6 @@ macro_rules! codes {
 
         impl $name {
             /// Returns the number on the wire.
-            #[must_use]
             pub fn number(self) -> u32 {
                 match self {
                     $(Self::$variant => $number,)+
@@ -24,7 +23,6 @@ macro_rules! codes {
             }
 
             /// Returns the code for a number from the wire.
-            #[must_use]
             pub fn from_number(number: u32) -> Self {
                 match number {
                     $($number => Self::$variant,)+
@@ -33,7 +31,6 @@ macro_rules! codes {
             }
 
             /// Returns the name for logs and metric labels.
-            #[must_use]
             pub fn label(self) -> &'static str {
                 match self {
                     $(Self::$variant => $label,)+
@@ -196,7 +193,6 @@ impl RefusalCode {
 
 impl CloseCode {
     /// Returns whether the agent should retry. The other codes need an operator.
-    #[must_use]
     pub fn is_retryable(self) -> bool {
         match self {
             Self::Version | Self::NameNotInCredential | Self::CredentialRevoked => false,
@@ -218,7 +214,6 @@ impl CloseCode {
 
 impl EnrollCode {
     /// Returns whether the same request may succeed later without an operator.
-    #[must_use]
     pub fn is_retryable(self) -> bool {
         match self {
             Self::RateLimited | Self::Unavailable | Self::Unknown(_) => true,

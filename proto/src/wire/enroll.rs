@@ -170,7 +170,6 @@ impl EnrollReply {
 /// Returns whether a token is a ServiceAccount token, which is a JSON web token. Such tokens begin
 /// with `{"` in base64url (RFC 7515, section 3.1). Join tokens begin with an id that has no capital
 /// letters.
-#[must_use]
 pub fn is_service_account_token(text: &str) -> bool {
     text.trim_start().starts_with("eyJ")
 }
@@ -225,26 +224,22 @@ impl JoinToken {
     }
 
     /// Returns the public id.
-    #[must_use]
     pub fn id(&self) -> &str {
         &self.id
     }
 
     /// Returns the bytes of the secret.
-    #[must_use]
     pub fn secret(&self) -> &[u8] {
         &self.secret
     }
 
     /// Returns the SHA-256 of the CA's SubjectPublicKeyInfo. Returns `None` if the token has no
     /// hash; the agent then needs the CA certificate.
-    #[must_use]
     pub fn ca_hash(&self) -> Option<&[u8; CA_HASH_BYTES]> {
         self.ca_hash.as_ref()
     }
 
     /// Returns the token as text, including its secret. The caller must wipe the text.
-    #[must_use]
     pub fn reveal(&self) -> String {
         // Allocate the full length at once, because a string that grows leaves copies of the secret
         // in memory.
@@ -294,7 +289,6 @@ impl FromStr for JoinToken {
 }
 
 /// Encodes bytes as lower-case hexadecimal text.
-#[must_use]
 pub fn hex(bytes: &[u8]) -> String {
     let mut text = String::with_capacity(bytes.len() * 2);
     push_hex(&mut text, bytes);
@@ -309,7 +303,6 @@ fn push_hex(text: &mut String, bytes: &[u8]) {
 }
 
 /// Decodes hexadecimal text. Returns `None` if the text is not valid.
-#[must_use]
 pub fn decode_hex(text: &str) -> Option<Vec<u8>> {
     if !text.len().is_multiple_of(2) || !text.bytes().all(|byte| byte.is_ascii_hexdigit()) {
         return None;

@@ -70,7 +70,6 @@ pub enum Target {
 
 impl Target {
     /// Returns the port of the target.
-    #[must_use]
     pub fn port(&self) -> Port {
         match self {
             Self::Node(port) | Self::Loopback(port) | Self::Host(_, port) => *port,
@@ -90,7 +89,6 @@ impl std::fmt::Display for Target {
 
 impl StreamHeader {
     /// Returns a header without trace context and source.
-    #[must_use]
     pub fn new(kind: StreamKind) -> Self {
         Self {
             kind,
@@ -235,7 +233,6 @@ pub struct Refusal {
 
 impl StreamReply {
     /// Returns a refusal. The detail is truncated to one line of 512 bytes.
-    #[must_use]
     pub fn refused(code: RefusalCode, detail: &str) -> Self {
         Self::Refused(Refusal {
             code,
@@ -294,7 +291,6 @@ impl StreamReply {
 
 /// Returns one printable line of at most 512 bytes. Control characters become spaces, so that a
 /// peer's text cannot forge log lines or header fields.
-#[must_use]
 pub fn one_line(text: &str) -> String {
     // Nearly all texts need no change.
     let is_printable = |byte: u8| byte == b' ' || byte.is_ascii_graphic();

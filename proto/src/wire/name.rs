@@ -43,7 +43,6 @@ pub struct NodeName(Arc<str>);
 
 impl NodeName {
     /// Returns the name in lower case without a trailing dot.
-    #[must_use]
     pub fn as_str(&self) -> &str {
         &self.0
     }
@@ -61,20 +60,17 @@ impl NodeName {
     }
 
     /// Returns whether DNS cannot carry the name, see [`NodeName::for_dns`].
-    #[must_use]
     pub fn has_long_label(&self) -> bool {
         self.0.split('.').any(|label| label.len() > LABEL_MAX)
     }
 
     /// Returns whether DNS can have a host of this name.
-    #[must_use]
     pub fn is_host_name(&self) -> bool {
         !self.has_long_label() && !self.ends_in_number()
     }
 
     /// Returns whether the last of several labels is a number. No host in DNS has such a name (RFC
     /// 1123, section 2.1), and resolvers take some of them for addresses.
-    #[must_use]
     pub fn ends_in_number(&self) -> bool {
         let last = self.0.rsplit_once('.').map(|(_, last)| last);
         last.is_some_and(|last| last.bytes().all(|byte| byte.is_ascii_digit()))
@@ -134,7 +130,6 @@ pub struct ReplicaId(NodeName);
 
 impl ReplicaId {
     /// Returns the name in lower case.
-    #[must_use]
     pub fn as_str(&self) -> &str {
         self.0.as_str()
     }
@@ -175,7 +170,6 @@ pub struct ZoneName(Arc<str>);
 
 impl ZoneName {
     /// Returns the name as text.
-    #[must_use]
     pub fn as_str(&self) -> &str {
         &self.0
     }
@@ -221,7 +215,6 @@ pub struct CloudTarget(Arc<str>);
 
 impl CloudTarget {
     /// Returns the name as text.
-    #[must_use]
     pub fn as_str(&self) -> &str {
         &self.0
     }
@@ -258,13 +251,11 @@ pub struct InstanceId([u8; 16]);
 
 impl InstanceId {
     /// Creates an id from 16 random bytes.
-    #[must_use]
     pub const fn new(random: [u8; 16]) -> Self {
         Self(random)
     }
 
     /// Returns the bytes of the id as sent on the wire.
-    #[must_use]
     pub fn as_bytes(&self) -> &[u8; 16] {
         &self.0
     }
@@ -294,13 +285,11 @@ pub struct Port(std::num::NonZeroU16);
 
 impl Port {
     /// Returns the port, or `None` for 0.
-    #[must_use]
     pub fn new(number: u16) -> Option<Self> {
         std::num::NonZeroU16::new(number).map(Self)
     }
 
     /// Returns the port number.
-    #[must_use]
     pub fn get(self) -> u16 {
         self.0.get()
     }

@@ -31,7 +31,6 @@ pub struct NodeOrder {
 
 impl NodeOrder {
     /// Creates the order about a node.
-    #[must_use]
     pub fn new(node: &NodeName, order: Order) -> Self {
         Self {
             node: node.clone(),
@@ -43,7 +42,6 @@ impl NodeOrder {
 impl Order {
     /// Merges what two servers know: of two revocations or their ends the one with the higher number
     /// counts, a revocation if the numbers are equal, and of two generations the higher one.
-    #[must_use]
     pub fn merge(self, other: Self) -> Self {
         let revocation = |order: &Self| (order.counter, order.is_revoked, order.at);
         let (counter, is_revoked, at) = revocation(&self).max(revocation(&other));
@@ -59,7 +57,6 @@ impl Order {
     }
 
     /// Returns the order after a revocation, or after its end.
-    #[must_use]
     pub fn with_revoked(self, is_revoked: bool, now: u64) -> Self {
         Self {
             counter: self.counter.saturating_add(1),
@@ -70,7 +67,6 @@ impl Order {
     }
 
     /// Returns the order after the certificates of the node were ended.
-    #[must_use]
     pub fn reissued(self, now: u64) -> Self {
         Self {
             generation: self.generation.saturating_add(1),
@@ -80,7 +76,6 @@ impl Order {
     }
 
     /// Returns the order with the revocation of another order, or its end.
-    #[must_use]
     pub fn with_revocation_of(self, other: Self) -> Self {
         Self {
             generation: self.generation,
@@ -90,7 +85,6 @@ impl Order {
     }
 
     /// Returns the order with at least this generation, which a certificate or a token proves.
-    #[must_use]
     pub fn with_generation(self, proved: u64) -> Self {
         Self {
             generation: self.generation.max(proved),
@@ -99,14 +93,12 @@ impl Order {
     }
 
     /// Returns whether a token that was created under this order is void under `current`.
-    #[must_use]
     pub fn is_before(self, current: Self) -> bool {
         self.counter < current.counter || self.generation < current.generation
     }
 
     /// Returns whether another server may announce this order to one that knows `known`. Numbers far
     /// ahead would leave none for the next orders.
-    #[must_use]
     pub fn is_plausible_after(self, known: Self) -> bool {
         self.counter <= known.counter.saturating_add(LEAD_MAX)
             && self.generation <= known.generation.saturating_add(LEAD_MAX)

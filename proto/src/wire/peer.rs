@@ -234,7 +234,6 @@ impl PeerMessage {
 
 impl HeldNode {
     /// Returns the number of bytes that the node adds to a [`Holds`] message, at most.
-    #[must_use]
     pub fn size_max(&self) -> usize {
         self.node.as_str().len() + FIELDS_MAX
     }

@@ -64,7 +64,6 @@ pub enum JoinCommandError {
 
 impl JoinCommandError {
     /// Returns whether the arguments, the token or the configuration are invalid.
-    #[must_use]
     pub fn is_usage(&self) -> bool {
         match self {
             Self::NoToken | Self::InvalidToken(_) | Self::Config(_) => true,

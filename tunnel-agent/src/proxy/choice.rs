@@ -46,7 +46,6 @@ pub struct EnvironmentProxy {
 impl EnvironmentProxy {
     /// Looks up HTTPS_PROXY and NO_PROXY with `variable` and, if they are absent or empty, their
     /// lower-case names.
-    #[must_use]
     pub fn from_variables(variable: impl Fn(&str) -> Option<String>) -> Option<Self> {
         let first = |names: [&'static str; 2]| {
             names.into_iter().find_map(|name| {
@@ -105,7 +104,6 @@ impl ProxyChoice {
 
     /// Returns whether --proxy names a proxy. The agent's operator did not necessarily choose a
     /// proxy of the environment.
-    #[must_use]
     pub fn is_explicit(&self) -> bool {
         match self.0 {
             ProxyRoute::Explicit(_) => true,
@@ -113,7 +111,6 @@ impl ProxyChoice {
         }
     }
 
-    #[must_use]
     pub fn proxy_for(&self, server: &ServerAddress) -> Option<&Arc<HttpProxy>> {
         match &self.0 {
             ProxyRoute::Direct => None,
@@ -126,7 +123,6 @@ impl ProxyChoice {
 
     /// Returns whether TCP connections to `server` go through a proxy, so that its name need not be
     /// resolved here.
-    #[must_use]
     pub fn is_proxied(&self, server: &ServerAddress) -> bool {
         self.proxy_for(server).is_some()
     }

@@ -54,7 +54,6 @@ impl From<NameError> for AdminError {
 
 impl AdminError {
     /// Returns whether the requested object does not exist.
-    #[must_use]
     pub fn is_not_found(&self) -> bool {
         matches!(self, Self::Refused { status, .. } if *status == StatusCode::NOT_FOUND)
     }

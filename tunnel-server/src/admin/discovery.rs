@@ -122,7 +122,6 @@ struct TargetLabels<'a> {
 
 /// Returns one group for each node, in the order of `nodes`. The target is the node's name and the
 /// port, so nodes with the same address stay apart. `own` is the name of this server.
-#[must_use]
 pub fn target_groups<'a>(
     query: &DiscoveryQuery,
     nodes: &'a [NodeStatus],

@@ -121,7 +121,6 @@ pub struct CreatedToken {
 
 impl CreatedToken {
     /// Creates the response for a token, with the command that uses it.
-    #[must_use]
     pub fn new(
         token: &JoinToken,
         node: &NodeName,
@@ -166,7 +165,6 @@ pub struct AgentCommand {
 /// Returns the command that joins a node. The token is not in it, because every user of a host can
 /// read its command lines. Without advertised addresses the command contains
 /// the address that this host uses for outgoing connections, and the hint says so.
-#[must_use]
 pub fn agent_command(advertised: &[String], node: &NodeName) -> AgentCommand {
     let mut hint = None;
     let mut command = "tunnel-agent join".to_owned();

@@ -75,7 +75,6 @@ impl PageQuery {
     }
 
     /// Returns the request target of a page of `list`.
-    #[must_use]
     pub fn target(&self, list: &str) -> String {
         let token = self.after.iter().map(|name| format!("&continue={name}"));
         format!("/{list}?limit={}{}", self.limit, token.collect::<String>())
@@ -143,7 +142,6 @@ pub struct RevocationsPage {
 
 impl NodeSources {
     /// Returns a page of all nodes.
-    #[must_use]
     pub fn page(&self, query: &PageQuery) -> NodesPage {
         let limit = query.limit.min(PAGE_MAX);
         // One more than the page has says whether there is another page, also if nodes vanish.
@@ -158,7 +156,6 @@ impl NodeSources {
     }
 
     /// Returns a page of the nodes that exist among `names`, in their order.
-    #[must_use]
     pub fn page_of(&self, names: &[NodeName], limit: usize) -> NodesPage {
         let mut page = NodesPage {
             has_replicas: self.has_replicas(),
@@ -182,7 +179,6 @@ impl NodeSources {
 }
 
 /// Returns a page of the revocations in force.
-#[must_use]
 pub fn revocations_page(revocations: &Revocations, query: &PageQuery) -> RevocationsPage {
     let limit = query.limit.min(PAGE_MAX);
     let mut in_force = revocations.in_force_after(query.bound(), limit + 1);

@@ -142,7 +142,6 @@ pub struct SessionSources {
 
 impl NodeSources {
     /// Creates the sources of a data directory with which no server runs.
-    #[must_use]
     pub fn of_files(nodes: KnownNodes, revocations: Revocations) -> Self {
         let routes = Routes::default();
         nodes.update_routes(&routes, &mut NodeMap::default());
@@ -155,7 +154,6 @@ impl NodeSources {
     }
 
     /// Returns whether there are several servers, so that nodes have the name of one.
-    #[must_use]
     pub fn has_replicas(&self) -> bool {
         let sessions = self.sessions.as_ref();
         sessions.is_some_and(|sessions| sessions.peers.expected() > 0)
@@ -163,7 +161,6 @@ impl NodeSources {
 
     /// Returns the names of the first `limit` nodes after `after`, in order: the known nodes, those
     /// of the cluster, and those that other servers hold. The cost is in proportion to `limit`.
-    #[must_use]
     pub fn names_after(&self, after: Bound<&NodeName>, limit: usize) -> Vec<NodeName> {
         let mut names: BTreeSet<NodeName> =
             self.nodes.names_after(after, limit).into_iter().collect();
@@ -176,7 +173,6 @@ impl NodeSources {
 
     /// Returns the status of all nodes in batches, ordered by name. The memory of a batch does not depend
     /// on the number of nodes.
-    #[must_use]
     pub fn batches(&self) -> NodeBatches {
         NodeBatches {
             sources: self.clone(),
@@ -185,7 +181,6 @@ impl NodeSources {
     }
 
     /// Returns the status of a node, or `None` if no node has the name.
-    #[must_use]
     pub fn of_node(&self, name: &NodeName) -> Option<NodeStatus> {
         let known = self.nodes.get(name);
         let cluster = self.routes.node(RouteSource::Cluster, name);
@@ -287,13 +282,11 @@ fn addresses(known: Option<&KnownNode>, cluster: Option<&RouteNode>) -> Vec<IpAd
 
 impl NodeStatus {
     /// Returns whether the node needs an agent and has none.
-    #[must_use]
     pub fn is_away(&self) -> bool {
         self.is_edge && !self.connected
     }
 
     /// Returns whether the node is away and revoked.
-    #[must_use]
     pub fn is_revoked(&self) -> bool {
         !self.connected && self.revoked_at.is_some()
     }

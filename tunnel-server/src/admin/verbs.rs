@@ -135,7 +135,6 @@ pub enum VerbError {
 
 impl VerbError {
     /// Returns 64 if the arguments are invalid, else 1.
-    #[must_use]
     pub fn exit_code(&self) -> u8 {
         match self {
             Self::Token(CreateTokenError::InvalidTtl)

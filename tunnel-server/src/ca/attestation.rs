@@ -30,13 +30,11 @@ const TRACKED_TOKENS_MAX: usize = 4096;
 pub struct ServiceAccountToken(Arc<Zeroizing<String>>);
 
 impl ServiceAccountToken {
-    #[must_use]
     pub fn new(text: &str) -> Self {
         Self(Arc::new(text.trim().to_owned().into()))
     }
 
     /// Returns the text of the token, which is a secret.
-    #[must_use]
     pub fn reveal(&self) -> &str {
         &self.0
     }
@@ -93,7 +91,6 @@ pub enum AttestError {
 }
 
 impl AttestError {
-    #[must_use]
     pub fn code(&self) -> EnrollCode {
         match self {
             Self::NotAccepted(_)
@@ -124,7 +121,6 @@ pub struct Attestor {
 }
 
 impl Attestor {
-    #[must_use]
     pub fn new() -> (Self, mpsc::Receiver<TokenReviewRequest>) {
         let (requests, receiver) = mpsc::channel(QUEUE_MAX);
         let attestor = Self {
@@ -168,7 +164,6 @@ impl Attestor {
 
     /// Binds the token to the first key that uses it on this server. The same key may use the token
     /// again, for example after a lost answer.
-    #[must_use]
     pub fn bind(&self, attested: &AttestedToken, key: [u8; 32], now: SystemTime) -> KeyBinding {
         self.first_keys
             .bind(attested.token, key, attested.ends, now)

@@ -30,7 +30,6 @@ impl LocalCa {
     /// `culvert://server`. The chain contains the root, for agents that know the root only by its
     /// hash. The resolver reissues the certificate at half of its lifetime and calls `on_issue`
     /// with the expiry of each certificate.
-    #[must_use]
     pub fn server_resolver(self: &Arc<Self>, on_issue: OnIssue) -> Arc<dyn ResolvesServerCert> {
         Arc::new(RoleCertResolver::new(self.clone(), None, on_issue))
     }
@@ -38,7 +37,6 @@ impl LocalCa {
     /// Returns a resolver for the server's credentials for other servers, to dial and to accept
     /// them. The certificate has the role `culvert://peer/NAME`. The resolver reissues it at half of
     /// its lifetime.
-    #[must_use]
     pub fn peer_resolver(self: &Arc<Self>, replica: ReplicaId) -> Arc<RoleCertResolver> {
         let resolver = RoleCertResolver::new(self.clone(), Some(replica), Box::new(|_| {}));
         Arc::new(resolver)
@@ -48,7 +46,6 @@ impl LocalCa {
     /// known node, and a default for the listener's own names, which also answers clients without
     /// SNI and unknown names. The certificates carry no role, so they can never identify the tunnel
     /// server to agents.
-    #[must_use]
     pub fn serving_resolver(
         self: &Arc<Self>,
         is_known: IsKnown,

@@ -76,7 +76,6 @@ impl ClientCa {
 }
 
 impl CallerName {
-    #[must_use]
     pub fn as_str(&self) -> &str {
         &self.0
     }

@@ -37,7 +37,6 @@ impl AgentCsr {
 
     /// Returns the SHA-256 of the key's SubjectPublicKeyInfo, which identifies the key in the token
     /// store.
-    #[must_use]
     pub fn key_sha256(&self) -> [u8; 32] {
         sha256(&self.key.subject_public_key_info())
     }

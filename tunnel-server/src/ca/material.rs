@@ -150,31 +150,26 @@ impl CaMaterial {
         Ok(certificate.pem())
     }
 
-    #[must_use]
     pub fn certificates_pem(&self) -> &str {
         &self.root_pem
     }
 
-    #[must_use]
     pub fn key_pem(&self) -> &str {
         &self.key_pem
     }
 
     /// Returns the SHA-256 of the public key that signs, hex.
-    #[must_use]
     pub fn signer(&self) -> String {
         hex(&self.spki_sha256)
     }
 
     /// Returns the SHA-256 of the public key of each trusted certificate, hex.
-    #[must_use]
     pub fn trusted(&self) -> Vec<String> {
         let keys = self.roots.iter().filter_map(|root| spki_sha256(root).ok());
         keys.map(|key| hex(&key)).collect()
     }
 
     /// Returns a digest of the key that signs and of the trusted certificates' keys.
-    #[must_use]
     pub fn digest(&self) -> [u8; 32] {
         let mut trusted = self.trusted();
         trusted.sort_unstable();
@@ -183,13 +178,11 @@ impl CaMaterial {
 
     /// Returns whether this CA follows the `used` one without ending sessions: it trusts the key that
     /// signs in `used`, or signs with a key that `used` trusts.
-    #[must_use]
     pub fn continues(&self, used: &Self) -> bool {
         self.trusted().contains(&used.signer()) || used.trusted().contains(&self.signer())
     }
 
     /// Returns whether both values trust the same certificates and sign with the same key.
-    #[must_use]
     pub fn is_same(&self, other: &Self) -> bool {
         self.root == other.root && self.roots == other.roots
     }

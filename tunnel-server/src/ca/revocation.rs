@@ -264,13 +264,11 @@ impl Revocations {
     }
 
     /// Returns the revocations that are in force, ordered by node.
-    #[must_use]
     pub fn in_force(&self) -> Vec<RevocationInForce> {
         self.in_force_after(Bound::Unbounded, usize::MAX)
     }
 
     /// Returns the first `limit` revocations in force of nodes after `after`, ordered by node.
-    #[must_use]
     pub fn in_force_after(&self, after: Bound<&NodeName>, limit: usize) -> Vec<RevocationInForce> {
         let mut state = self.state.lock();
         self.reload(&mut state);
@@ -411,14 +409,12 @@ impl Revocations {
 
     /// Returns a receiver that is notified when an order changes or is written, and, once
     /// [`Revocations::enforce`] runs, when a document changes.
-    #[must_use]
     pub fn changed(&self) -> watch::Receiver<u64> {
         self.version.subscribe()
     }
 
     /// Returns all orders and the number of changes so far, or `None` if that number is still
     /// `changes`. The first call passes 0.
-    #[must_use]
     pub fn changed_since(&self, changes: u64) -> Option<(u64, Vec<NodeOrder>)> {
         let mut state = self.state.lock();
         self.reload(&mut state);
@@ -426,7 +422,6 @@ impl Revocations {
     }
 
     /// Returns all orders, ordered by node.
-    #[must_use]
     pub fn all(&self) -> Vec<NodeOrder> {
         let mut state = self.state.lock();
         self.reload(&mut state);
@@ -435,7 +430,6 @@ impl Revocations {
 
     /// Returns the names of the stores that do not have all orders yet, with the problem if a write
     /// failed.
-    #[must_use]
     pub fn unwritten(&self) -> Vec<String> {
         let shared = self.shared.as_ref().and_then(|shared| {
             let progress = shared.progress.lock();
@@ -500,7 +494,6 @@ impl Revocations {
     }
 
     /// Returns the order about a node.
-    #[must_use]
     pub fn of_node(&self, node: &NodeName) -> Order {
         let mut state = self.state.lock();
         self.reload(&mut state);
@@ -508,14 +501,12 @@ impl Revocations {
     }
 
     /// Returns the time at which a node was revoked, or `None` if it is not.
-    #[must_use]
     pub fn revoked_at(&self, node: &NodeName) -> Option<SystemTime> {
         let order = self.of_node(node);
         order.is_revoked.then(|| time(order.at))
     }
 
     /// Returns whether the node of a certificate is revoked, or the certificate.
-    #[must_use]
     pub fn is_revoked(&self, peer: &PeerIdentity) -> bool {
         let order = peer.node().map(|node| self.of_node(node));
         order.is_some_and(|order| self.refuses(order, peer))
@@ -544,7 +535,6 @@ impl Revocations {
     }
 
     /// Returns whether an order refuses a certificate.
-    #[must_use]
     pub fn refuses(&self, order: Order, peer: &PeerIdentity) -> bool {
         let is_ended = if self.has_generation(peer) {
             peer.generation < order.generation
@@ -554,7 +544,6 @@ impl Revocations {
         order.is_revoked || is_ended
     }
 
-    #[must_use]
     pub fn revocation_check(self: &Arc<Self>) -> RevocationCheck {
         let revocations = self.clone();
         Arc::new(move |peer| {
@@ -919,13 +908,11 @@ fn unsaved(problem: String) -> String {
 
 /// Returns whether an order refuses a credential of another issuer, which has no generation, by its
 /// time of issue.
-#[must_use]
 pub fn is_issued_before(order: Order, issued: SystemTime) -> bool {
     order.generation > 0 && seconds(issued) <= order.reissued_at
 }
 
 /// Returns the message for the agent of a node whose certificate or token an order refuses.
-#[must_use]
 pub fn revoked_message(order: Order) -> String {
     if order.is_revoked {
         let at = rfc3339(time(order.at));

@@ -179,7 +179,6 @@ enum RotationStore {
 
 impl CaRotator {
     /// Creates the rotator of a standalone server.
-    #[must_use]
     pub fn new(ca: Arc<LocalCa>, dir: DataDir, nodes: Arc<KnownNodes>) -> Self {
         Self::with_store(ca, RotationStore::Files(dir), nodes)
     }

@@ -24,7 +24,6 @@ pub(super) struct NameSet {
 
 impl ServingNames {
     /// Creates the set with names and addresses that stay for the life of the process.
-    #[must_use]
     pub fn new(names: Vec<String>, addresses: Vec<IpAddr>) -> Self {
         let own = NameSet {
             names: names.clone(),

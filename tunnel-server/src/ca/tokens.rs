@@ -147,7 +147,6 @@ impl TokenStore {
     }
 
     /// Returns the store with the CA whose key marks its tokens, see [`TokenStore::is_marked`].
-    #[must_use]
     pub(crate) fn marked_by(self, ca: Arc<LocalCa>) -> Self {
         Self {
             ca: Some(ca),

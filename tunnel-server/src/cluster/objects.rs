@@ -47,13 +47,11 @@ pub const CONFIG_MAP_MAX_BYTES: usize = 1 << 20;
 pub const JOIN_TOKEN_LABEL: &str = "app.kubernetes.io/component=join-token";
 
 /// Returns the namespace of the join tokens for the namespace of the server.
-#[must_use]
 pub fn tokens_namespace(namespace: &str) -> String {
     format!("{namespace}-tokens")
 }
 
 /// Returns the name of the Secret of a join token.
-#[must_use]
 pub fn join_token_name(id: &str) -> String {
     format!("join-token-{id}")
 }
@@ -133,7 +131,6 @@ pub enum Scope {
 
 /// Returns the command that creates an empty object, as manifests ship it. RBAC cannot limit
 /// `create` to a name, so the server has no permission to create it.
-#[must_use]
 pub fn creation(kind: &str, namespace: &str, name: &str) -> String {
     match kind {
         "ConfigMap" => format!("kubectl -n {namespace} create configmap {name}"),
@@ -284,7 +281,6 @@ pub const RIGHTS: &[Right] = &[
 ];
 
 /// Returns the permissions as a table for the reference documentation.
-#[must_use]
 pub fn rights_table() -> String {
     let mut table =
         "| group | resource | objects | verbs | for |\n|---|---|---|---|---|\n".to_owned();

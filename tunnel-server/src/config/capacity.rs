@@ -84,7 +84,6 @@ pub struct DescriptorUses {
 
 impl DescriptorUses {
     /// Returns the parts that a configuration has.
-    #[must_use]
     pub fn of(config: &Config) -> Self {
         Self {
             dns: config.dns.is_some(),
@@ -96,7 +95,6 @@ impl DescriptorUses {
 impl Capacity {
     /// Divides the resources of the process. A limit set by the operator is used unchanged, except
     /// that half-open connections, the DNS and streams to the cloud never take all descriptors.
-    #[must_use]
     pub fn new(limits: &Limits, uses: DescriptorUses, resources: Resources) -> Self {
         let descriptors = resources.descriptors.unwrap_or(u64::MAX);
         let dns_max = count((descriptors / DNS_SHARE / 2).max(1));
@@ -154,7 +152,6 @@ impl Capacity {
     }
 
     /// Describes what the process carries, in one line.
-    #[must_use]
     pub fn describe(&self, resources: Resources) -> String {
         let files = resources.descriptors;
         format!(
@@ -182,7 +179,6 @@ impl Capacity {
     }
 
     /// Returns a warning if the limit of open files reduces a configured limit.
-    #[must_use]
     pub fn warning(&self, limits: &Limits, resources: Resources) -> Option<String> {
         let descriptors = resources.descriptors?;
         (self.half_open.total < limits.pre_auth_total).then(|| {

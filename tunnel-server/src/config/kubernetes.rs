@@ -19,7 +19,6 @@ pub struct Environment {
 }
 
 impl Environment {
-    #[must_use]
     pub fn of_process() -> Self {
         Self {
             in_cluster: std::env::var_os(CLUSTER_VARIABLE).is_some(),

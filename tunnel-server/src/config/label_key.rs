@@ -12,7 +12,6 @@ pub struct LabelKey(Box<str>);
 
 impl LabelKey {
     /// Returns the key, with its prefix.
-    #[must_use]
     pub fn as_str(&self) -> &str {
         &self.0
     }
@@ -43,14 +42,12 @@ impl fmt::Display for LabelKey {
 }
 
 /// Returns whether Kubernetes accepts the text as the value of a label.
-#[must_use]
 pub fn is_label_value(text: &str) -> bool {
     text.is_empty() || is_label_name(text)
 }
 
 /// Returns the name that Prometheus gives a label in its meta labels: each character that is not
 /// allowed becomes `_`.
-#[must_use]
 pub fn prometheus_label_name(key: &str) -> String {
     let allowed = |character: char| match character {
         'a'..='z' | 'A'..='Z' | '0'..='9' => character,

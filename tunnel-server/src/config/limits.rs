@@ -129,13 +129,11 @@ const EXPIRY_GRACE_MAX: Duration = Duration::from_secs(30);
 
 impl Limits {
     /// Returns QUIC's idle timeout.
-    #[must_use]
     pub fn idle_timeout(&self) -> Duration {
         self.dead_after + IDLE_BACKSTOP
     }
 
     /// Returns the liveness limits of sessions. The server probes idle sessions too.
-    #[must_use]
     pub fn liveness(&self) -> LivenessLimits {
         LivenessLimits {
             keep_alive: self.keep_alive,
@@ -147,7 +145,6 @@ impl Limits {
     }
 
     /// Returns the limits for unauthenticated connections.
-    #[must_use]
     pub fn pre_auth(&self) -> ConnLimits {
         ConnLimits {
             per_source: self.pre_auth_per_source,
@@ -156,13 +153,11 @@ impl Limits {
     }
 
     /// Returns the time for which a session may continue after its certificate has expired.
-    #[must_use]
     pub fn expiry_grace(&self) -> Duration {
         EXPIRY_GRACE_MAX.min(self.certificate_life)
     }
 
     /// Returns the limits of the embedded DNS.
-    #[must_use]
     pub fn dns(&self) -> DnsLimits {
         DnsLimits {
             forward_budget: self.dns_forward_budget,

@@ -11,26 +11,22 @@ pub struct NodeLabel(Box<str>);
 
 impl NodeLabel {
     /// Returns the key, with its prefix.
-    #[must_use]
     pub fn key(&self) -> &str {
         self.0.split_once('=').map_or("", |(key, _value)| key)
     }
 
     /// Returns the value, which may be empty.
-    #[must_use]
     pub fn value(&self) -> &str {
         self.0.split_once('=').map_or("", |(_key, value)| value)
     }
 
     /// Returns the text `KEY=VALUE`.
-    #[must_use]
     pub fn as_str(&self) -> &str {
         &self.0
     }
 
     /// Returns whether Kubernetes promises that the admission plugin `NodeRestriction` denies the
     /// label to kubelets. It denies some others, too.
-    #[must_use]
     pub fn is_restricted(&self) -> bool {
         let prefix = self.key().split_once('/').map(|(prefix, _name)| prefix);
         let rest = prefix.and_then(|prefix| prefix.strip_suffix(RESTRICTED));

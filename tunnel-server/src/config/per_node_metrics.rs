@@ -14,7 +14,6 @@ pub enum PerNodeMetrics {
 
 impl PerNodeMetrics {
     /// Returns whether a page may have the series of this many nodes.
-    #[must_use]
     pub fn allows(self, nodes: usize) -> bool {
         match self {
             Self::Auto => nodes <= AUTO_MAX,

@@ -87,7 +87,6 @@ pub struct ClientQuery {
     may_be_node: bool,
 }
 
-#[must_use]
 pub fn decide<'a>(
     message: &[u8],
     transport: Transport,
@@ -192,7 +191,6 @@ fn read<'a>(
 impl ClientQuery {
     /// Returns the query to forward: the flags of the client, with an id and a datagram size of
     /// this server.
-    #[must_use]
     pub fn forwarded(&self) -> Message {
         let mut message = Message::query();
         message.metadata.recursion_desired = true;
@@ -210,7 +208,6 @@ impl ClientQuery {
 
     /// Returns the answer of another resolver in the form that the client receives. The absence of a
     /// name that may be that of a node is a failure, because clients store the absence.
-    #[must_use]
     pub fn relayed(&self, answer: Message) -> Vec<u8> {
         if self.may_be_node && answer.metadata.response_code == ResponseCode::NXDomain {
             return self.failed(ResponseCode::ServFail);
@@ -225,13 +222,11 @@ impl ClientQuery {
     }
 
     /// Returns an answer without records.
-    #[must_use]
     pub fn failed(&self, code: ResponseCode) -> Vec<u8> {
         let reply = self.reply(code);
         self.encode(reply)
     }
 
-    #[must_use]
     pub fn transport(&self) -> Transport {
         self.transport
     }

@@ -45,7 +45,6 @@ impl Dns {
     ///
     /// Answers from `records` immediately. Fill them before the start if nodes are already known.
     /// Otherwise queries for names that may be those of nodes fail until they are.
-    #[must_use]
     pub fn start(parts: DnsInputs<'_>, shutdown: &Shutdown) -> Self {
         let names = Names {
             zone: parts.settings.zone.clone(),

@@ -50,7 +50,6 @@ pub enum NameResolution<'a> {
 impl Names {
     /// Resolves `name`, which is in lower case and without a trailing dot. An empty `name` is the
     /// root. Without `records`, no name of a node is absent.
-    #[must_use]
     pub fn resolve(&self, name: &str, records: Option<&RecordSet>) -> NameResolution<'_> {
         let resolution = self.resolve_known(name, records.unwrap_or(&NO_RECORDS));
         match resolution {
@@ -105,7 +104,6 @@ impl Names {
         NameResolution::Upstream(&self.default_resolvers)
     }
 
-    #[must_use]
     pub fn is_forwarding(&self) -> bool {
         !self.default_resolvers.is_empty()
             || self
@@ -114,7 +112,6 @@ impl Names {
                 .any(|cluster| !cluster.resolvers.is_empty())
     }
 
-    #[must_use]
     pub fn resolvers(&self) -> Vec<SocketAddr> {
         let clusters = self.clusters.iter().flat_map(|cluster| &cluster.resolvers);
         let mut all: Vec<_> = self

@@ -23,7 +23,6 @@ pub enum NamePatternError {
 }
 
 impl NamePattern {
-    #[must_use]
     pub fn matches(&self, name: &NodeName) -> bool {
         let (wanted, labels) = (self.0.split('.'), name.as_str().split('.'));
         wanted.clone().count() == labels.clone().count()

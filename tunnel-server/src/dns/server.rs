@@ -170,7 +170,6 @@ pub struct DnsMetrics(Families);
 impl DnsMetrics {
     /// Registers the metrics under `tunnel_server_dns_`. The number of records is read at scrape
     /// time.
-    #[must_use]
     pub fn new(root: &mut Registry, records: Records) -> Self {
         let registry = root.sub_registry_with_prefix("tunnel_server_dns");
         let families = Families::register(registry);

@@ -22,7 +22,6 @@ pub struct LabeledNodes {
 
 impl LabeledNodes {
     /// Creates the map for the labels of these targets, without nodes.
-    #[must_use]
     pub fn new(targets: &[CloudTargetSettings]) -> Self {
         let labels = targets.iter().filter_map(|target| match &target.nodes {
             CloudNodes::Labeled(label) => Some(label.clone()),
@@ -36,7 +35,6 @@ impl LabeledNodes {
     }
 
     /// Returns each label once.
-    #[must_use]
     pub fn labels(&self) -> &[NodeLabel] {
         &self.labels
     }

@@ -42,7 +42,6 @@ impl CloudResult {
     ];
 
     /// Returns the word for metrics and logs.
-    #[must_use]
     pub fn label(self) -> &'static str {
         match self {
             Self::Ok => "ok",
@@ -56,7 +55,6 @@ impl CloudResult {
     }
 
     /// Returns how far a stream with this end came.
-    #[must_use]
     pub fn stage(self) -> StreamStage {
         match self {
             Self::Ok => StreamStage::Opened { is_ok: true },

@@ -74,7 +74,6 @@ pub struct AccessLog {
 
 impl AccessLog {
     /// Starts an entry with the outcome [`Outcome::CallerGone`].
-    #[must_use]
     pub fn start(
         listener: &'static str,
         peer: impl Into<CallerAddr>,

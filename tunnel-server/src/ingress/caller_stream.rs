@@ -52,7 +52,6 @@ impl CloseMode {
 
     /// Marks a response or stream as begun. The connection ends in a reset unless
     /// [`ResponseGuard::finish`] is called.
-    #[must_use]
     pub fn start(self: &Arc<Self>) -> ResponseGuard {
         self.has_started.store(true, Ordering::Relaxed);
         self.open_responses.fetch_add(1, Ordering::Relaxed);
@@ -220,7 +219,6 @@ pub struct CallerStream {
 
 impl CallerStream {
     /// Wraps an accepted connection.
-    #[must_use]
     pub fn new(socket: impl Into<CallerSocket>, close_mode: Arc<CloseMode>) -> Self {
         Self {
             socket: Arc::new(socket.into()),
@@ -234,7 +232,6 @@ impl CallerStream {
     }
 
     /// Returns a handle that reports the end of the caller's direction.
-    #[must_use]
     pub fn caller_closed(&self) -> CallerClosed {
         CallerClosed(Some(self.socket.clone()))
     }

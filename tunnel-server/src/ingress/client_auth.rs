@@ -51,7 +51,6 @@ impl ListenerTls {
         Ok(())
     }
 
-    #[must_use]
     pub fn config(&self) -> Arc<ServerConfig> {
         self.config.load_full()
     }
@@ -70,7 +69,6 @@ pub struct DelegationPolicy(BTreeSet<String>);
 
 impl DelegationPolicy {
     /// Creates a policy for callers with these common names.
-    #[must_use]
     pub fn named(names: impl IntoIterator<Item = String>) -> Self {
         Self(names.into_iter().collect())
     }
@@ -78,7 +76,6 @@ impl DelegationPolicy {
     /// Returns whether the caller with this certificate chain has delegation. The chain begins with
     /// the leaf and was verified in the handshake. A caller without a certificate has no
     /// delegation, and neither has one whose certificate has no common name or several.
-    #[must_use]
     pub fn admit(&self, chain: Option<&[CertificateDer<'_>]>) -> bool {
         let leaf = chain.and_then(<[_]>::first);
         let name = leaf.and_then(common_name);

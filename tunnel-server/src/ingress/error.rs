@@ -27,7 +27,6 @@ pub struct ProxyError {
 }
 
 impl ProxyError {
-    #[must_use]
     pub fn new(outcome: Outcome, text: impl Into<String>) -> Self {
         Self {
             outcome,
@@ -40,7 +39,6 @@ impl ProxyError {
 
     /// Returns the failure with the limit that caused it. The name of the limit is appended to the
     /// text.
-    #[must_use]
     pub fn with_limit(self, limit: Limit) -> Self {
         Self {
             text: format!("{} (limits.{})", self.text, limit.name()),
@@ -51,7 +49,6 @@ impl ProxyError {
 
     /// Creates a failure from an error of opening a stream. `target_label` names the node and the
     /// target.
-    #[must_use]
     pub fn from_open(error: &OpenError, target_label: impl Display) -> Self {
         let outcome = match error {
             OpenError::NoAgent | OpenError::Suspect(_) => Outcome::NoAgent,
@@ -80,7 +77,6 @@ impl ProxyError {
 
     /// Creates a failure from an error of a stream. A refusal or a reset anywhere in the chain of
     /// sources determines the code. Any other error has the code `otherwise`.
-    #[must_use]
     pub fn from_stream(
         error: &(dyn std::error::Error + 'static),
         target_label: impl Display,

@@ -31,7 +31,6 @@ struct Reserved {
 
 impl HeadMemory {
     /// Creates the memory as a share of a pool.
-    #[must_use]
     pub fn new(pool: Arc<BufferPool>) -> Arc<Self> {
         Arc::new(Self {
             pool,
@@ -72,7 +71,6 @@ pub(crate) struct HeadPermit {
 
 impl HeadPermit {
     /// Reserves memory until the permit has `bytes`. Returns whether it has.
-    #[must_use]
     pub(crate) fn grow(&mut self, bytes: u64) -> bool {
         let more = bytes.saturating_sub(self.bytes);
         let limit = self.memory.pool.limit();

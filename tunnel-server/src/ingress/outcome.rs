@@ -79,7 +79,6 @@ impl Outcome {
     ];
 
     /// Returns the code that appears in `X-Tunnel-Error`, logs and metric labels.
-    #[must_use]
     pub fn label(self) -> &'static str {
         match self {
             Self::Ok => "ok",
@@ -107,7 +106,6 @@ impl Outcome {
         }
     }
 
-    #[must_use]
     pub fn status(self) -> StatusCode {
         match self {
             Self::Ok => StatusCode::OK,

@@ -20,7 +20,6 @@ pub enum CallerAddr {
 impl CallerAddr {
     /// Returns the source address for limits per source. All callers over Unix sockets count as one
     /// source.
-    #[must_use]
     pub fn source(self) -> IpAddr {
         match self {
             Self::Tcp(address) => address.ip(),
@@ -61,7 +60,6 @@ pub enum CallerIdentity {
 
 impl CallerIdentity {
     /// Returns the key that counts the streams of this caller, which connects from `peer`.
-    #[must_use]
     pub fn key(&self, peer: CallerAddr) -> CallerKey {
         match self {
             Self::Anonymous => CallerKey::Source(source(peer.source())),

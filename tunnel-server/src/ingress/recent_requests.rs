@@ -70,7 +70,6 @@ pub struct RecentRequests {
 
 impl RecentRequests {
     /// Creates a store that stays within `limits`.
-    #[must_use]
     pub fn new(limits: RecentRequestLimits) -> Self {
         Self {
             limits,
@@ -86,7 +85,6 @@ impl RecentRequests {
     }
 
     /// Returns the stored requests of a node, the last one first.
-    #[must_use]
     pub fn of_node(&self, node: &NodeName) -> Vec<RecentRequest> {
         let entries = self.entries.lock();
         let requests = entries.by_node.get(node).map(|entry| &entry.requests);
@@ -94,7 +92,6 @@ impl RecentRequests {
     }
 
     /// Returns the codes of a node's failed requests with their numbers.
-    #[must_use]
     pub fn errors(&self, node: &NodeName) -> Vec<(Outcome, u64)> {
         let entries = self.entries.lock();
         let Some(entry) = entries.by_node.get(node) else {

@@ -89,7 +89,6 @@ impl TargetTls {
     }
 
     /// Returns the profile for a caller with or without delegation.
-    #[must_use]
     pub fn tls_profile(&self, has_delegation: bool) -> TlsProfile {
         let tls_profiles = self.tls_profiles.load();
         if has_delegation {

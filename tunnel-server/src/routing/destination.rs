@@ -15,7 +15,6 @@ pub enum RequestedDestination<D> {
 
 impl<D> RequestedDestination<D> {
     /// Maps what the server needs to dial a target itself.
-    #[must_use]
     pub fn map_direct<E>(self, map: impl FnOnce(D) -> E) -> RequestedDestination<E> {
         match self {
             Self::Node(requested) => RequestedDestination::Node(requested),
@@ -52,7 +51,6 @@ pub enum RequestedPort {
 
 impl RequestedPort {
     /// Returns the port that the request asks for, before the policy decides.
-    #[must_use]
     pub fn in_request(self) -> Port {
         match self {
             Self::Named(port) | Self::Kubelet(port) => port,
@@ -90,7 +88,6 @@ pub struct Destination {
 impl Destination {
     /// Returns the Host field for the target: `node:port`, or the loopback address for loopback
     /// targets.
-    #[must_use]
     pub fn host_field(&self) -> String {
         match &self.target {
             Target::Loopback(port) => format!("127.0.0.1:{port}"),
@@ -126,7 +123,6 @@ pub enum Scheme {
 
 impl Scheme {
     /// Returns the port that applies when Host contains none.
-    #[must_use]
     pub fn default_port(self) -> u16 {
         match self {
             Self::Http => 80,

@@ -155,7 +155,6 @@ impl ClusterNetworks {
         };
     }
 
-    #[must_use]
     pub fn cloud_node(&self, node: &NodeName) -> Option<&[IpAddr]> {
         self.cloud_nodes.get(node).map(Vec::as_slice)
     }
@@ -203,7 +202,6 @@ impl ClusterNetworks {
 }
 
 impl LiveClusterNetworks {
-    #[must_use]
     pub fn load(&self) -> Arc<ClusterNetworks> {
         self.0.load_full()
     }
@@ -214,7 +212,6 @@ impl LiveClusterNetworks {
 }
 
 impl DialPolicy {
-    #[must_use]
     pub fn cluster(&self) -> Arc<ClusterNetworks> {
         match self {
             Self::Cluster(ranges) | Self::Listed(_, ranges) => ranges.load(),
@@ -222,7 +219,6 @@ impl DialPolicy {
     }
 
     /// Returns whether the policy allows no address at all.
-    #[must_use]
     pub fn is_deny_all(&self) -> bool {
         match self {
             Self::Cluster(ranges) => {

@@ -74,7 +74,6 @@ impl Holder {
 impl Directory {
     /// Creates an empty directory that stores at most this number of nodes of one server
     /// (`limits.directoryNodes`).
-    #[must_use]
     pub fn new(nodes_max_per_replica: usize) -> Self {
         Self {
             nodes: BTreeMap::new(),
@@ -188,7 +187,6 @@ impl Directory {
     }
 
     /// Returns what a server announced about a node.
-    #[must_use]
     pub fn announcement(&self, node: &NodeName, replica: &ReplicaId) -> Option<Announcement> {
         let index = self.index_of(replica)?;
         let mut holders = self.holders_of(node).iter();
@@ -199,7 +197,6 @@ impl Directory {
     /// Returns the servers that hold a node: those that are leaving last, and otherwise by the
     /// rendezvous weight of node and server, so that the streams of different nodes prefer different
     /// servers.
-    #[must_use]
     pub fn holders(&self, node: &NodeName) -> Vec<ReplicaId> {
         let holders = self.holders_of(node).iter();
         let mut replicas: Vec<_> = holders
@@ -213,7 +210,6 @@ impl Directory {
     /// Returns the servers to ask for one stream to a node, in order: the first holders without
     /// `except` that have a connection, at most [`HOLDERS_TRIED_MAX`]. `link` returns the state of
     /// the connection to a server. Servers whose connection is suspect are last.
-    #[must_use]
     pub fn candidates(
         &self,
         node: &NodeName,
@@ -232,13 +228,11 @@ impl Directory {
     }
 
     /// Returns whether another server holds the node.
-    #[must_use]
     pub fn holds(&self, node: &NodeName) -> bool {
         self.nodes.contains_key(node)
     }
 
     /// Returns the servers that hold a node with another agent process than `instance`.
-    #[must_use]
     pub fn others(&self, node: &NodeName, instance: InstanceId) -> Vec<(ReplicaId, HeldNode)> {
         let others = self.holders_of(node).iter();
         others
@@ -256,13 +250,11 @@ impl Directory {
     }
 
     /// Returns the number of nodes that other servers hold.
-    #[must_use]
     pub fn nodes(&self) -> usize {
         self.nodes.len()
     }
 
     /// Returns the number of nodes that a server holds.
-    #[must_use]
     pub fn nodes_of(&self, replica: &ReplicaId) -> usize {
         let mut replicas = self.replicas.iter().flatten();
         let found = replicas.find(|known| known.id == *replica);

@@ -15,7 +15,6 @@ pub struct ForwardedStream {
 
 impl ForwardedStream {
     /// Creates the value for a stream that counts in `opened`, or else in `not_here`.
-    #[must_use]
     pub fn new(announcement: Announcement, opened: Counter, not_here: Counter) -> Self {
         Self {
             announcement,
@@ -26,7 +25,6 @@ impl ForwardedStream {
 
     /// Counts the stream as refused by a server without a session of the node. Returns what the
     /// server had announced.
-    #[must_use]
     pub fn refused_not_here(mut self) -> Announcement {
         self.result = self.not_here.clone();
         self.announcement

@@ -69,7 +69,6 @@ pub enum EnrollmentKind {
 
 impl EnrollmentKind {
     /// Returns the name for tables.
-    #[must_use]
     pub fn label(self) -> &'static str {
         match self {
             Self::JoinToken => "join token",
@@ -199,19 +198,16 @@ impl KnownNodes {
         was_known
     }
 
-    #[must_use]
     pub fn knows(&self, node: &NodeName) -> bool {
         self.nodes.lock().contains_key(node)
     }
 
     /// Returns what is known of a node.
-    #[must_use]
     pub fn get(&self, node: &NodeName) -> Option<KnownNode> {
         self.nodes.lock().get(node).cloned()
     }
 
     /// Returns the first `limit` nodes whose names are after `after`, in order.
-    #[must_use]
     pub fn names_after(&self, after: Bound<&NodeName>, limit: usize) -> Vec<NodeName> {
         let known = self.snapshot();
         let nodes = known.range((after, Bound::Unbounded));
@@ -232,13 +228,11 @@ impl KnownNodes {
         table
     }
 
-    #[must_use]
     pub fn snapshot(&self) -> NodeMap {
         self.nodes.lock().clone()
     }
 
     /// Returns a receiver that is notified whenever names or addresses change.
-    #[must_use]
     pub fn changed(&self) -> watch::Receiver<u64> {
         self.version.subscribe()
     }

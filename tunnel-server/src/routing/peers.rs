@@ -172,7 +172,6 @@ struct Candidate {
 impl Peers {
     /// Creates the state of a server that has no connections yet. [`PeerEndpoint::start`] dials the
     /// others.
-    #[must_use]
     pub fn new(own: ReplicaId, limits: PeerLimits, metrics: PeerMetrics) -> Arc<Self> {
         let since_epoch = SystemTime::now().duration_since(UNIX_EPOCH);
         let epoch = since_epoch.unwrap_or_default().as_millis();
@@ -207,7 +206,6 @@ impl Peers {
     }
 
     /// Creates the state of a server without others.
-    #[must_use]
     pub fn alone(own: ReplicaId, addresses: Vec<String>) -> Arc<Self> {
         let limits = PeerLimits {
             streams: 1,
@@ -243,7 +241,6 @@ impl Peers {
     }
 
     /// Returns the zone of a server, which may be this one, if it is known.
-    #[must_use]
     pub fn zone_of(&self, replica: &ReplicaId) -> Option<ZoneName> {
         let state = self.state.lock();
         let zone = if *replica == self.own {
@@ -255,7 +252,6 @@ impl Peers {
     }
 
     /// Returns the name of this server.
-    #[must_use]
     pub fn own(&self) -> &ReplicaId {
         &self.own
     }
@@ -310,7 +306,6 @@ impl Peers {
     }
 
     /// Returns the server that a new stream to a node tries first.
-    #[must_use]
     pub fn preferred(&self, node: &NodeName) -> Option<ReplicaId> {
         let state = self.state.lock();
         let link = |replica: &ReplicaId| state.link(replica).map(|link| link.state());
@@ -319,7 +314,6 @@ impl Peers {
     }
 
     /// Returns whether at most a quarter of the streams over the connection to a server are open.
-    #[must_use]
     pub fn has_spare(&self, replica: &ReplicaId) -> bool {
         let state = self.state.lock();
         state.link(replica).is_some_and(|link| link.has_spare())
@@ -373,13 +367,11 @@ impl Peers {
     }
 
     /// Returns whether another server holds a node.
-    #[must_use]
     pub fn holds(&self, node: &NodeName) -> bool {
         self.state.lock().directory.holds(node)
     }
 
     /// Returns every node that another server holds, once for each of these servers.
-    #[must_use]
     pub fn held_nodes(&self) -> Vec<(NodeName, ReplicaId)> {
         let state = self.state.lock();
         let entries = state.directory.iter();
@@ -390,7 +382,6 @@ impl Peers {
 
     /// Returns the first `limit` nodes that another server holds and whose names are after `after`,
     /// in order.
-    #[must_use]
     pub fn held_after(&self, after: Bound<&NodeName>, limit: usize) -> Vec<NodeName> {
         let state = self.state.lock();
         let nodes = state.directory.nodes_after(after);
@@ -398,14 +389,12 @@ impl Peers {
     }
 
     /// Returns the server that lists show for a node that another server holds.
-    #[must_use]
     pub fn shown_holder(&self, node: &NodeName) -> Option<ReplicaId> {
         let holders = self.state.lock().directory.holders(node);
         holders.into_iter().next()
     }
 
     /// Returns a receiver that is notified whenever the result of [`Peers::held_nodes`] may have changed.
-    #[must_use]
     pub fn held_changed(&self) -> watch::Receiver<u64> {
         self.directory_changes.subscribe()
     }
@@ -421,13 +410,11 @@ impl Peers {
 
     /// Returns the servers that agents may dial, this server first. Another server is in the list
     /// while it is connected, and for 5 s after that.
-    #[must_use]
     pub fn members(&self) -> watch::Receiver<Arc<[Member]>> {
         self.members.subscribe()
     }
 
     /// Returns what the list of [`Peers::members`] leaves out, since it is bounded.
-    #[must_use]
     pub fn left_out(&self) -> LeftOut {
         *self.left_out.lock()
     }
@@ -450,7 +437,6 @@ impl Peers {
     }
 
     /// Returns the other servers that this server dials, ordered by name.
-    #[must_use]
     pub fn status(&self) -> Vec<PeerStatus> {
         let state = self.state.lock();
         let peers = state.peers.iter();
@@ -467,13 +453,11 @@ impl Peers {
     }
 
     /// Returns the number of servers that this server dials.
-    #[must_use]
     pub fn expected(&self) -> usize {
         self.state.lock().peers.len()
     }
 
     /// Returns the number of servers that this server has dialed.
-    #[must_use]
     pub fn connected(&self) -> usize {
         let state = self.state.lock();
         let linked = state.peers.values().filter(|peer| peer.link.is_some());

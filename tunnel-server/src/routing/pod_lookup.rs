@@ -43,7 +43,6 @@ pub enum KubeletPath {
 
 impl KubeletPath {
     /// Parses a path without its query.
-    #[must_use]
     pub fn of(path: &str) -> Self {
         let mut parts = path.strip_prefix('/').unwrap_or_default().split('/');
         let (Some("exec" | "attach" | "portForward" | "containerLogs"), namespace, name) =
@@ -117,7 +116,6 @@ pub struct PodResolver(mpsc::Sender<PodLookupRequest>);
 
 impl PodResolver {
     /// Creates a resolver and the receiver of its queries.
-    #[must_use]
     pub fn new() -> (Self, mpsc::Receiver<PodLookupRequest>) {
         let (requests, receiver) = mpsc::channel(QUEUE_MAX);
         (Self(requests), receiver)

@@ -212,7 +212,6 @@ fn by_preference(sessions: &[Arc<AgentSession>]) -> impl Iterator<Item = &Arc<Ag
 }
 
 impl Registry {
-    #[must_use]
     pub fn new(limits: RegistryLimits) -> Self {
         Self {
             nodes: Mutex::default(),
@@ -276,7 +275,6 @@ impl Registry {
 
     /// Returns a session that prevents the registration of a session of `instance`: one of another
     /// agent process that has not withdrawn and is not in `yielded`.
-    #[must_use]
     pub fn rival(
         &self,
         node: &NodeName,
@@ -288,7 +286,6 @@ impl Registry {
     }
 
     /// Returns the sessions of a node, newest first.
-    #[must_use]
     pub fn of_node(&self, node: &NodeName) -> Vec<Arc<AgentSession>> {
         let nodes = self.nodes.lock();
         nodes
@@ -299,7 +296,6 @@ impl Registry {
     /// Returns the nodes whose agent has not withdrawn, ordered by name, each with the agent process
     /// and the admission of its oldest session. Nodes whose sessions are suspect are included: no
     /// other server may dial past an agent that is silent for a moment.
-    #[must_use]
     pub fn held_nodes(&self) -> Vec<HeldNode> {
         let mut held_nodes: Vec<_> = (self.nodes.lock().iter())
             .filter_map(|(name, node)| {
@@ -324,19 +320,16 @@ impl Registry {
     }
 
     /// Returns how the session of a node that closed last has ended, if this process saw it.
-    #[must_use]
     pub fn last_close(&self, node: &NodeName) -> Option<LastClose> {
         self.closes.lock().of_node(node).cloned()
     }
 
     /// Returns whether a session of a node is connected.
-    #[must_use]
     pub fn has(&self, node: &NodeName) -> bool {
         self.nodes.lock().contains_key(node)
     }
 
     /// Returns a receiver that is notified whenever a session is added or removed.
-    #[must_use]
     pub fn changed(&self) -> watch::Receiver<u64> {
         self.changes.subscribe()
     }
@@ -344,7 +337,6 @@ impl Registry {
     /// Returns the end of the last certificate of an agent process, over all its sessions. A
     /// session that was replaced by another one remains valid until the end of the newer
     /// certificate.
-    #[must_use]
     pub fn valid_until(&self, agent: &AgentSession) -> Instant {
         let of_process = self.of_node(&agent.node).into_iter();
         of_process
@@ -353,7 +345,6 @@ impl Registry {
             .fold(agent.valid_until(), Instant::max)
     }
 
-    #[must_use]
     pub fn all(&self) -> Vec<Arc<AgentSession>> {
         let nodes = self.nodes.lock();
         let sessions = nodes.values().flat_map(|node| node.sessions.iter());
@@ -426,7 +417,6 @@ impl Registry {
     }
 
     /// Returns what a new stream to a node tries first.
-    #[must_use]
     pub fn active(&self, node: &NodeName) -> Option<Via> {
         let nodes = self.nodes.lock();
         let active = nodes.get(node)?.active();
@@ -435,7 +425,6 @@ impl Registry {
 
     /// Returns whether an idle stream over `via` can be kept for another request. New streams must
     /// use the same session, and at most a quarter of the streams of the node's agent may be open.
-    #[must_use]
     pub fn can_reuse(&self, node: &NodeName, via: &Via) -> bool {
         let Via::Local(session) = via else {
             return false;
@@ -448,7 +437,6 @@ impl Registry {
 
     /// Adds an idle stream of `caller` over `via`, which is evicted when a new stream needs its
     /// permit.
-    #[must_use]
     pub fn keep_idle(&self, node: &NodeName, via: &Via, caller: &CallerKey) -> IdleStream {
         self.idle.add(node, via, caller)
     }
@@ -460,7 +448,6 @@ impl Registry {
 
     /// Returns whether one more idle stream over another server may stay. Idle streams over any of
     /// `servers` together take at most a quarter of an agent's streams, if there are as many.
-    #[must_use]
     pub fn can_keep_idle(&self, node: &NodeName, via: &Via, servers: usize) -> bool {
         let share = self.limits.streams_per_agent / 4 / servers.max(1);
         self.idle.count(node, via) < share.max(1)
@@ -560,12 +547,10 @@ pub struct Registration {
 impl Registration {
     /// Takes the older session that the caller must close to make room for this one, if the node
     /// was at its limit.
-    #[must_use]
     pub fn superseded(&mut self) -> Option<Arc<AgentSession>> {
         self.superseded.take()
     }
 
-    #[must_use]
     pub fn session(&self) -> &Arc<AgentSession> {
         &self.session
     }

@@ -167,24 +167,20 @@ impl RouteTable {
     }
 
     /// Returns the number of known nodes.
-    #[must_use]
     pub fn len(&self) -> usize {
         self.nodes.len()
     }
 
-    #[must_use]
     pub fn is_empty(&self) -> bool {
         self.nodes.is_empty()
     }
 
     /// Returns whether [`RouteTable::by_name`] finds a node for this name.
-    #[must_use]
     pub fn knows(&self, name: &NodeName) -> bool {
         self.by_name(name).is_ok()
     }
 
     /// Returns whether another server holds a node of this name.
-    #[must_use]
     pub fn is_held_elsewhere(&self, name: &NodeName) -> bool {
         let is_held = self.held_elsewhere.0.as_ref();
         is_held.is_some_and(|is_held| is_held(name))
@@ -219,13 +215,11 @@ impl RouteTable {
     }
 
     /// Returns whether a node has this name. Host names do not count.
-    #[must_use]
     pub fn is_node(&self, name: &NodeName) -> bool {
         self.nodes.contains_key(name) || self.is_held_elsewhere(name)
     }
 
     /// Returns the port of a node's kubelet: the port in its Node object, or else 10250.
-    #[must_use]
     pub fn kubelet_port(&self, node: &NodeName) -> Option<Port> {
         let mut sources = self.nodes.get(node).into_iter().flatten().flatten().rev();
         let port = sources.find_map(|node| node.kubelet_port);
@@ -233,7 +227,6 @@ impl RouteTable {
     }
 
     /// Returns what it means that a caller names a port of a node.
-    #[must_use]
     pub fn requested_port(&self, node: &NodeName, named: Port) -> RequestedPort {
         if self.kubelet_port(node) == Some(named) {
             RequestedPort::Kubelet(named)
@@ -282,7 +275,6 @@ impl RouteTable {
     }
 
     /// Returns the first `limit` nodes that have an address, ordered by name.
-    #[must_use]
     pub fn owners(&self, address: IpAddr, limit: usize) -> Vec<NodeName> {
         let owners = self.addresses.nodes.get(&address.to_canonical());
         let owners = owners.into_iter().flat_map(SharedSet::keys);
@@ -290,7 +282,6 @@ impl RouteTable {
     }
 
     /// Returns the number of addresses that several nodes share.
-    #[must_use]
     pub fn conflicts(&self) -> usize {
         self.addresses.conflicts
     }
@@ -414,7 +405,6 @@ struct RoutesInner {
 
 impl Routes {
     /// Creates empty routes. Names that are in no source are looked up with `is_held_elsewhere`.
-    #[must_use]
     pub fn new(is_held_elsewhere: IsHeldElsewhere) -> Self {
         let table = RouteTable {
             held_elsewhere: HeldElsewhere(Some(is_held_elsewhere)),
@@ -437,7 +427,6 @@ impl Routes {
     }
 
     /// Returns whether the routes are known.
-    #[must_use]
     pub fn are_known(&self) -> bool {
         !*self.0.is_starting.borrow()
     }
@@ -449,19 +438,16 @@ impl Routes {
         let _known = is_starting.wait_for(|is_starting| !is_starting).await;
     }
 
-    #[must_use]
     pub fn load(&self) -> Arc<RouteTable> {
         self.0.table.load_full()
     }
 
     /// Returns all nodes of a source, in the order of their names.
-    #[must_use]
     pub fn of(&self, source: RouteSource) -> Vec<Arc<RouteNode>> {
         self.load().of(source).cloned().collect()
     }
 
     /// Returns the first `limit` nodes of a source whose names are after `after`, in order.
-    #[must_use]
     pub fn names_after(
         &self,
         source: RouteSource,
@@ -478,7 +464,6 @@ impl Routes {
     }
 
     /// Returns a node of a source.
-    #[must_use]
     pub fn node(&self, source: RouteSource, name: &NodeName) -> Option<Arc<RouteNode>> {
         self.load().nodes.get(name)?[source as usize].clone()
     }

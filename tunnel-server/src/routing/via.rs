@@ -13,7 +13,6 @@ pub enum Via {
 
 impl Via {
     /// Returns the number of the session on this server.
-    #[must_use]
     pub fn session_number(&self) -> Option<u64> {
         match self {
             Self::Local(session) => Some(session.0),
@@ -22,7 +21,6 @@ impl Via {
     }
 
     /// Returns the server that forwards the stream.
-    #[must_use]
     pub fn replica(&self) -> Option<&ReplicaId> {
         match self {
             Self::Local(_) => None,

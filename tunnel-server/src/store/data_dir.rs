@@ -95,13 +95,11 @@ impl DataDir {
         files::check_private_dir(&self.path)
     }
 
-    #[must_use]
     pub fn path(&self) -> &Path {
         &self.path
     }
 
     /// Returns the accesses to shared files that have not ended.
-    #[must_use]
     pub fn activity(&self) -> &FileActivity {
         &self.activity
     }
@@ -122,50 +120,42 @@ impl DataDir {
     }
 
     /// Returns the path of the store.
-    #[must_use]
     pub fn state(&self) -> PathBuf {
         self.path.join("state.redb")
     }
 
     /// Returns the path of the local CA's certificate, PEM.
-    #[must_use]
     pub fn ca_certificate(&self) -> PathBuf {
         self.path.join("ca.crt")
     }
 
     /// Returns the path of the local CA's private key, PEM.
-    #[must_use]
     pub fn ca_key(&self) -> PathBuf {
         self.path.join("ca.key")
     }
 
     /// Returns the path of the rotation of the local CA that is in progress, with the keys of both
     /// CAs.
-    #[must_use]
     pub fn ca_rotation(&self) -> PathBuf {
         self.path.join("ca-rotation.json")
     }
 
     /// Returns the path of the certificate of the CA of callers, PEM.
-    #[must_use]
     pub fn client_ca_certificate(&self) -> PathBuf {
         self.path.join("client-ca.crt")
     }
 
     /// Returns the path of the private key of the CA of callers, PEM.
-    #[must_use]
     pub fn client_ca_key(&self) -> PathBuf {
         self.path.join("client-ca.key")
     }
 
     /// Returns the path of the last observed CA of kubelets' client certificates.
-    #[must_use]
     pub fn kubelet_client_ca(&self) -> PathBuf {
         self.path.join("kubelet-client-ca.crt")
     }
 
     /// Returns the path of the last observed CA and documents of the cluster.
-    #[must_use]
     pub fn authority(&self) -> PathBuf {
         self.path.join("authority.json")
     }
@@ -173,38 +163,32 @@ impl DataDir {
     /// Returns whether a server in a cluster uses this directory, so that the CA, tokens and
     /// revocations are in the cluster. A directory that contains a CA key belongs to a standalone
     /// server or was created by one.
-    #[must_use]
     pub fn is_cluster_managed(&self) -> bool {
         self.authority().exists() && !self.ca_key().exists()
     }
 
     /// Returns the path of the private key of the client certificate for kubelets that the cluster
     /// signs, PEM.
-    #[must_use]
     pub fn kubelet_client_key(&self) -> PathBuf {
         self.path.join("kubelet-client.key")
     }
 
     /// Returns the path of the client certificate for kubelets that the cluster signs, PEM.
-    #[must_use]
     pub fn kubelet_client_certificate(&self) -> PathBuf {
         self.path.join("kubelet-client.crt")
     }
 
     /// Returns the path of QUIC's reset and connection-id keys.
-    #[must_use]
     pub fn quic_keys_file(&self) -> PathBuf {
         self.path.join("quic.keys")
     }
 
     /// Returns the path of the running server's socket for the command-line verbs.
-    #[must_use]
     pub fn admin_socket(&self) -> PathBuf {
         self.path.join("admin.sock")
     }
 
     /// Returns the path of the addresses that agents should dial.
-    #[must_use]
     pub fn advertise(&self) -> PathBuf {
         self.path.join("advertise.json")
     }

@@ -38,7 +38,6 @@ impl<K: Ord + Clone, V: Clone> SharedMap<K, V> {
 }
 
 impl<K: Ord, V> SharedMap<K, V> {
-    #[must_use]
     pub fn get<Q: Ord + ?Sized>(&self, key: &Q) -> Option<&V>
     where
         K: Borrow<Q>,
@@ -48,7 +47,6 @@ impl<K: Ord, V> SharedMap<K, V> {
     }
 
     /// Returns the key of the map that equals `key`.
-    #[must_use]
     pub fn get_key<Q: Ord + ?Sized>(&self, key: &Q) -> Option<&K>
     where
         K: Borrow<Q>,
@@ -57,7 +55,6 @@ impl<K: Ord, V> SharedMap<K, V> {
         self.0.get_key_value(key).map(|(key, _value)| key)
     }
 
-    #[must_use]
     pub fn contains_key<Q: Ord + ?Sized>(&self, key: &Q) -> bool
     where
         K: Borrow<Q>,
@@ -66,7 +63,6 @@ impl<K: Ord, V> SharedMap<K, V> {
     }
 
     /// Returns the entry with the smallest key.
-    #[must_use]
     pub fn first(&self) -> Option<(&K, &V)> {
         visits::add_one();
         self.0.first()
@@ -92,12 +88,10 @@ impl<K: Ord, V> SharedMap<K, V> {
         self.iter().map(|(key, _value)| key)
     }
 
-    #[must_use]
     pub fn len(&self) -> usize {
         self.0.size()
     }
 
-    #[must_use]
     pub fn is_empty(&self) -> bool {
         self.0.is_empty()
     }
@@ -189,7 +183,6 @@ impl<K: Ord + Clone, V: Clone> VersionedMap<K, V> {
 }
 
 impl<K: Ord, V> VersionedMap<K, V> {
-    #[must_use]
     pub fn get(&self, key: &K) -> Option<&V> {
         self.entries.get(key).map(|(_version, value)| value)
     }
@@ -200,7 +193,6 @@ impl<K: Ord, V> VersionedMap<K, V> {
         entries.map(|(key, (_version, value))| (key, value))
     }
 
-    #[must_use]
     pub fn contains_key(&self, key: &K) -> bool {
         self.get(key).is_some()
     }
@@ -211,19 +203,16 @@ impl<K: Ord, V> VersionedMap<K, V> {
         entries.map(|(key, (_version, value))| (key, value))
     }
 
-    #[must_use]
     pub fn len(&self) -> usize {
         self.entries.len()
     }
 
-    #[must_use]
     pub fn is_empty(&self) -> bool {
         self.entries.is_empty()
     }
 
     /// Returns the keys whose values may differ from those of `older`, each once. Among the clones of
     /// one map they are those of the changes in between; otherwise they are all keys of both.
-    #[must_use]
     pub fn changed_from<'a>(&'a self, older: &'a Self) -> Vec<&'a K> {
         let changed = self.changed_since(older.version);
         if let Some(changed) = changed.filter(|_| self.id == older.id) {
@@ -234,7 +223,6 @@ impl<K: Ord, V> VersionedMap<K, V> {
     }
 
     /// Returns the version of the last change, 0 for a map without any.
-    #[must_use]
     pub fn version(&self) -> u64 {
         self.version
     }

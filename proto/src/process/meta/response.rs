@@ -9,13 +9,11 @@ use serde::Serialize;
 pub type FullResponse = Response<Full<Bytes>>;
 
 /// Returns a plain text response.
-#[must_use]
 pub fn text(status: StatusCode, body: impl Into<Bytes>) -> FullResponse {
     response(status, "text/plain; charset=utf-8", body)
 }
 
 /// Returns a JSON response, or 500 if `value` has no JSON form.
-#[must_use]
 pub fn json(status: StatusCode, value: &impl Serialize) -> FullResponse {
     match serde_json::to_vec(value) {
         Ok(mut body) => {

@@ -89,7 +89,6 @@ impl Default for AccessLogSettings {
 impl AccessLogSettings {
     /// Parses the texts of --access-log, --access-log-output and --access-log-sample. Records
     /// errors. Without a mode, `level` decides: access log lines have the level info.
-    #[must_use]
     pub fn check(
         errors: &mut ConfigErrors,
         level: LevelFilter,
@@ -148,7 +147,6 @@ impl AccessLogSettings {
 
 /// Returns whether a request is to have a line in the access log. `is_error` says whether its code
 /// is not `ok`. Ask once for each request, since the answer is counted.
-#[must_use]
 pub fn admits_access(is_error: bool) -> bool {
     SWITCH.admits(is_error)
 }

@@ -65,7 +65,6 @@ struct LimitState {
 
 impl LogRateLimit {
     /// Creates a limit. `kind` names the lines in the report of suppressed lines.
-    #[must_use]
     pub const fn new(kind: &'static str) -> Self {
         Self {
             kind,
@@ -77,7 +76,6 @@ impl LogRateLimit {
     }
 
     /// Returns whether a line may be written. If not, the line is counted.
-    #[must_use]
     pub fn admit(&'static self) -> bool {
         let (is_admitted, is_new) = {
             let mut state = self.state.lock();

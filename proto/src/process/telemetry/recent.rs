@@ -31,7 +31,6 @@ pub fn enable_recent_lines() {
 }
 
 /// Returns the lines that are retained, oldest first, also those that the output did not accept.
-#[must_use]
 pub fn recent_lines() -> Vec<String> {
     RECENT.read()
 }

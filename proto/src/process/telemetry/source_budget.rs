@@ -64,7 +64,6 @@ struct Source {
 impl LineForm {
     /// Returns the part of an error's text that the line has. The advice follows the first
     /// semicolon.
-    #[must_use]
     pub fn of_error(self, error: &str) -> &str {
         match self {
             Self::Full => error,
@@ -84,7 +83,6 @@ impl<K> fmt::Debug for SourceBudget<K> {
 
 impl<K: Ord + Clone + Display + Send + 'static> SourceBudget<K> {
     /// Creates a budget. `kind` names the lines in the report of suppressed lines.
-    #[must_use]
     pub const fn new(kind: &'static str) -> Self {
         Self {
             kind,
@@ -94,7 +92,6 @@ impl<K: Ord + Clone + Display + Send + 'static> SourceBudget<K> {
 
     /// Returns the form of a line about `source` with this code, or `None` if the line must not be
     /// written. The line is then counted.
-    #[must_use]
     pub fn admit(&'static self, source: K, code: &'static str) -> Option<LineForm> {
         let (form, is_new) = {
             let mut sources = self.sources.lock();

@@ -37,7 +37,6 @@ impl<K> fmt::Debug for StreamLines<K> {
 impl<K: Ord + Clone + Display + Send + 'static> StreamLines<K> {
     /// Creates the limits. `unknown` and `refused` name the lines in the reports of suppressed
     /// lines.
-    #[must_use]
     pub const fn new(unknown: &'static str, refused: &'static str) -> Self {
         Self {
             unknown: LogRateLimit::new(unknown),
@@ -47,7 +46,6 @@ impl<K: Ord + Clone + Display + Send + 'static> StreamLines<K> {
 
     /// Returns the form of the line of a stream with this code, or `None` if there is no line. Ask
     /// once for each stream, since the answer is counted.
-    #[must_use]
     pub fn admit(
         &'static self,
         stage: StreamStage,

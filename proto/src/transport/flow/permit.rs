@@ -13,7 +13,6 @@ pub struct PoolPermit {
 
 impl BufferPool {
     /// Returns a permit for no bytes, which can grow.
-    #[must_use]
     pub fn permit(self: &Arc<Self>) -> PoolPermit {
         PoolPermit {
             pool: self.clone(),
@@ -25,7 +24,6 @@ impl BufferPool {
 impl PoolPermit {
     /// Reserves memory until the permit has `bytes`. Returns whether it has; if the pool is too
     /// full, the permit stays as it is.
-    #[must_use]
     pub fn grow(&mut self, bytes: u64) -> bool {
         let more = bytes.saturating_sub(self.bytes);
         let is_reserved = more == 0 || self.pool.try_reserve(more);

@@ -7,7 +7,6 @@ use std::sync::LazyLock;
 /// Returns the number that the streams of one source have in common, see
 /// [`StreamHeader`](crate::wire::header::StreamHeader). It differs from process to process, so that
 /// it says nothing about the source. It is never 0, which is an unknown source.
-#[must_use]
 pub fn source_number(source: &impl Hash) -> u64 {
     static KEY: LazyLock<RandomState> = LazyLock::new(RandomState::new);
     KEY.hash_one(source).max(1)

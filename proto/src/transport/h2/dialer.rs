@@ -23,7 +23,6 @@ pub struct H2Dialer {
 
 impl H2Dialer {
     /// Creates a dialer with the credential in `tls`. `connect` opens its TCP connections.
-    #[must_use]
     pub fn new(
         tls: Arc<rustls::ClientConfig>,
         settings: SessionSettings,

@@ -21,7 +21,6 @@ pub struct ReadAhead {
 
 impl ReadAhead {
     /// Wraps a socket from which nothing was read.
-    #[must_use]
     pub fn new(socket: TcpStream) -> Self {
         Self {
             socket,

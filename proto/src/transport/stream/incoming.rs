@@ -19,7 +19,6 @@ pub struct IncomingStream(Stream);
 
 impl IncomingStream {
     /// Creates an incoming stream that a transport has accepted.
-    #[must_use]
     pub fn new(
         raw: Box<dyn RawStream>,
         traffic: Arc<Traffic>,

@@ -14,7 +14,6 @@ pub struct Traffic {
 
 impl Traffic {
     /// Returns the stream bytes received and sent, and the number of open streams.
-    #[must_use]
     pub fn read(&self) -> (u64, u64, usize) {
         let load = |counter: &AtomicU64| counter.load(Ordering::Relaxed);
         (
@@ -35,13 +34,11 @@ pub struct ByteCount {
 
 impl ByteCount {
     /// Creates a byte count that advances these counters, which may belong to a metric.
-    #[must_use]
     pub fn new(received: Counter, sent: Counter) -> Self {
         Self { received, sent }
     }
 
     /// Returns the bytes received from the peer and sent to it so far.
-    #[must_use]
     pub fn read(&self) -> (u64, u64) {
         (self.received.get(), self.sent.get())
     }

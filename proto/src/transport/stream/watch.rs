@@ -22,13 +22,11 @@ pub struct StreamWatch {
 impl StreamWatch {
     /// Returns whether the peer has cut the stream or the session was lost, even if bytes before that
     /// are unread.
-    #[must_use]
     pub fn is_cut(&self) -> bool {
         self.cut.is_cut()
     }
 
     /// Returns whether the stream must end because its reader is stalled.
-    #[must_use]
     pub fn is_stalled(&self) -> bool {
         self.read_monitor.must_end()
     }

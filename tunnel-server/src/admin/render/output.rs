@@ -59,7 +59,6 @@ pub enum RenderError {
 
 impl RenderError {
     /// Returns 64 if the flags or the input are wrong, else 1.
-    #[must_use]
     pub fn exit_code(&self) -> u8 {
         match self {
             Self::Usage(_) | Self::NoHandle => 64,

@@ -37,7 +37,6 @@ impl VersionSkew {
     }
 
     /// Returns the word for tables.
-    #[must_use]
     pub fn label(self) -> &'static str {
         match self {
             Self::Older => "older",

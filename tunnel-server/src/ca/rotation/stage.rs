@@ -16,7 +16,6 @@ pub enum RotationStage {
 
 impl RotationStage {
     /// Returns the name for operators.
-    #[must_use]
     pub fn label(self) -> &'static str {
         match self {
             Self::Announced => "announced",

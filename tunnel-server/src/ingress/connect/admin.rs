@@ -42,7 +42,6 @@ pub struct AdminTunnels {
 impl AdminTunnels {
     /// Creates a handler that opens tunnels through the agents of `ingress`. The server itself
     /// dials nothing.
-    #[must_use]
     pub fn new(ingress: Arc<IngressContext>, dial_limit: Duration) -> Self {
         let nothing = DialPolicy::Listed(Vec::new(), LiveClusterNetworks::default());
         Self {

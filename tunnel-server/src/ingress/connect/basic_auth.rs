@@ -65,7 +65,6 @@ pub enum BasicAuthFileError {
 
 impl BasicAuthFileError {
     /// Returns whether the file could be read and its content is the cause.
-    #[must_use]
     pub fn is_in_content(&self) -> bool {
         match self {
             Self::Read(_) => false,
@@ -198,7 +197,6 @@ pub struct BasicAuth {
 }
 
 impl BasicAuth {
-    #[must_use]
     pub fn new(passwords: BasicAuthUsers) -> Self {
         Self {
             passwords: ArcSwap::from_pointee(passwords),

@@ -35,7 +35,6 @@ pub struct DirectDialer {
 impl DirectDialer {
     /// Creates a dialer that allows the addresses in `dial_policy`, uses the system's resolver, and
     /// dials within `limit`.
-    #[must_use]
     pub fn new(dial_policy: DialPolicy, limit: Duration) -> Self {
         let resolver = Box::new(SystemResolver::new(LOOKUPS));
         Self::with_resolver(dial_policy, limit, resolver)
@@ -55,7 +54,6 @@ impl DirectDialer {
     }
 
     /// Sets the ports of this server. Objects of a cluster cannot lead to these ports.
-    #[must_use]
     pub fn with_own_ports(self, own_ports: Vec<Port>) -> Self {
         Self { own_ports, ..self }
     }

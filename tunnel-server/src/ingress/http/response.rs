@@ -76,19 +76,16 @@ impl Drop for RequestEnd {
 
 impl ResponseBody {
     /// Creates a body with a short text of the server.
-    #[must_use]
     pub fn text(text: String) -> Self {
         Self::new(Inner::Own(Full::new(text.into())))
     }
 
-    #[must_use]
     pub fn empty() -> Self {
         Self::new(Inner::Own(Full::default()))
     }
 
     /// Creates a body that is forwarded from a target over `upstream_guard`. `upload` is the body of
     /// the request, if it has one.
-    #[must_use]
     pub(crate) fn target(
         body: Incoming,
         exchange_guard: ExchangeGuard,
@@ -105,7 +102,6 @@ impl ResponseBody {
     }
 
     /// Attaches the guard of the request that this body ends.
-    #[must_use]
     pub(crate) fn with_request_guard(mut self, request_guard: RequestGuard) -> Self {
         let upload = match &self.inner {
             Inner::Own(_) => None,
@@ -285,7 +281,6 @@ const CHALLENGE: HeaderValue = HeaderValue::from_static("Basic realm=\"tunnel-se
 const REASON_MAX_BYTES: usize = 512;
 
 impl ProxyError {
-    #[must_use]
     pub fn response(&self) -> Response<ResponseBody> {
         let mut response = Response::new(ResponseBody::text(format!("{}\n", one_line(&self.text))));
         *response.status_mut() = self.outcome.status();
@@ -316,7 +311,6 @@ impl ProxyError {
 
     /// Returns the bytes of the response after which the connection closes, for a request that hyper
     /// has not read.
-    #[must_use]
     pub fn last_answer(&self) -> String {
         let text = one_line(&self.text);
         let response = self.response();
@@ -336,7 +330,6 @@ impl ProxyError {
 
     /// Returns the response to a CONNECT. The status line contains the text too, because
     /// kube-apiserver shows no other part of the response.
-    #[must_use]
     pub fn connect_response(&self) -> Response<ResponseBody> {
         let mut response = self.response();
         let mut reason = one_line(&self.text).into_bytes();

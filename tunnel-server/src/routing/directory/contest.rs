@@ -26,7 +26,6 @@ pub struct Contender {
 
 impl Contender {
     /// Returns whether the server asks the other server which process keeps the name.
-    #[must_use]
     pub fn asks(self) -> bool {
         match self.tenure {
             Tenure::New | Tenure::Reconnected => true,
@@ -36,7 +35,6 @@ impl Contender {
 
     /// Returns whether the process keeps the name, as the answer to another server that has admitted
     /// `other`.
-    #[must_use]
     pub fn keeps_name(self, other: InstanceId) -> bool {
         match self.tenure {
             Tenure::Settled => true,
@@ -46,7 +44,6 @@ impl Contender {
 
     /// Returns whether the server closes the session after the other server has answered that
     /// `other` keeps the name.
-    #[must_use]
     pub fn yields_to(self, other: InstanceId) -> bool {
         match self.tenure {
             Tenure::New => true,

@@ -11,7 +11,6 @@ use super::Peers;
 
 impl Peers {
     /// Returns the servers that this server dials, connected or not, ordered by name.
-    #[must_use]
     pub fn dialed(&self) -> Vec<ReplicaId> {
         self.state.lock().peers.keys().cloned().collect()
     }

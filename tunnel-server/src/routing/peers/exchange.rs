@@ -49,14 +49,12 @@ impl Peers {
     /// Returns every other server that this server dials, or that is connected, with what it
     /// announced of its CA. `None` means that the server has announced nothing, so that its CA is
     /// unknown.
-    #[must_use]
     pub fn announced_cas(&self) -> BTreeMap<ReplicaId, Option<CaDigest>> {
         self.announced(|digest| digest.ca)
     }
 
     /// Returns every other server as [`Self::announced_cas`] does, with whether it has announced
     /// exactly these orders, which are ordered by node.
-    #[must_use]
     pub fn holders_of(&self, orders: &[NodeOrder]) -> BTreeMap<ReplicaId, bool> {
         let own = digest_of(orders);
         let others = self.announced(|digest| digest.orders == own).into_iter();
@@ -66,7 +64,6 @@ impl Peers {
     }
 
     /// Returns the digest of the orders that another server announced last, while it is connected.
-    #[must_use]
     pub fn announced_orders(&self, replica: &ReplicaId) -> Option<[u8; 32]> {
         let state = self.state.lock();
         let digest = state.announced.get(replica)?.digest?;

@@ -12,7 +12,6 @@ pub struct LeftOut {
 
 impl LeftOut {
     /// Returns the line for operators, or `None` if the list is complete.
-    #[must_use]
     pub fn condition(self) -> Option<String> {
         let Self { servers, addresses } = self;
         (self != Self::default()).then(|| {
@@ -26,7 +25,6 @@ impl LeftOut {
 }
 
 /// Returns the addresses of one server that agents and other servers receive.
-#[must_use]
 pub fn listed_addresses(addresses: &[String]) -> Vec<String> {
     addresses
         .iter()

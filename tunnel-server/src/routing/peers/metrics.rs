@@ -86,7 +86,6 @@ pub struct PeerMetrics(Families);
 
 impl PeerMetrics {
     /// Registers the metrics under `tunnel_server_`.
-    #[must_use]
     pub fn new(root: &mut Registry) -> Self {
         let registry = root.sub_registry_with_prefix("tunnel_server");
         Self(Families::register(registry))

@@ -173,7 +173,6 @@ impl Peers {
     }
 
     /// Returns the condition about names that two live agents use, if there are any.
-    #[must_use]
     pub fn used_twice(&self) -> Option<String> {
         self.state.lock().used_twice.condition(Instant::now())
     }

@@ -81,7 +81,6 @@ impl std::fmt::Display for SuspectReason {
 
 impl AgentSession {
     /// Creates the entry of a session that is about to be registered.
-    #[must_use]
     pub fn new(
         id: SessionId,
         node: NodeName,
@@ -121,13 +120,11 @@ impl AgentSession {
     }
 
     /// Returns the chain that was last issued over this session. Empty if none was issued.
-    #[must_use]
     pub fn issued(&self) -> Vec<CertificateDer<'static>> {
         self.issued.lock().clone()
     }
 
     /// Returns the end of the agent's last certificate.
-    #[must_use]
     pub fn valid_until(&self) -> Instant {
         *self.valid_until.lock()
     }
@@ -160,14 +157,12 @@ impl AgentSession {
     }
 
     /// Returns the time of the agent's last sign of life.
-    #[must_use]
     pub fn last_seen(&self, now: SystemTime) -> SystemTime {
         let silence = self.session.stats().received_at.elapsed();
         now.checked_sub(silence).unwrap_or(now)
     }
 
     /// Returns whether the server is closing the session.
-    #[must_use]
     pub fn is_closing(&self) -> bool {
         self.closing.get().is_some()
     }
@@ -179,7 +174,6 @@ impl AgentSession {
     }
 
     /// Returns whether the session was removed from routing permanently.
-    #[must_use]
     pub fn is_withdrawn(&self) -> bool {
         self.withdrawn.load(Ordering::Relaxed)
     }
@@ -206,20 +200,17 @@ impl AgentSession {
     }
 
     /// Returns the reason why the session is suspect, if it is.
-    #[must_use]
     pub fn suspect_reason(&self) -> Option<SuspectReason> {
         *self.lock_suspect_reason()
     }
 
     /// Returns whether new streams can use the session.
-    #[must_use]
     pub fn is_routable(&self) -> bool {
         !self.is_withdrawn() && self.suspect_reason().is_none()
     }
 
     /// Counts a stream until the guard is dropped. Wakes [`AgentSession::busy`] if the stream is
     /// the only one.
-    #[must_use]
     pub(crate) fn count_stream(&self) -> StreamCountGuard {
         if self.streams.fetch_add(1, Ordering::Relaxed) == 0 {
             self.busy.notify_one();
@@ -228,7 +219,6 @@ impl AgentSession {
     }
 
     /// Returns whether a stream of the session is open.
-    #[must_use]
     pub(super) fn has_streams(&self) -> bool {
         self.streams.load(Ordering::Relaxed) > 0
     }
@@ -266,7 +256,6 @@ impl AgentSession {
     }
 
     /// Returns the reason why the session ended, based on the reason that its transport reported.
-    #[must_use]
     pub fn end(&self, reported: CloseReason) -> CloseReason {
         match reported.by {
             ClosedBy::Local => self.closing.get().cloned().unwrap_or(reported),

@@ -23,7 +23,6 @@ pub struct LastClose {
 
 impl LastClose {
     /// Creates the entry of a session that ended for this reason.
-    #[must_use]
     pub fn new(reason: &CloseReason, last_seen: SystemTime, at: SystemTime) -> Self {
         Self {
             at,

@@ -41,7 +41,6 @@ pub struct IdleStream {
 impl IdleStream {
     /// Returns the token that is canceled when a new stream needs the permit. The owner then drops
     /// the stream.
-    #[must_use]
     pub fn evicted(&self) -> &CancellationToken {
         &self.evicted
     }
