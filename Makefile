@@ -46,12 +46,12 @@ soak: ## runs mixed faults on three servers for 30 minutes; MINUTES=30 SEED=1
 	CULVERT_SOAK_MINUTES=$(MINUTES) CULVERT_TEST_SEEDS=$(SEED) cargo test --release -p tunnel-tests --test scenarios \
 	  -- --ignored --nocapture faults::soak::
 
-bench: ## runs the benchmark, about 17 minutes; CASE=1,8 ROUNDS=5 RATHOLE=path BINARIES=DIR; FULL=1 takes longer and writes docs/reference/benchmarks.md
+bench: ## runs the benchmark, about 17 minutes; CASE=1,8 ROUNDS=5 RATHOLE=path BINARIES=DIR; FULL=1 measures what images carry and takes longer
 	cargo build --release -p tunnel-server -p tunnel-agent -p tunnel-bench --bin tunnel-server --bin tunnel-agent --bin bench
 	@set -e; target=$${CARGO_TARGET_DIR:-target}; binaries=$${BINARIES:-$(if $(FULL),$$(deploy/static.sh))}; \
 	  report=$$(env $${binaries:+CULVERT_BIN_DIR="$$binaries"} $$target/release/bench run --rounds $(ROUNDS) \
 	    $(if $(CASE),--case $(CASE)) $(if $(FULL),--full) $(if $(RATHOLE),--rathole $(RATHOLE)) $(ARGS)); \
-	  exec python3 tests/bench/report.py show "$$report" $(if $(FULL),--docs docs/reference/benchmarks.md)
+	  exec python3 tests/bench/report.py show "$$report"
 
 bench-compare: ## compares target/bench/report.json with an older report, BASE=file; exits with 1 when CPU time (as a ratio to the floor), memory or failures became worse
 	@exec python3 tests/bench/report.py compare $(BASE)

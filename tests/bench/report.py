@@ -18,7 +18,6 @@ from collections import defaultdict, namedtuple
 from html import escape
 from pathlib import Path
 
-BEGIN, END = "<!-- tables of the benchmark -->", "<!-- end of the tables -->"
 DIRECT, FLOOR, RATHOLE = "direct", "floor", "rathole"
 
 # Units of work, and the metric that has the cost of each.
@@ -310,23 +309,12 @@ def plot(report, case):
     return "\n".join([head, *body, "</svg>\n"])
 
 
-def replace_tables(document, tables):
-    """Returns the document with other text between its marks."""
-    before, _, rest = document.partition(BEGIN)
-    _, end, after = rest.partition(END)
-    if not end:
-        raise ValueError(f"no marks {BEGIN} and {END}")
-    return f"{before}{BEGIN}\n{tables}\n{END}{after}"
-
-
-def show(path, docs):
+def show(path):
     report = Report(load(path))
     text = render(report)
     (path.parent / "report.md").write_text(text)
     for case in report.cases:
         (path.parent / f"case-{case['number']}.svg").write_text(plot(report, case))
-    if docs:
-        docs.write_text(replace_tables(docs.read_text(), text))
     print(f"{text}\nwritten to {path.parent}")
     return 0
 
@@ -410,12 +398,11 @@ def main():
     verbs = parser.add_subparsers(dest="verb", required=True)
     shown = verbs.add_parser("show", help="prints a report, and writes its tables and plots")
     shown.add_argument("report", type=Path, nargs="?", default=newest)
-    shown.add_argument("--docs", type=Path, help="document whose tables are replaced")
     compared = verbs.add_parser("compare", help="exits with 1 when a cost became worse")
     compared.add_argument("base", type=Path, help="older report")
     compared.add_argument("new", type=Path, nargs="?", default=newest)
     args = parser.parse_args()
-    return show(args.report, args.docs) if args.verb == "show" else compare(args.base, args.new)
+    return show(args.report) if args.verb == "show" else compare(args.base, args.new)
 
 
 if __name__ == "__main__":

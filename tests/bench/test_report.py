@@ -7,7 +7,7 @@ import xml.dom.minidom
 
 sys.dont_write_bytecode = True
 import report as module  # noqa: E402
-from report import BEGIN, END, Report, Stat  # noqa: E402
+from report import Report, Stat  # noqa: E402
 
 NO_FAILURES = {
     "system": "floor", "metric": "failed", "ratioTo": None, "above": None,
@@ -141,11 +141,6 @@ class ReportTest(unittest.TestCase):
         tags = xml.dom.minidom.parseString(svg).getElementsByTagName
         # The background, and two bars of each metric.
         self.assertEqual((len(tags("rect")), len(tags("line"))), (5, 4))
-
-    def test_only_what_is_between_the_marks_is_replaced(self):
-        new = module.replace_tables(f"a\n{BEGIN}\nold\n{END}\nb\n", "new")
-        self.assertEqual(new, f"a\n{BEGIN}\nnew\n{END}\nb\n")
-        self.assertRaises(ValueError, module.replace_tables, "a", "new")
 
 
 if __name__ == "__main__":

@@ -1,5 +1,5 @@
 //! `tests/security.md` is correct: each test that it names exists, and no threat and no limit is
-//! missing. The tests that `docs/explanation/promises.md` names exist, too.
+//! missing. The tests that `tests/promises.md` names exist, too.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::fs;
@@ -99,7 +99,7 @@ fn every_threat_has_a_row_whose_tests_exist() -> Result<()> {
 
 #[test]
 fn every_promise_names_tests_that_exist() -> Result<()> {
-    let (rows, tests) = (rows("docs/explanation/promises.md", 3)?, tests()?);
+    let (rows, tests) = (rows("tests/promises.md", 3)?, tests()?);
     let promises = rows.iter().filter(|row| row[0] != "promise");
     let mut wrong = Vec::new();
     for promise in promises {
