@@ -123,7 +123,10 @@ fn verbs(text: &mut String, command: &Command, path: &str) {
             text.push_str("\nIt takes the flags and variables of `run`.\n");
             flags.retain(|flag| !settings.contains(&id_of(flag)));
         }
-        if !flags.is_empty() {
+        for (heading, flags) in groups(&flags) {
+            if let Some(heading) = heading {
+                put(text, format_args!("\n### {heading}\n"));
+            }
             text.push_str("\n| flag | variable | |\n|---|---|---|\n");
             flags.iter().for_each(|flag| row(text, flag));
         }
@@ -135,6 +138,20 @@ fn flags_of(verb: &Command) -> Vec<&Arg> {
     verb.get_arguments()
         .filter(|flag| flag.get_id() != "help")
         .collect()
+}
+
+/// Returns the flags in the groups of `--help`, each in the order of its first flag. Where `--help`
+/// has no headings, this is one group without a name.
+fn groups<'a>(flags: &[&'a Arg]) -> Vec<(Option<&'a str>, Vec<&'a Arg>)> {
+    let mut groups: Vec<(Option<&str>, Vec<&Arg>)> = Vec::new();
+    for flag in flags {
+        let heading = flag.get_help_heading();
+        match groups.iter_mut().find(|(other, _)| *other == heading) {
+            Some((_, flags)) => flags.push(flag),
+            None => groups.push((heading, vec![flag])),
+        }
+    }
+    groups
 }
 
 fn id_of(flag: &Arg) -> &str {
