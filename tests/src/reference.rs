@@ -1,11 +1,12 @@
 //! The pages of the reference that are generated: settings from the command line definitions and
 //! the table of limits, metrics from the registries, log fields from their table, TLS with targets
-//! from the provider.
+//! from the provider, the index of files from the sources.
 
 use std::fmt::Write as _;
 
 use clap::{Arg, ArgAction, Command};
 
+mod files;
 mod log_fields;
 mod metrics;
 mod target_tls;
@@ -26,6 +27,7 @@ enum PageContent {
     Metrics,
     LogFields,
     TargetTls,
+    Files,
 }
 
 #[derive(Debug)]
@@ -64,6 +66,10 @@ pub const PAGES: &[Page] = &[
         path: "docs/reference/targets.md",
         content: PageContent::TargetTls,
     },
+    Page {
+        path: "docs/reference/files.md",
+        content: PageContent::Files,
+    },
 ];
 
 pub fn render(page: &Page) -> String {
@@ -72,6 +78,7 @@ pub fn render(page: &Page) -> String {
         PageContent::Metrics => metrics::page(),
         PageContent::LogFields => log_fields::page(),
         PageContent::TargetTls => target_tls::page(),
+        PageContent::Files => files::page(),
     }
 }
 
