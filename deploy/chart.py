@@ -450,7 +450,7 @@ def document(key, base, variants):
     removed = [condition for condition, value in others if value is MISSING]
     changed = [(condition, value) for condition, value in others if value is not MISSING]
     lines = ["---", *mapping(base, changed, 0, key)]
-    if file_of(*key) == "filled":
+    if file_of(*key) == "filled" or key == TOKENS:
         index = lines.index("metadata:")
         lines[index + 1 : index + 1] = KEEP
     return wrapped(none_of(removed), lines) if removed else lines

@@ -4,6 +4,7 @@ mod applied;
 mod chart;
 mod examples;
 mod guides;
+mod helm_release;
 mod images;
 mod manifests;
 mod monitoring;

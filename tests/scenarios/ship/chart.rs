@@ -218,6 +218,7 @@ fn values_reach_the_fields_that_they_name() -> Result<()> {
         ("Secret", "tunnel-server-ca"),
         ("ConfigMap", "tunnel-ca"),
         ("Lease", "tunnel-dns-controller"),
+        ("Namespace", "kube-system-tokens"),
     ] {
         let kept = find(&objects, kind, name)?["metadata"]["annotations"].clone();
         ensure!(kept["helm.sh/resource-policy"] == "keep", "{kind} {name}");
