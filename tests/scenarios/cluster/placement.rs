@@ -7,6 +7,7 @@ use anyhow::{Context, Result, ensure};
 use serde_json::{Value, json};
 use tunnel_tests::cluster::{Api, Cluster, Kind, Real};
 use tunnel_tests::eventually::eventually;
+use tunnel_tests::gear::Gear;
 use tunnel_tests::manifests::{find, installed};
 use tunnel_tests::tools::or_skip;
 
@@ -174,7 +175,8 @@ async fn run(api: &Api, topology: &Topology, template: &Value) -> Result<()> {
             .await?;
     }
     let mut old: Vec<String> = Vec::new();
-    for revision in 0..REVISIONS {
+    let revisions = Gear::current().pick(4, 20);
+    for revision in 0..revisions {
         let mut new = Vec::new();
         for number in 0..topology.servers {
             let name = format!("server-{revision}-{number}");
@@ -198,7 +200,7 @@ async fn run(api: &Api, topology: &Topology, template: &Value) -> Result<()> {
         old = new;
     }
     for number in 0..topology.servers {
-        remove(api, &format!("server-{}-{number}", REVISIONS - 1)).await?;
+        remove(api, &format!("server-{}-{number}", revisions - 1)).await?;
     }
     for host in topology.hosts {
         api.delete(&format!("{NODES}/{}", host.name)).await?;
@@ -233,7 +235,6 @@ async fn remove(api: &Api, pod: &str) -> Result<()> {
         .await
 }
 
-const REVISIONS: usize = 4;
 const NAMESPACE: &str = "kube-system";
 const NODES: &str = "/api/v1/nodes";
 const PODS: &str = "/api/v1/namespaces/kube-system/pods";
