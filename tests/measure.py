@@ -5,7 +5,7 @@
 parameters, too. With `--check` the exit code is 1 if the work tree exceeds a bound. Goals are not
 enforced.
 
-Product is `src` of proto, tunnel-server and tunnel-agent without the items and files behind
+Product is `src` of the crates below proto, tunnel-server and tunnel-agent without the items and files behind
 `cfg(test)` or the feature `test-util`. The script matches text and does not expand macros.
 """
 
@@ -35,7 +35,7 @@ GOALS = {
     "functions: p99 of lines": 55,
     "functions: max of lines": 80,
 }
-CRATES = ("proto", "tunnel-server", "tunnel-agent")
+PRODUCT_FOLDERS = ("proto", "tunnel-server", "tunnel-agent")  # each of one or more crates
 TEST_FOLDERS = ("src", "scenarios", "bench", "demo")
 LONG_FUNCTION = GOALS["functions: max of lines"]
 SHORT_DOC_WORDS = 3
@@ -99,10 +99,10 @@ def is_tuple(parameter):
 class Source:
     """A file. In `code`, spaces replace comments, strings, characters and test items."""
 
-    def __init__(self, root, path):
+    def __init__(self, root, folder, path):
         text = path.read_text()
         self.path = path.relative_to(root).as_posix()
-        inside = path.relative_to(root).with_suffix("").parts[2:]  # below `CRATE/src`
+        inside = path.relative_to(folder).with_suffix("").parts
         self.module = () if inside == ("lib",) else inside
         self.ends = [newline.start() for newline in re.finditer("\n", text)]
         self.lines = len(self.ends)
@@ -230,7 +230,7 @@ def find_circles(edges):
 
 
 def read_sources(root, folder):
-    return [Source(root, path) for path in sorted((root / folder).rglob("*.rs"))]
+    return [Source(root, root / folder, path) for path in sorted((root / folder).rglob("*.rs"))]
 
 
 def spread(name, values):
@@ -245,8 +245,10 @@ def spread(name, values):
 def measure(root):
     """Returns the rows of the table and the lists by title."""
     product, unit_tests, circles = [], [], []
-    for crate in CRATES:
-        sources = read_sources(root, f"{crate}/src")
+    manifests = [manifest for folder in PRODUCT_FOLDERS
+                 for manifest in sorted((root / folder).rglob("Cargo.toml"))]
+    for manifest in manifests:
+        sources = read_sources(root, manifest.with_name("src"))
         test_modules = {(*source.module, name)
                         for source in sources for name in source.test_modules}
         code = [source for source in sources
@@ -304,7 +306,7 @@ def measure(root):
 
 
 def measure_revision(root, revision):
-    archive = subprocess.run(["git", "-C", root, "archive", revision, *CRATES, "tests"],
+    archive = subprocess.run(["git", "-C", root, "archive", revision, *PRODUCT_FOLDERS, "tests"],
                              check=True, stdout=subprocess.PIPE).stdout
     with tempfile.TemporaryDirectory() as folder:
         tarfile.open(fileobj=io.BytesIO(archive)).extractall(folder, filter="data")

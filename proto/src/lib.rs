@@ -26,6 +26,7 @@ pub mod forward;
 #[cfg(feature = "io")]
 pub mod identity;
 #[cfg(feature = "io")]
+#[path = "../process/src/lib.rs"]
 pub mod process;
 #[cfg(feature = "io")]
 pub mod relay;
@@ -34,6 +35,7 @@ pub mod session;
 #[cfg(feature = "io")]
 pub mod tcp;
 #[cfg(feature = "io")]
+#[path = "../process/src/timers.rs"]
 pub mod timers;
 #[cfg(feature = "io")]
 pub mod tls;

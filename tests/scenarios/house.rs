@@ -233,12 +233,7 @@ fn glossary_is_checked_in_names_and_not_in_comments_or_texts() {
 
 /// The Rust files of all crates.
 fn sources() -> std::io::Result<Vec<PathBuf>> {
-    let mut files = files_below(&[
-        "proto/src",
-        "tunnel-server/src",
-        "tunnel-agent/src",
-        "tests",
-    ])?;
+    let mut files = files_below(&["proto", "tunnel-server", "tunnel-agent", "tests"])?;
     files.retain(|path| path.extension().is_some_and(|extension| extension == "rs"));
     Ok(files)
 }

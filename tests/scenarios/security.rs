@@ -62,9 +62,9 @@ fn functions(folder: &Path, found: &mut BTreeSet<String>) -> Result<()> {
 fn tests() -> Result<BTreeSet<String>> {
     let mut found = BTreeSet::new();
     for folder in [
-        "proto/src",
-        "tunnel-server/src",
-        "tunnel-agent/src",
+        "proto",
+        "tunnel-server",
+        "tunnel-agent",
         "tests/scenarios",
         "tests/src",
     ] {

@@ -64,7 +64,7 @@ fn fields_are_found_in_macros_and_not_in_messages_or_tests() {
 
 /// Returns the sources of the product.
 fn sources() -> Result<Vec<String>> {
-    let files = files_below(&["proto/src", "tunnel-server/src", "tunnel-agent/src"])?;
+    let files = files_below(&["proto", "tunnel-server", "tunnel-agent"])?;
     let is_product = |file: &std::path::PathBuf| {
         let path = file.to_string_lossy();
         let path = path.rsplit_once("/src/").map_or(&*path, |(_, path)| path);
