@@ -4,8 +4,7 @@
 //! I/O. The other modules need the feature `io`: [`transport`] (sessions and streams over QUIC),
 //! [`session`] (control messages and liveness of a session), [`tls`] and [`identity`]
 //! (authentication of the peer), [`relay`] (copying bytes in both directions), [`forward`] (streams
-//! of other servers), [`dial`] and [`egress`] (the connection to a target), and [`process`] (signals,
-//! meta port, logs). [`process`] is not about the wire, but both binaries share it.
+//! of other servers), [`dial`] and [`egress`] (the connection to a target).
 //!
 //! Features:
 //! - `io` (default): everything except [`wire`].
@@ -26,17 +25,15 @@ pub mod forward;
 #[cfg(feature = "io")]
 pub mod identity;
 #[cfg(feature = "io")]
-#[path = "../process/src/lib.rs"]
-pub mod process;
+pub use tunnel_process::{self as process, timers};
+#[cfg(feature = "io")]
+pub use tunnel_process::{label_sets, label_values, layered, limits, metrics};
 #[cfg(feature = "io")]
 pub mod relay;
 #[cfg(feature = "io")]
 pub mod session;
 #[cfg(feature = "io")]
 pub mod tcp;
-#[cfg(feature = "io")]
-#[path = "../process/src/timers.rs"]
-pub mod timers;
 #[cfg(feature = "io")]
 pub mod tls;
 #[cfg(feature = "io")]

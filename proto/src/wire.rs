@@ -10,6 +10,7 @@ pub mod header;
 pub mod name;
 pub mod order;
 pub mod peer;
+pub mod ports;
 
 /// The protobuf messages, generated from `tunnel.proto`. The sibling modules have the typed forms.
 #[allow(

@@ -40,7 +40,8 @@ fn crates_depend_on_each_other_as_the_map_says() {
         );
     }
     let expected = [
-        ("tunnel-proto", &[][..]),
+        ("tunnel-process", &[][..]),
+        ("tunnel-proto", &["tunnel-process"][..]),
         ("tunnel-server", &["tunnel-proto"][..]),
         ("tunnel-agent", &["tunnel-proto"][..]),
         (

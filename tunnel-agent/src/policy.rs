@@ -6,8 +6,8 @@ use std::net::{IpAddr, SocketAddr};
 use std::str::FromStr;
 
 use tunnel_proto::process::networks::{Cidr, CidrError, effective_ip, forbidden_kind};
-use tunnel_proto::process::settings::PortSet;
 use tunnel_proto::wire::name::Port;
+use tunnel_proto::wire::ports::PortSet;
 
 /// The form in which the server requested a target. Each class has its own rule.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]

@@ -6,9 +6,9 @@ use std::sync::Arc;
 
 use arc_swap::ArcSwap;
 use http::Method;
-use tunnel_proto::process::settings::PortSet;
 use tunnel_proto::wire::header::Target;
 use tunnel_proto::wire::name::Port;
+use tunnel_proto::wire::ports::PortSet;
 
 use crate::ingress::error::ProxyError;
 use crate::ingress::outcome::Outcome;

@@ -1,5 +1,7 @@
-//! Parts that the two binaries share and that are not about the wire: shutdown, the meta port,
-//! logs, files, Unix sockets, settings, questions in the terminal.
+//! What both binaries need and that is not about the tunnel: shutdown, the meta port, logs, files,
+//! Unix sockets, settings, timers, questions in the terminal. The crate knows neither the wire nor TLS.
+
+#![warn(missing_docs)]
 
 pub mod accept;
 pub mod conn_limiter;
@@ -22,5 +24,6 @@ pub mod settings;
 pub mod shutdown;
 pub mod telemetry;
 pub mod terminal;
+pub mod timers;
 pub mod unix_socket;
 pub mod yaml;

@@ -4,7 +4,6 @@
 use std::time::Duration;
 
 use super::settings::{ConfigErrors, format_size, parse_size};
-use crate::session::LivenessLimits;
 
 /// Minimum size of a buffer pool in stream windows. A single stalled stream must not use up a
 /// session's share of the pool, which is a quarter.
@@ -66,7 +65,7 @@ macro_rules! limits {
             /// Parses and checks the limits of a file. Records every error.
             pub fn check(
                 raw: &RawLimits,
-                errors: &mut $crate::process::settings::ConfigErrors,
+                errors: &mut $crate::settings::ConfigErrors,
             ) -> Self {
                 let mut is_readable = true;
                 let limits = Self {
@@ -135,49 +134,6 @@ pub fn count<T: TryFrom<u64>>(max: u64) -> impl Fn(&str) -> Result<T, String> {
             .filter(|number| (1..=max).contains(number))
             .and_then(|number| T::try_from(number).ok())
             .ok_or_else(|| format!("{text:?} is not a number from 1 to {max}"))
-    }
-}
-
-/// Checks that the timers of a session fit each other. Keep-alives are up to `keep_alive_max`
-/// apart.
-pub fn check_liveness(
-    limits: &LivenessLimits,
-    keep_alive_max: Duration,
-    errors: &mut ConfigErrors,
-) {
-    let show = humantime::format_duration;
-    if limits.suspect_after_busy > limits.suspect_after_idle {
-        let (busy, idle) = (limits.suspect_after_busy, limits.suspect_after_idle);
-        errors.add(
-            "limits.suspectAfterBusy",
-            format!(
-                "{} is more than suspectAfterIdle, {}",
-                show(busy),
-                show(idle)
-            ),
-        );
-    }
-    if limits.suspect_after_idle > limits.dead_after {
-        let (idle, dead) = (limits.suspect_after_idle, limits.dead_after);
-        errors.add(
-            "limits.suspectAfterIdle",
-            format!("{} is more than deadAfter, {}", show(idle), show(dead)),
-        );
-    }
-    if keep_alive_max >= limits.suspect_after_idle {
-        let jitter = if keep_alive_max > limits.keep_alive {
-            format!(" (up to {} with jitter)", show(keep_alive_max))
-        } else {
-            String::new()
-        };
-        errors.add(
-            "limits.keepAlive",
-            format!(
-                "{}{jitter} is not less than suspectAfterIdle, {}: idle sessions would be suspect",
-                show(limits.keep_alive),
-                show(limits.suspect_after_idle)
-            ),
-        );
     }
 }
 

@@ -4,6 +4,7 @@
 use std::net::SocketAddr;
 use std::time::Duration;
 
+use socket2::SockRef;
 use tokio::net::{TcpListener, TcpStream};
 use tokio::time::timeout;
 use tracing::debug;
@@ -11,7 +12,6 @@ use tracing::debug;
 use super::accept::RetryingListener;
 use super::conn_limiter::{ConnLimiter, ConnLimits};
 use super::shutdown::Shutdown;
-use crate::tcp::limit_send_buffer;
 
 /// Bytes of a response that wait in the kernel for a caller who does not read. The system would let
 /// the buffer grow to megabytes for each connection.
@@ -39,7 +39,7 @@ pub fn serve_bounded<F>(
                 debug!(listener = name, %peer, "connection refused: too many connections");
                 continue;
             };
-            if let Err(error) = limit_send_buffer(&socket, SEND_BUFFER_BYTES) {
+            if let Err(error) = SockRef::from(&socket).set_send_buffer_size(SEND_BUFFER_BYTES) {
                 debug!(listener = name, %peer, %error, "cannot limit the send buffer");
             }
             let connection = timeout(time_limit, serve(socket, peer));

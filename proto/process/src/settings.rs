@@ -1,13 +1,11 @@
-//! Settings in layers: defaults < file < environment < flags; durations, sizes and port lists in
-//! human-readable form.
+//! Settings in layers: defaults < file < environment < flags; durations and sizes in human-readable
+//! form.
 
 use std::collections::BTreeSet;
 use std::fmt::Display;
 use std::net::SocketAddr;
 use std::str::FromStr;
 use std::time::Duration;
-
-use crate::wire::name::Port;
 
 /// Declares a structure of optional settings. clap fills it from flags and environment variables,
 /// and serde from a YAML file. The macro also defines how one layer overrides another. Every field
@@ -21,7 +19,7 @@ macro_rules! layered {
         impl $name {
             /// Returns this layer's settings, and those of `lower` where this layer has none.
             pub fn or(self, lower: Self) -> Self {
-                Self { $($field: $crate::process::settings::Layer::or(self.$field, lower.$field),)+ }
+                Self { $($field: $crate::settings::Layer::or(self.$field, lower.$field),)+ }
             }
         }
     };
@@ -207,81 +205,6 @@ pub fn format_size(bytes: u64) -> String {
     format!("{bytes}B")
 }
 
-/// Ports and port ranges, as in `2379-2381, 10248`.
-#[derive(Debug, Clone, Default, PartialEq, Eq)]
-pub struct PortSet(Vec<(u16, u16)>);
-
-impl PortSet {
-    /// Returns a set of single ports.
-    pub fn of(ports: impl IntoIterator<Item = Port>) -> Self {
-        let ports = ports.into_iter().map(Port::get);
-        Self(ports.map(|port| (port, port)).collect())
-    }
-
-    /// Returns whether the set contains the port.
-    pub fn contains(&self, port: Port) -> bool {
-        self.0
-            .iter()
-            .any(|(low, high)| (*low..=*high).contains(&port.get()))
-    }
-
-    /// Returns the ranges as pairs of lowest and highest port.
-    pub fn ranges(&self) -> impl Iterator<Item = (u16, u16)> + '_ {
-        self.0.iter().copied()
-    }
-
-    /// Returns every port. Intended for small sets.
-    pub fn ports(&self) -> impl Iterator<Item = Port> + '_ {
-        self.0
-            .iter()
-            .flat_map(|(low, high)| (*low..=*high).filter_map(Port::new))
-    }
-}
-
-impl FromStr for PortSet {
-    type Err = String;
-
-    fn from_str(text: &str) -> Result<Self, String> {
-        let mut ranges = Vec::new();
-        for item in text
-            .split(',')
-            .map(str::trim)
-            .filter(|item| !item.is_empty())
-        {
-            let port = |text: &str| {
-                text.trim()
-                    .parse::<Port>()
-                    .map_err(|error| format!("{item:?}: {error}"))
-            };
-            let (low, high) = match item.split_once('-') {
-                Some((low, high)) => (port(low)?, port(high)?),
-                None => (port(item)?, port(item)?),
-            };
-            if low > high {
-                return Err(format!(
-                    "{item:?}: the range is reversed; write the lower port first"
-                ));
-            }
-            ranges.push((low.get(), high.get()));
-        }
-        Ok(Self(ranges))
-    }
-}
-
-impl Display for PortSet {
-    fn fmt(&self, formatter: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        for (index, (low, high)) in self.0.iter().enumerate() {
-            let comma = if index == 0 { "" } else { ", " };
-            if low == high {
-                write!(formatter, "{comma}{low}")?
-            } else {
-                write!(formatter, "{comma}{low}-{high}")?
-            }
-        }
-        Ok(())
-    }
-}
-
 /// Parses a duration such as `30s` or `5m`.
 ///
 /// # Errors
@@ -313,9 +236,8 @@ mod tests {
         assert_eq!(errors.parse("--a", None, 7), 7);
         assert_eq!(errors.parse("--a", Some("8"), 7), 8);
         assert_eq!(errors.parse("--a", Some("x"), 7), 7);
-        let mut ports = |text| errors.parse_or::<PortSet>("--b", text, "80");
-        assert_eq!(ports(None).to_string(), "80");
-        assert_eq!(ports(Some("y")), PortSet::default());
+        let mut number = |text| errors.parse_or::<u16>("--b", text, "80");
+        assert_eq!((number(None), number(Some("y"))), (80, 0));
         let numbers = errors.parse_list("--c", ["1", "z", "2"], parse_quoted::<u8>);
         assert_eq!(numbers, [1, 2]);
         let listen = optional("off", parse_address);
@@ -324,7 +246,7 @@ mod tests {
         assert!(listen("80").is_err());
         let ConfigError(texts) = errors.finish(()).unwrap_err();
         let texts: Vec<&str> = texts.iter().map(|text| &text[..6]).collect();
-        assert_eq!(texts, ["--a: i", "--b: \"", "--c: \""]);
+        assert_eq!(texts, ["--a: i", "--b: i", "--c: \""]);
     }
 
     #[test]
@@ -341,18 +263,6 @@ mod tests {
         }
         for text in ["", "KiB", "1KB", "-1", "1.5MiB", "99999999999GiB"] {
             assert!(parse_size(text).is_err(), "{text:?}");
-        }
-    }
-
-    #[test]
-    fn port_lists_hold_single_ports_and_ranges() {
-        let ports: PortSet = "2379-2381, 10248,,".parse().unwrap();
-        assert!(ports.contains(Port::new(2380).unwrap()));
-        assert!(!ports.contains(Port::new(2382).unwrap()));
-        assert_eq!(ports.to_string(), "2379-2381, 10248");
-        assert_eq!(ports.ports().count(), 4);
-        for text in ["a", "0", "70000", "9-1", "1-", "-1"] {
-            assert!(text.parse::<PortSet>().is_err(), "{text:?}");
         }
     }
 }

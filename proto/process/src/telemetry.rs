@@ -199,20 +199,17 @@ pub fn visible(line: &str, format: LogFormat) -> Cow<'_, str> {
 /// Returns the filter for a level, and for access log lines. A peer can cause some library warnings
 /// a thousand times a second.
 fn filter(level: LevelFilter, access: LevelFilter) -> Targets {
-    let ours = [
-        "tunnel_proto",
-        "tunnel_server",
-        "tunnel_agent",
-        "tunnel_tests",
-    ];
     Targets::new()
         .with_default(level.min(LevelFilter::ERROR))
         // kube logs an ERROR line for each failed call without naming what failed. The callers log
         // their failures.
         .with_target("kube_client::client::builder", LevelFilter::OFF)
-        .with_targets(ours.map(|target| (target, level)))
+        .with_target(OURS, level)
         .with_target(ACCESS, access)
 }
+
+/// What the names of all crates of this workspace begin with.
+const OURS: &str = "tunnel_";
 
 /// The reporter of events of the logging itself.
 struct SelfReporter;

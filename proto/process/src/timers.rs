@@ -35,19 +35,19 @@ pub fn coalesced(at: Instant) -> Instant {
 }
 
 /// Returns a deadline at most 64 ms after `at` that causes fewer wakeups.
-pub(crate) fn coalesced_late(at: Instant) -> Instant {
+pub fn coalesced_late(at: Instant) -> Instant {
     let late = at + SLOT - Duration::from_nanos(1);
     slot_start(late, SLOT).unwrap_or(at)
 }
 
 /// Returns the start of the current slot of 64 ms: the first deadline of a [`coalesced_period`].
-pub(crate) fn current_slot() -> Instant {
+pub fn current_slot() -> Instant {
     let now = Instant::now();
     slot_start(now, SLOT).unwrap_or(now)
 }
 
 /// Returns the greatest multiple of 64 ms up to `period`. Returns a shorter period as it is.
-pub(crate) fn coalesced_period(period: Duration) -> Duration {
+pub fn coalesced_period(period: Duration) -> Duration {
     if RUNTIME_START.get().is_none() {
         return period;
     }

@@ -16,6 +16,7 @@ use std::time::Duration;
 
 use tokio::time::Instant;
 
+use crate::process::settings::ConfigErrors;
 use crate::transport::{SessionStats, TransportKind, Undelivered};
 
 /// The time limits. [`LivenessLimits::default`] returns the documented values.
@@ -51,6 +52,45 @@ impl LivenessLimits {
     /// Returns the interval between probes, and between reports of received data. 2 s by default.
     pub(super) fn probe_interval(&self) -> Duration {
         PROBE_INTERVAL.min(self.suspect_after_busy * 2 / 5)
+    }
+
+    /// Checks the limits of a configuration against each other. Keep-alives are up to
+    /// `keep_alive_max` apart.
+    pub fn check(&self, keep_alive_max: Duration, errors: &mut ConfigErrors) {
+        let show = humantime::format_duration;
+        if self.suspect_after_busy > self.suspect_after_idle {
+            let (busy, idle) = (self.suspect_after_busy, self.suspect_after_idle);
+            errors.add(
+                "limits.suspectAfterBusy",
+                format!(
+                    "{} is more than suspectAfterIdle, {}",
+                    show(busy),
+                    show(idle)
+                ),
+            );
+        }
+        if self.suspect_after_idle > self.dead_after {
+            let (idle, dead) = (self.suspect_after_idle, self.dead_after);
+            errors.add(
+                "limits.suspectAfterIdle",
+                format!("{} is more than deadAfter, {}", show(idle), show(dead)),
+            );
+        }
+        if keep_alive_max >= self.suspect_after_idle {
+            let jitter = if keep_alive_max > self.keep_alive {
+                format!(" (up to {} with jitter)", show(keep_alive_max))
+            } else {
+                String::new()
+            };
+            errors.add(
+                "limits.keepAlive",
+                format!(
+                    "{}{jitter} is not less than suspectAfterIdle, {}: idle sessions would be suspect",
+                    show(self.keep_alive),
+                    show(self.suspect_after_idle)
+                ),
+            );
+        }
     }
 }
 

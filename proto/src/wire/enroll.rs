@@ -349,6 +349,24 @@ mod tests {
         }
     }
 
+    #[cfg(all(feature = "io", target_os = "linux"))]
+    #[test]
+    fn t21_token_is_wiped_when_it_is_dropped() {
+        use crate::process::secrets::assert_wiped;
+
+        let secret = [0xa5; TOKEN_SECRET_BYTES];
+        let token = JoinToken::new("abcdef012345", &secret, None).unwrap();
+        assert_eq!(token.secret(), secret);
+        assert_wiped(token, JoinToken::secret).unwrap();
+        let request = EnrollRequest {
+            token: "a ServiceAccount token of some length".to_owned().into(),
+            csr: Vec::new(),
+            node_name: "worker-1".parse().unwrap(),
+            proof: None,
+        };
+        assert_wiped(request, |request| request.token.as_bytes()).unwrap();
+    }
+
     #[test]
     fn debug_never_prints_the_secret() {
         let request = EnrollRequest {

@@ -3,9 +3,7 @@
 use std::time::Duration;
 
 use tunnel_proto::process::host::Resources;
-use tunnel_proto::process::limits::{
-    AutoBufferPool, check_buffer_pool, check_liveness, count, duration, size,
-};
+use tunnel_proto::process::limits::{AutoBufferPool, check_buffer_pool, count, duration, size};
 use tunnel_proto::process::settings::{ConfigErrors, optional, parse_size};
 use tunnel_proto::session::LivenessLimits;
 
@@ -79,7 +77,7 @@ impl Limits {
 
     fn check_together(&self, errors: &mut ConfigErrors) {
         let keep_alive_max = self.keep_alive.mul_f64(KEEP_ALIVE_SPREAD);
-        check_liveness(&self.liveness(), keep_alive_max, errors);
+        self.liveness().check(keep_alive_max, errors);
         check_buffer_pool(self.buffer_pool, self.stream_window, errors);
     }
 }

@@ -6,9 +6,9 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 
 use tunnel_proto::process::networks::{effective_ip, forbidden_kind};
-use tunnel_proto::process::settings::PortSet;
 use tunnel_proto::wire::control::Member;
 use tunnel_proto::wire::name::Port;
+use tunnel_proto::wire::ports::PortSet;
 
 use crate::config::ServerAddress;
 

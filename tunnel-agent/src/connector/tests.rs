@@ -2,10 +2,10 @@ use std::ops::RangeBounds;
 
 use tokio::time::timeout;
 use tunnel_proto::process::meta::Readiness;
-use tunnel_proto::process::settings::PortSet;
 use tunnel_proto::transport::memory::Path;
 use tunnel_proto::transport::{Session, TransportKind};
 use tunnel_proto::wire::control::ControlMessage;
+use tunnel_proto::wire::ports::PortSet;
 
 use super::member_addresses::ServerPolicy;
 use super::set::ConnectorSet;

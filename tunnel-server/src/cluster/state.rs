@@ -9,8 +9,8 @@ use k8s_openapi::api::core::v1::ConfigMap;
 use serde::{Deserialize, Serialize};
 use serde_json::Value;
 use tunnel_proto::process::networks::Cidr;
-use tunnel_proto::process::settings::PortSet;
 use tunnel_proto::wire::name::Port;
+use tunnel_proto::wire::ports::PortSet;
 
 use super::nodes::NodeSet;
 use super::objects::{HTTP_PORTS_KEY, HTTPS_PORTS_KEY, LOCALHOST_PORTS_KEY, PORT_PAIRS_KEY};

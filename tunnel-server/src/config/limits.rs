@@ -4,9 +4,7 @@
 use std::time::Duration;
 
 use tunnel_proto::process::conn_limiter::ConnLimits;
-use tunnel_proto::process::limits::{
-    check_buffer_pool, check_liveness, count, duration, duration_within, size,
-};
+use tunnel_proto::process::limits::{check_buffer_pool, count, duration, duration_within, size};
 use tunnel_proto::process::settings::{ConfigErrors, optional};
 use tunnel_proto::session::LivenessLimits;
 
@@ -168,7 +166,7 @@ impl Limits {
     }
 
     fn check_together(&self, errors: &mut ConfigErrors) {
-        check_liveness(&self.liveness(), self.keep_alive, errors);
+        self.liveness().check(self.keep_alive, errors);
         check_buffer_pool(self.buffer_pool, self.stream_window, errors);
     }
 }

@@ -13,8 +13,8 @@ use std::sync::Arc;
 
 use arc_swap::ArcSwap;
 use tunnel_proto::process::networks::{Cidr, effective_ip, forbidden_kind};
-use tunnel_proto::process::settings::PortSet;
 use tunnel_proto::wire::name::{NodeName, Port};
+use tunnel_proto::wire::ports::PortSet;
 
 use crate::ingress::error::ProxyError;
 use crate::ingress::outcome::Outcome;

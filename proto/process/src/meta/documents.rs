@@ -15,8 +15,8 @@ use tokio_util::sync::CancellationToken;
 use tracing::{debug, warn};
 
 use super::response::FullResponse;
-use crate::process::making::{self, DOCUMENT_MAX_AGE, MakingCost};
-use crate::process::shutdown::Shutdown;
+use crate::making::{self, DOCUMENT_MAX_AGE, MakingCost};
+use crate::shutdown::Shutdown;
 
 /// Bytes of all documents that are being read, or that requests can share. Together with
 /// [`DOCUMENTS_MIN`] it limits what readers that never read hold.
@@ -225,7 +225,7 @@ mod tests {
     use http::StatusCode;
 
     use super::*;
-    use crate::process::meta::response::text;
+    use crate::meta::response::text;
 
     const SOURCE: IpAddr = IpAddr::V4(std::net::Ipv4Addr::LOCALHOST);
 

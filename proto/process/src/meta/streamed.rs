@@ -13,7 +13,7 @@ use tokio::task::JoinError;
 use tokio::time::{Instant, sleep};
 use tracing::warn;
 
-use crate::process::making;
+use crate::making;
 
 /// A body in memory, or one that is made while it is read.
 pub(super) type MetaBody = Either<Full<Bytes>, StreamedBody>;

@@ -9,7 +9,7 @@ use prometheus_client::encoding::{DescriptorEncoder, EncodeGaugeValue, EncodeMet
 use prometheus_client::metrics::counter::ConstCounter;
 use prometheus_client::metrics::gauge::ConstGauge;
 
-use crate::process::host::Resources;
+use crate::host::Resources;
 
 /// The collector that exports `process_*`, with the names of Prometheus' client libraries. A value
 /// that cannot be read is left out.

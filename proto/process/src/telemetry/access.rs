@@ -12,7 +12,7 @@ use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
 use tracing::level_filters::LevelFilter;
 
 use super::output::LogOutput;
-use crate::process::settings::ConfigErrors;
+use crate::settings::ConfigErrors;
 
 /// The requests and streams that have a line in the access log.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]

@@ -13,7 +13,7 @@ use super::dropped::NOTICE;
 use super::log_writer::{ACCESS, BatchWriter, LineKind};
 use super::output::LogOutput;
 use super::recent::RECENT;
-use crate::process::panics;
+use crate::panics;
 
 /// The output format for which a line is sanitized.
 #[derive(Debug, Clone, Copy)]
