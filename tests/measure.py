@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Prints a Markdown table of the code's size and shape, long functions, and circles of files.
+"""Prints a Markdown table of the code's size and shape, long functions, and circles of files and of folders.
 
 `--compare REV` adds a column for a git revision. `--list` prints short doc blocks and tuples as
 parameters, too. With `--check` the exit code is 1 if the work tree exceeds a bound. Goals are not
@@ -34,6 +34,7 @@ GOALS = {
     "product files: p90 of lines": 330,
     "functions: p99 of lines": 55,
     "functions: max of lines": 80,
+    "circles of folders": 0,
 }
 PRODUCT_FOLDERS = ("proto", "tunnel-server", "tunnel-agent")  # each of one or more crates
 TEST_FOLDERS = ("src", "scenarios", "bench", "demo")
@@ -214,8 +215,18 @@ def references(sources):
     return edges
 
 
+def between_folders(edges):
+    """Returns {(folder, folder): example} of references between files, with `x.rs` in the folder `x`."""
+    folders = {}
+    for (source, target), example in edges.items():
+        arc = tuple(re.match(r"(?:.*?/)?src/(\w+)", path)[1] for path in (source, target))
+        if arc[0] != arc[1]:
+            folders.setdefault(arc, f"{example} -> {target}")
+    return folders
+
+
 def find_circles(edges):
-    """Returns the arcs of each strongly connected component with more than one file."""
+    """Returns the arcs of each strongly connected component with more than one file, or folder."""
     reach = {source: {source} for source, _ in edges}
     changed = True
     while changed:
@@ -244,7 +255,7 @@ def spread(name, values):
 
 def measure(root):
     """Returns the rows of the table and the lists by title."""
-    product, unit_tests, circles = [], [], []
+    product, unit_tests, circles, folder_circles = [], [], [], []
     manifests = [manifest for folder in PRODUCT_FOLDERS
                  for manifest in sorted((root / folder).rglob("Cargo.toml"))]
     for manifest in manifests:
@@ -255,7 +266,9 @@ def measure(root):
                 if not any(source.module[:len(test)] == test for test in test_modules)]
         product += code
         unit_tests += [source for source in sources if source not in code]
-        circles += find_circles(references(code))
+        edges = references(code)
+        circles += find_circles(edges)
+        folder_circles += find_circles(between_folders(edges))
     folders = [read_sources(root, f"tests/{name}") for name in TEST_FOLDERS]
     harness, scenarios, bench, demo = [sum(source.lines for source in folder)
                                        for folder in folders]
@@ -294,12 +307,16 @@ def measure(root):
         "entries of tunnel-server/src": len({path.stem for path in entries}),
         "circles of files": len(circles),
         "files in circles": sum(len({a for a, _ in arcs}) for arcs in circles),
+        "circles of folders": len(folder_circles),
     }
     lists = {f"Functions above {LONG_FUNCTION} lines": long}
     for number, arcs in enumerate(circles, 1):
         files = sorted({source for source, _ in arcs})
         title = f"Circle {number} of {len(files)} files: {', '.join(files)}"
         lists[title] = [f"{example} -> {target}" for (_, target), example in arcs.items()]
+    for number, arcs in enumerate(folder_circles, 1):
+        names = sorted({source for source, _ in arcs})
+        lists[f"Circle {number} of folders: {', '.join(names)}"] = [*arcs.values()]
     details = {"Functions with a tuple as parameter": tuples,
                "Short doc blocks, product": short[True], "Short doc blocks, tests": short[False]}
     return rows, lists, details

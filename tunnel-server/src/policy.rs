@@ -7,18 +7,19 @@ use std::sync::Arc;
 use arc_swap::ArcSwap;
 use http::Method;
 use tunnel_proto::wire::header::Target;
-use tunnel_proto::wire::name::Port;
+use tunnel_proto::wire::name::{NodeName, Port};
 use tunnel_proto::wire::ports::PortSet;
 
-use crate::ingress::error::ProxyError;
-use crate::ingress::outcome::Outcome;
-use crate::ingress::peer::CallerIdentity;
 use crate::routing::destination::{
     AgentTarget, Destination, RequestedDestination, RequestedNode, RequestedPort,
 };
 
 /// Ports of the kubelet, TLS and plain read-only. Both are always allowed.
 pub const KUBELET_PORTS: [u16; 2] = [10250, 10255];
+
+mod caller;
+
+pub use caller::CallerIdentity;
 
 /// The ports that the listeners accept.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
@@ -79,6 +80,26 @@ impl PortPolicy {
         }
     }
 
+    /// Checks a target that another server has determined for a port of a node, of which `kubelet` is
+    /// the port of the kubelet.
+    ///
+    /// # Errors
+    /// Returns [`PortPolicyError`] if this policy does not lead to the target.
+    pub fn check_target(
+        &self,
+        target: &Target,
+        kubelet: Option<Port>,
+    ) -> Result<(), PortPolicyError> {
+        let port = target.port();
+        let is_kubelet = kubelet == Some(port) && self.kubelet(port) == *target;
+        match self.target(port) {
+            Ok(own) if own == *target => Ok(()),
+            _ if is_kubelet => Ok(()),
+            Ok(_) => Err(PortPolicyError::NotListed(port)),
+            Err(refusal) => Err(refusal),
+        }
+    }
+
     /// Returns the additional ports to bind next to the listeners, and whether each is https. The
     /// ports of the kubelet are left out, because they belong to the kubelet of the host or are
     /// mapped by a Service.
@@ -117,9 +138,16 @@ impl SharedPortPolicy {
     }
 }
 
-/// Text of the error for a caller without an identity.
-pub(crate) const CREDENTIALS_REQUIRED: &str =
-    "proxy authentication required; send a name and password of --connect-auth";
+/// Reason why a caller may not reach a destination.
+#[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
+pub enum Denied {
+    /// The listener serves only callers with an identity.
+    #[error("proxy authentication required; send a name and password of --connect-auth")]
+    CredentialsRequired,
+    /// The node's port is not one that callers may reach.
+    #[error("{0} port {1}: {2}")]
+    Port(NodeName, Port, PortPolicyError),
+}
 
 /// The facts about a caller that authorization uses.
 #[derive(Debug, Clone, Copy)]
@@ -132,6 +160,13 @@ pub struct AccessCaller<'a> {
 }
 
 impl AccessCaller<'_> {
+    /// A caller without an identity, at a listener that requires none.
+    pub const ANONYMOUS: Self = Self {
+        identity: &CallerIdentity::Anonymous,
+        must_authenticate: false,
+        has_delegation: false,
+    };
+
     /// Returns whether the caller has to send credentials first.
     pub fn needs_credentials(&self) -> bool {
         self.must_authenticate && *self.identity == CallerIdentity::Anonymous
@@ -159,13 +194,10 @@ pub enum Authorized<D> {
 /// Returns the target of an access.
 ///
 /// # Errors
-/// Returns a [`ProxyError`] with the response for the caller.
-pub fn authorize<D>(
-    policy: &PortPolicy,
-    access: Access<'_, D>,
-) -> Result<Authorized<D>, ProxyError> {
+/// Returns [`Denied`] if the caller may not reach the destination.
+pub fn authorize<D>(policy: &PortPolicy, access: Access<'_, D>) -> Result<Authorized<D>, Denied> {
     if access.caller.needs_credentials() {
-        return Err(ProxyError::new(Outcome::ProxyAuth, CREDENTIALS_REQUIRED));
+        return Err(Denied::CredentialsRequired);
     }
     match access.destination {
         RequestedDestination::Node(requested) => {
@@ -187,7 +219,7 @@ pub(crate) fn authorize_node(
     policy: &PortPolicy,
     has_delegation: bool,
     requested: RequestedNode,
-) -> Result<AgentTarget, ProxyError> {
+) -> Result<AgentTarget, Denied> {
     let node = requested.node;
     let port = match requested.port {
         RequestedPort::Named(port) => port,
@@ -204,32 +236,24 @@ pub(crate) fn authorize_node(
             });
         }
     };
-    let target = policy.target(port).map_err(|refusal| {
-        let text = format!("{node} port {port}: {refusal}");
-        ProxyError::new(Outcome::RefusedByPolicy, text)
-    })?;
-    Ok(AgentTarget {
-        destination: Destination { node, target },
-        keeps_host: false,
-    })
+    match policy.target(port) {
+        Ok(target) => Ok(AgentTarget {
+            destination: Destination { node, target },
+            keeps_host: false,
+        }),
+        Err(refusal) => Err(Denied::Port(node, port, refusal)),
+    }
 }
 
-/// Authorizes an anonymous caller.
 #[cfg(test)]
-pub(crate) fn authorize_anonymous<D>(
-    policy: &PortPolicy,
-    destination: RequestedDestination<D>,
-) -> Result<Authorized<D>, ProxyError> {
-    let access = Access {
-        caller: AccessCaller {
-            identity: &CallerIdentity::Anonymous,
-            must_authenticate: false,
-            has_delegation: false,
-        },
-        destination,
-        verb: None,
-    };
-    authorize(policy, access)
+impl Denied {
+    /// Returns the kind of the denial, for test tables.
+    pub(crate) fn kind(&self) -> &'static str {
+        match self {
+            Self::CredentialsRequired => "credentials_required",
+            Self::Port(..) => "port_denied",
+        }
+    }
 }
 
 #[cfg(test)]

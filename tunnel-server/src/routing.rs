@@ -16,6 +16,7 @@ use self::registry::{CallerKey, IdleStream, OpenError, Opened, Registry};
 use self::via::Via;
 
 pub(crate) mod clock;
+mod current_routes;
 pub mod decision;
 pub mod destination;
 pub mod dial_policy;
@@ -23,6 +24,7 @@ pub mod directory;
 pub mod forwarded;
 pub mod known_nodes;
 pub mod peers;
+pub mod pod;
 pub mod pod_lookup;
 pub mod registry;
 pub mod routes;

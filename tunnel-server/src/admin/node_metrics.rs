@@ -50,8 +50,8 @@ impl NodeMetrics {
         }
         let held_nodes = self.peers.held_nodes().into_iter();
         let held_nodes: BTreeSet<NodeName> = held_nodes.map(|(node, _replica)| node).collect();
-        let cluster = self.routes.of(RouteSource::Cluster);
-        let edges = cluster.iter().filter(|node| node.is_edge);
+        let routes = self.routes.load();
+        let edges = routes.of(RouteSource::Cluster).filter(|node| node.is_edge);
         let names: BTreeSet<&NodeName> = known
             .iter()
             .map(|(name, _node)| name)

@@ -164,7 +164,11 @@ impl NodeSources {
     pub fn names_after(&self, after: Bound<&NodeName>, limit: usize) -> Vec<NodeName> {
         let mut names: BTreeSet<NodeName> =
             self.nodes.names_after(after, limit).into_iter().collect();
-        names.extend(self.routes.names_after(RouteSource::Cluster, after, limit));
+        names.extend(
+            self.routes
+                .load()
+                .names_after(RouteSource::Cluster, after, limit),
+        );
         if let Some(sessions) = &self.sessions {
             names.extend(sessions.peers.held_after(after, limit));
         }
@@ -183,7 +187,8 @@ impl NodeSources {
     /// Returns the status of a node, or `None` if no node has the name.
     pub fn of_node(&self, name: &NodeName) -> Option<NodeStatus> {
         let known = self.nodes.get(name);
-        let cluster = self.routes.node(RouteSource::Cluster, name);
+        let routes = self.routes.load();
+        let cluster = routes.node(RouteSource::Cluster, name);
         let peers = self.sessions.as_ref().map(|sessions| &sessions.peers);
         let holder = peers.and_then(|peers| peers.shown_holder(name));
         if known.is_none() && cluster.is_none() && holder.is_none() {
@@ -193,7 +198,7 @@ impl NodeSources {
         let last_close = registry.and_then(|registry| registry.last_close(name));
         let last_seen = last_close.as_ref().map(|close| close.last_seen);
         let certificate = known.as_ref().and_then(|node| node.certificate_not_after);
-        let addresses = addresses(known.as_ref(), cluster.as_deref());
+        let addresses = addresses(known.as_ref(), cluster.map(Arc::as_ref));
         let mut status = NodeStatus {
             node: name.to_string(),
             last_seen: last_seen

@@ -20,7 +20,7 @@ use super::http::exchange::{Caller, Exchange, Forwarded, ForwardedBody};
 use super::http::headers::trace_parent;
 use super::outcome::Outcome;
 use super::peer::CallerIdentity;
-use crate::policy::{AccessCaller, CREDENTIALS_REQUIRED};
+use crate::policy::{AccessCaller, Denied};
 
 mod admin;
 pub mod basic_auth;
@@ -74,14 +74,16 @@ impl ConnectProxy {
 }
 
 fn refused(refusal: BasicAuthError) -> ProxyError {
-    let text = match refusal {
-        BasicAuthError::Missing | BasicAuthError::Wrong => CREDENTIALS_REQUIRED.to_owned(),
-        BasicAuthError::Throttled(left) => format!(
-            "too many failed proxy authentication attempts from this address; retry in {} s",
-            left.as_secs() + 1
-        ),
-    };
-    ProxyError::new(Outcome::ProxyAuth, text)
+    match refusal {
+        BasicAuthError::Missing | BasicAuthError::Wrong => Denied::CredentialsRequired.into(),
+        BasicAuthError::Throttled(left) => {
+            let text = format!(
+                "too many failed proxy authentication attempts from this address; retry in {} s",
+                left.as_secs() + 1
+            );
+            ProxyError::new(Outcome::ProxyAuth, text)
+        }
+    }
 }
 
 /// Returns the subject of a request for the access log. Credentials in the URL and the query are
@@ -102,7 +104,7 @@ pub(super) async fn forward(
 ) -> Result<Forwarded, ProxyError> {
     let name = proxy.authenticate(caller, &request)?;
     access_log.caller(&name);
-    let key = name.key(caller.peer);
+    let key = caller.peer.key(&name);
     let proxy_request = ProxyRequest::of(request.method(), request.uri(), request.headers())?;
     let access = IngressRequest {
         caller: proxy.access(&name, caller.has_delegation),

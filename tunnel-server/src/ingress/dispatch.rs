@@ -25,7 +25,7 @@ use super::outcome::Outcome;
 use super::tunnel::Tunnel;
 use crate::policy::{Access, AccessCaller, Authorized, authorize};
 use crate::routing::decision::delegated::{self, Decision, DelegatedRequest};
-use crate::routing::decision::{RequestFacts, decide};
+use crate::routing::decision::{DecisionError, RequestFacts, decide};
 use crate::routing::destination::{Destination, DialTarget, RequestedDestination, RequestedNode};
 use crate::routing::dial_policy::AddressClaims;
 use crate::routing::registry::CallerKey;
@@ -107,7 +107,7 @@ pub(super) async fn route(
         destination,
         verb: request.verb,
     };
-    authorize(&ingress.policy.load(), access)
+    Ok(authorize(&ingress.policy.load(), access)?)
 }
 
 /// The answer of every listener while any other one could be wrong: an unknown name may be that of a
@@ -121,11 +121,13 @@ async fn resolve(
 ) -> Result<RequestedDestination<DirectRoute>, ProxyError> {
     match target {
         IngressTarget::Host(facts) => {
-            decide(facts, &ingress.routes.load()).map(RequestedDestination::Node)
+            let requested = decide(facts, &ingress.routes.load())?;
+            Ok(RequestedDestination::Node(requested))
         }
-        IngressTarget::Delegated(request) => resolve_delegated(ingress, request)
-            .await
-            .map(RequestedDestination::Node),
+        IngressTarget::Delegated(request) => {
+            let requested = resolve_delegated(ingress, request).await?;
+            Ok(RequestedDestination::Node(requested))
+        }
         IngressTarget::Proxy { request, dialer } => resolve_proxy(ingress, request, dialer),
         IngressTarget::TcpService(destination) => {
             Ok(RequestedDestination::Configured((*destination).clone()))
@@ -136,7 +138,7 @@ async fn resolve(
 async fn resolve_delegated(
     ingress: &IngressContext,
     request: &DelegatedRequest<'_>,
-) -> Result<RequestedNode, ProxyError> {
+) -> Result<RequestedNode, DecisionError> {
     let routes = &ingress.routes;
     let decision = delegated::decide(request, &routes.load())?;
     let pod = match decision {

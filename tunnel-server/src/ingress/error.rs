@@ -1,4 +1,5 @@
-//! Failures of requests and streams on the listeners.
+//! Failures of requests and streams on the listeners. Here alone the errors of routing and policy
+//! become outcomes, and so responses.
 
 use std::fmt::Display;
 
@@ -8,6 +9,9 @@ use tunnel_proto::wire::header::{Refusal, one_line};
 
 use crate::config::Limit;
 use crate::ingress::outcome::Outcome;
+use crate::policy::Denied;
+use crate::routing::decision::DecisionError;
+use crate::routing::dial_policy::DialRefusal;
 use crate::routing::registry::OpenError;
 
 /// A failure before a response began, with its code and one line of text that names the node and
@@ -45,6 +49,19 @@ impl ProxyError {
             limit: Some(limit),
             ..self
         }
+    }
+
+    /// Creates a failure from the refusal to dial a target. `target_label` is the target as the
+    /// caller wrote it.
+    pub fn from_dial(refusal: &DialRefusal, target_label: impl Display) -> Self {
+        let outcome = match refusal {
+            DialRefusal::Conflicting(_) => Outcome::AmbiguousAddress,
+            DialRefusal::Never(..)
+            | DialRefusal::NotListed(_)
+            | DialRefusal::Agent(..)
+            | DialRefusal::Own(_) => Outcome::RefusedByPolicy,
+        };
+        Self::new(outcome, format!("{target_label}: {refusal}"))
     }
 
     /// Creates a failure from an error of opening a stream. `target_label` names the node and the
@@ -131,6 +148,29 @@ impl ProxyError {
     }
 }
 
+impl From<Denied> for ProxyError {
+    fn from(denied: Denied) -> Self {
+        let outcome = match denied {
+            Denied::CredentialsRequired => Outcome::ProxyAuth,
+            Denied::Port(..) => Outcome::RefusedByPolicy,
+        };
+        Self::new(outcome, denied.to_string())
+    }
+}
+
+impl From<DecisionError> for ProxyError {
+    fn from(error: DecisionError) -> Self {
+        let outcome = match &error {
+            DecisionError::BadRequest(_) => Outcome::BadRequest,
+            DecisionError::Unsupported(_) => Outcome::RefusedByPolicy,
+            DecisionError::Route(error) if !error.is_ambiguous() => Outcome::UnknownNode,
+            DecisionError::Route(_) | DecisionError::Conflicting(_) => Outcome::AmbiguousAddress,
+            DecisionError::Pod(..) => Outcome::UnknownNode,
+        };
+        Self::new(outcome, error.to_string())
+    }
+}
+
 fn refusal_outcome(code: RefusalCode) -> Outcome {
     match code {
         RefusalCode::Policy => Outcome::RefusedByPolicy,
@@ -160,8 +200,92 @@ fn root_cause(error: &(dyn std::error::Error + 'static)) -> String {
 #[cfg(test)]
 mod tests {
     use std::io;
+    use std::net::{IpAddr, SocketAddr};
+
+    use tunnel_proto::wire::name::Port;
 
     use super::*;
+    use crate::policy::PortPolicyError;
+    use crate::routing::dial_policy::ClaimConflict;
+    use crate::routing::pod_lookup::Pod;
+    use crate::routing::routes::{RouteError, SeveralNodes};
+
+    #[test]
+    fn errors_of_routing_and_policy_have_their_outcomes_and_texts() {
+        let node = || "a".parse().unwrap();
+        let ip: IpAddr = [10, 0, 0, 1].into();
+        let port = Port::new(22).unwrap();
+        let several = || SeveralNodes {
+            first: Vec::new(),
+            more: 2,
+        };
+        let conflict = || ClaimConflict::Services(ip, node());
+        let pod = Pod {
+            namespace: "ns".into(),
+            name: "web".into(),
+        };
+        let denied = Denied::Port(node(), port, PortPolicyError::NotListed(port));
+        answers(
+            denied,
+            Outcome::RefusedByPolicy,
+            "a port 22: port 22 is not",
+        );
+        let denied = Denied::CredentialsRequired;
+        answers(denied, Outcome::ProxyAuth, "proxy authentication required");
+        let decision = |error, outcome, text| answers::<DecisionError>(error, outcome, text);
+        let error = DecisionError::BadRequest("no Host".into());
+        decision(error, Outcome::BadRequest, "no Host");
+        let error = DecisionError::Unsupported("no upgrades");
+        decision(error, Outcome::RefusedByPolicy, "no upgrades");
+        let error = DecisionError::Pod(pod, "it is gone".into());
+        decision(
+            error,
+            Outcome::UnknownNode,
+            "cannot find the node of pod ns/web: it is gone",
+        );
+        let error = conflict().into();
+        decision(
+            error,
+            Outcome::AmbiguousAddress,
+            "10.0.0.1 is in the network of Services",
+        );
+        for (error, outcome) in [
+            (RouteError::UnknownName(node()), Outcome::UnknownNode),
+            (RouteError::UnknownAddress(ip), Outcome::UnknownNode),
+            (
+                RouteError::AmbiguousName(node(), several()),
+                Outcome::AmbiguousAddress,
+            ),
+            (
+                RouteError::AmbiguousAddress(ip, several()),
+                Outcome::AmbiguousAddress,
+            ),
+        ] {
+            let text = error.to_string();
+            decision(error.into(), outcome, &text);
+        }
+        let dial = |refusal| ProxyError::from_dial(&refusal, "a:22");
+        let refusal = dial(DialRefusal::Conflicting(conflict()));
+        answers(
+            refusal,
+            Outcome::AmbiguousAddress,
+            "a:22: 10.0.0.1 is in the network",
+        );
+        let refusal = dial(DialRefusal::NotListed(SocketAddr::new(ip, 22)));
+        answers(
+            refusal,
+            Outcome::RefusedByPolicy,
+            "a:22: 10.0.0.1:22 is not within",
+        );
+    }
+
+    /// Checks the outcome of an error and the beginning of its text.
+    #[track_caller]
+    fn answers<E: Into<ProxyError>>(error: E, outcome: Outcome, text: &str) {
+        let failure = error.into();
+        assert_eq!(failure.outcome, outcome, "{failure}");
+        assert!(failure.text.starts_with(text), "{failure}");
+    }
 
     #[test]
     fn refusals_and_cuts_are_found_inside_wrapped_errors() {

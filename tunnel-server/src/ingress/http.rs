@@ -584,7 +584,7 @@ impl Caller {
         let route = route(&self.ingress, access, access_log).await?;
         let exchange = Exchange {
             caller: self,
-            key: &self.identity.key(self.peer),
+            key: &self.peer.key(&self.identity),
             upgrade,
         };
         dispatch::forward(&exchange, route, request, access_log).await

@@ -1,11 +1,11 @@
-//! The address and the identity of a caller.
+//! The address of a caller, and the key that counts its streams.
 
 use std::fmt;
 use std::net::{IpAddr, Ipv6Addr, SocketAddr};
-use std::sync::Arc;
 
 use tunnel_proto::process::conn_limiter::source;
 
+pub use crate::policy::CallerIdentity;
 use crate::routing::registry::CallerKey;
 
 /// The address of a caller's connection.
@@ -26,6 +26,16 @@ impl CallerAddr {
             Self::Unix => Ipv6Addr::UNSPECIFIED.into(),
         }
     }
+
+    /// Returns the key that counts the streams of the caller with this identity.
+    pub fn key(self, identity: &CallerIdentity) -> CallerKey {
+        match identity {
+            CallerIdentity::Anonymous => CallerKey::Source(source(self.source())),
+            CallerIdentity::Certificate(name) => CallerKey::Certificate(name.clone()),
+            CallerIdentity::User(name) => CallerKey::User(name.clone()),
+            CallerIdentity::Uid(uid) => CallerKey::Local(Some(*uid)),
+        }
+    }
 }
 
 impl From<SocketAddr> for CallerAddr {
@@ -39,44 +49,6 @@ impl fmt::Display for CallerAddr {
         match self {
             Self::Tcp(address) => address.fmt(formatter),
             Self::Unix => formatter.write_str("unix"),
-        }
-    }
-}
-
-/// The identity that a caller has proved.
-#[derive(Debug, Clone, Default, PartialEq, Eq)]
-pub enum CallerIdentity {
-    /// The caller has not proved an identity.
-    #[default]
-    Anonymous,
-    /// The caller has a certificate of the callers' CA. The value is the common name of its
-    /// subject, or empty if there is no single common name.
-    Certificate(Arc<str>),
-    /// The caller has sent a user name with its password.
-    User(Arc<str>),
-    /// The caller's process runs as this user at the other end of a Unix socket.
-    Uid(u32),
-}
-
-impl CallerIdentity {
-    /// Returns the key that counts the streams of this caller, which connects from `peer`.
-    pub fn key(&self, peer: CallerAddr) -> CallerKey {
-        match self {
-            Self::Anonymous => CallerKey::Source(source(peer.source())),
-            Self::Certificate(name) => CallerKey::Certificate(name.clone()),
-            Self::User(name) => CallerKey::User(name.clone()),
-            Self::Uid(uid) => CallerKey::Local(Some(*uid)),
-        }
-    }
-}
-
-impl fmt::Display for CallerIdentity {
-    fn fmt(&self, formatter: &mut fmt::Formatter<'_>) -> fmt::Result {
-        match self {
-            Self::Anonymous => Ok(()),
-            Self::Certificate(name) => write!(formatter, "certificate:{name}"),
-            Self::User(name) => write!(formatter, "user:{name}"),
-            Self::Uid(uid) => write!(formatter, "uid:{uid}"),
         }
     }
 }

@@ -13,7 +13,7 @@ use super::dispatch::{
     IngressRequest, IngressTarget, TunnelParams, open_tunnel, relay_tunnel, route,
 };
 use super::error::ProxyError;
-use super::peer::CallerIdentity;
+use super::peer::CallerAddr;
 use super::tunnel::Tunnel;
 use crate::policy::AccessCaller;
 use crate::routing::destination::TcpService;
@@ -54,19 +54,15 @@ async fn open(
     peer: SocketAddr,
     access_log: &mut AccessLog,
 ) -> Result<Tunnel, ProxyError> {
-    let identity = CallerIdentity::Anonymous;
+    let caller = AccessCaller::ANONYMOUS;
     let request = IngressRequest {
-        caller: AccessCaller {
-            identity: &identity,
-            must_authenticate: false,
-            has_delegation: false,
-        },
+        caller,
         target: IngressTarget::TcpService(&service.destination),
         verb: None,
     };
     let route = route(ingress, request, access_log).await?;
     let params = TunnelParams {
-        key: &identity.key(peer.into()),
+        key: &CallerAddr::from(peer).key(caller.identity),
         trace_parent: String::new(),
         awaits_reply: false,
     };

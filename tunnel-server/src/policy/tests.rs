@@ -13,7 +13,7 @@ fn policy() -> PortPolicy {
     }
 }
 
-/// Returns the target, `direct`, or the error code. `, Host` follows a target that keeps Host.
+/// Returns the target, `direct`, or the kind of denial. `, Host` follows a target that keeps Host.
 fn answer(caller: AccessCaller<'_>, destination: RequestedDestination<()>) -> String {
     let access = Access {
         caller,
@@ -26,7 +26,7 @@ fn answer(caller: AccessCaller<'_>, destination: RequestedDestination<()>) -> St
         }
         Ok(Authorized::Agent(target)) => target.destination.to_string(),
         Ok(Authorized::Direct(())) => "direct".to_owned(),
-        Err(failure) => failure.outcome.to_string(),
+        Err(denied) => denied.kind().to_owned(),
     }
 }
 
@@ -51,8 +51,8 @@ fn lists_decide_about_ports_and_delegation_about_the_kubelet() {
             "worker-1 loopback:10266",
             "worker-1 loopback:10266",
         ),
-        (named(22), "refused_by_policy", "refused_by_policy"),
-        (named(10264), "refused_by_policy", "refused_by_policy"),
+        (named(22), "port_denied", "port_denied"),
+        (named(10264), "port_denied", "port_denied"),
         (
             kubelet(10350),
             "worker-1 node:10350",
@@ -64,17 +64,12 @@ fn lists_decide_about_ports_and_delegation_about_the_kubelet() {
             "worker-1 loopback:10266, Host",
         ),
         (either(9100), "worker-1 node:9100", "worker-1 node:9100"),
-        (
-            either(6443),
-            "refused_by_policy",
-            "worker-1 node:10350, Host",
-        ),
+        (either(6443), "port_denied", "worker-1 node:10350, Host"),
     ] {
         for (has_delegation, expected) in [(false, others), (true, delegated)] {
             let caller = AccessCaller {
-                identity: &CallerIdentity::Anonymous,
-                must_authenticate: false,
                 has_delegation,
+                ..AccessCaller::ANONYMOUS
             };
             assert_eq!(answer(caller, node(requested)), expected, "{requested:?}");
         }
@@ -83,11 +78,7 @@ fn lists_decide_about_ports_and_delegation_about_the_kubelet() {
 
 #[test]
 fn lists_are_not_asked_for_configured_and_direct_targets() {
-    let caller = AccessCaller {
-        identity: &CallerIdentity::Anonymous,
-        must_authenticate: false,
-        has_delegation: false,
-    };
+    let caller = AccessCaller::ANONYMOUS;
     let configured = RequestedDestination::Configured(Destination {
         node: "worker-1".parse().unwrap(),
         target: Target::Node(port(22)),
@@ -99,7 +90,7 @@ fn lists_are_not_asked_for_configured_and_direct_targets() {
 #[test]
 fn listener_with_authentication_serves_only_callers_with_an_identity() {
     let identities = [
-        (CallerIdentity::Anonymous, "proxy_auth_required"),
+        (CallerIdentity::Anonymous, "credentials_required"),
         (CallerIdentity::User("scraper".into()), "worker-1 node:9100"),
         (CallerIdentity::Certificate("".into()), "worker-1 node:9100"),
         (CallerIdentity::Uid(0), "worker-1 node:9100"),

@@ -8,10 +8,10 @@ use http::uri::{Authority, Scheme as UriScheme};
 use http::{HeaderMap, HeaderName, HeaderValue, Method, Uri};
 use tunnel_proto::wire::name::{NodeName, Port};
 
-use crate::ingress::error::ProxyError;
-use crate::ingress::outcome::Outcome;
 use crate::routing::destination::{RequestedNode, Scheme};
-use crate::routing::routes::RouteTable;
+use crate::routing::dial_policy::ClaimConflict;
+use crate::routing::pod::Pod;
+use crate::routing::routes::{RouteError, RouteTable};
 
 pub(crate) mod delegated;
 
@@ -33,11 +33,34 @@ pub struct RequestFacts<'a> {
     pub implied_port: Option<Port>,
 }
 
+/// Reason why a request leads to no node.
+#[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
+pub enum DecisionError {
+    /// The request is malformed, or contradicts itself.
+    #[error("{0}")]
+    BadRequest(String),
+    /// The listener does not serve such requests.
+    #[error("{0}")]
+    Unsupported(&'static str),
+    /// The name or address in the request has no route.
+    #[error(transparent)]
+    Route(#[from] RouteError),
+    /// Objects of the cluster contain conflicting claims to the address in the request.
+    #[error(transparent)]
+    Conflicting(#[from] ClaimConflict),
+    /// The node of the Pod in the path is unknown.
+    #[error("cannot find the node of pod {0}: {1}")]
+    Pod(Pod, String),
+}
+
 /// Returns the node and port of a request.
 ///
 /// # Errors
-/// Returns a [`ProxyError`] with the response for the caller.
-pub fn decide(facts: &RequestFacts<'_>, routes: &RouteTable) -> Result<RequestedNode, ProxyError> {
+/// Returns a [`DecisionError`] if the request leads to no node.
+pub fn decide(
+    facts: &RequestFacts<'_>,
+    routes: &RouteTable,
+) -> Result<RequestedNode, DecisionError> {
     check_form(facts)?;
     let host = single_value(facts.headers, &HOST)?
         .ok_or_else(|| bad_request("the request has no Host"))?;
@@ -76,7 +99,7 @@ pub fn decide(facts: &RequestFacts<'_>, routes: &RouteTable) -> Result<Requested
 
 /// Rejects requests that are in neither origin form nor the absolute form of plain HTTP, because
 /// these listeners are not a forward proxy.
-fn check_form(facts: &RequestFacts<'_>) -> Result<(), ProxyError> {
+fn check_form(facts: &RequestFacts<'_>) -> Result<(), DecisionError> {
     if *facts.method == Method::CONNECT {
         return Err(bad_request("CONNECT is not supported on this port"));
     }
@@ -92,7 +115,7 @@ fn check_form(facts: &RequestFacts<'_>) -> Result<(), ProxyError> {
 
 /// Checks that the request target is a path, and that the framing cannot hide a second request
 /// after the head.
-pub(crate) fn check_path(uri: &Uri, headers: &HeaderMap) -> Result<(), ProxyError> {
+pub(crate) fn check_path(uri: &Uri, headers: &HeaderMap) -> Result<(), DecisionError> {
     if !has_supported_coding(headers) {
         return Err(bad_request(
             "Transfer-Encoding other than chunked is not supported",
@@ -127,16 +150,13 @@ fn choose_node(
     select_host: Option<&NodeName>,
     select_dest: Option<&Host>,
     routes: &RouteTable,
-) -> Result<NodeName, ProxyError> {
+) -> Result<NodeName, DecisionError> {
     let contradiction = |header: &HeaderName, node: &NodeName| {
         bad_request(format!("{header} names another node than Host ({node})"))
     };
     let resolve = |host: &Host| match host {
         Host::Name(name) => routes.by_name(name),
         Host::Address(address) => routes.by_address(*address),
-    };
-    let route = |found: Result<NodeName, crate::routing::routes::RouteError>| {
-        found.map_err(|error| route_failure(&error))
     };
     match (host, select_host, select_dest) {
         (Host::Name(name), select_host, select_dest) => {
@@ -152,7 +172,7 @@ fn choose_node(
             if !same {
                 return Err(contradiction(&SELECT_DEST, name));
             }
-            route(routes.by_name(name))
+            Ok(routes.by_name(name)?)
         }
         (Host::Address(_), Some(selected), Some(Host::Name(dest))) if dest != selected => {
             Err(bad_request(format!(
@@ -168,28 +188,16 @@ fn choose_node(
                 "{SELECT_HOST} and {SELECT_DEST} name different nodes"
             )))
         }
-        (Host::Address(_), Some(selected), _) => route(routes.by_name(selected)),
-        (Host::Address(_), None, Some(dest)) => route(resolve(dest)),
-        (Host::Address(_), None, None) => route(resolve(host)),
+        (Host::Address(_), Some(selected), _) => Ok(routes.by_name(selected)?),
+        (Host::Address(_), None, dest) => Ok(resolve(dest.unwrap_or(host))?),
     }
-}
-
-pub(crate) fn route_failure(error: &crate::routing::routes::RouteError) -> ProxyError {
-    use crate::routing::routes::RouteError;
-    let outcome = match error {
-        RouteError::UnknownName(_) | RouteError::UnknownAddress(_) => Outcome::UnknownNode,
-        RouteError::AmbiguousAddress(..) | RouteError::AmbiguousName(..) => {
-            Outcome::AmbiguousAddress
-        }
-    };
-    ProxyError::new(outcome, error.to_string())
 }
 
 /// Returns the only value of a field, or `None` if the field is absent.
 fn single_value<'a>(
     headers: &'a HeaderMap,
     name: &HeaderName,
-) -> Result<Option<&'a str>, ProxyError> {
+) -> Result<Option<&'a str>, DecisionError> {
     let mut values = headers.get_all(name).iter();
     let first = values.next();
     if values.next().is_some() {
@@ -204,8 +212,8 @@ fn single_value<'a>(
         .transpose()
 }
 
-pub(crate) fn bad_request(text: impl Into<String>) -> ProxyError {
-    ProxyError::new(Outcome::BadRequest, text)
+pub(crate) fn bad_request(text: impl Into<String>) -> DecisionError {
+    DecisionError::BadRequest(text.into())
 }
 
 /// The host part of an address that a caller sends.
@@ -257,6 +265,20 @@ impl HostPort {
             Err(_name) => Host::Name(host.parse().ok()?),
         };
         Some(Self { host, port })
+    }
+}
+
+#[cfg(test)]
+impl DecisionError {
+    /// Returns the kind of the error, for test tables.
+    pub(crate) fn kind(&self) -> &'static str {
+        match self {
+            Self::BadRequest(_) => "bad_request",
+            Self::Unsupported(_) => "unsupported",
+            Self::Route(error) if !error.is_ambiguous() => "unknown_node",
+            Self::Route(_) | Self::Conflicting(_) => "ambiguous_address",
+            Self::Pod(..) => "unknown_pod",
+        }
     }
 }
 

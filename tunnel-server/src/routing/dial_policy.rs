@@ -16,8 +16,6 @@ use tunnel_proto::process::networks::{Cidr, effective_ip, forbidden_kind};
 use tunnel_proto::wire::name::{NodeName, Port};
 use tunnel_proto::wire::ports::PortSet;
 
-use crate::ingress::error::ProxyError;
-use crate::ingress::outcome::Outcome;
 use crate::routing::routes::{RouteError, RouteTable};
 use crate::store::tables::SharedMap;
 
@@ -121,19 +119,6 @@ pub enum DialRefusal {
         "{0} is an address of this server; list it with its port in --connect-direct to allow it"
     )]
     Own(SocketAddr),
-}
-
-impl DialRefusal {
-    /// Returns the error for a caller that asked for `target`.
-    pub(crate) fn failure(&self, target: &str) -> ProxyError {
-        let outcome = match self {
-            Self::Conflicting(_) => Outcome::AmbiguousAddress,
-            Self::Never(..) | Self::NotListed(_) | Self::Agent(..) | Self::Own(_) => {
-                Outcome::RefusedByPolicy
-            }
-        };
-        ProxyError::new(outcome, format!("{target}: {self}"))
-    }
 }
 
 impl ClusterNetworks {

@@ -1,6 +1,5 @@
-//! Route table: maps names and addresses to nodes. The table is immutable and is replaced, so that a
-//! lookup takes no lock. Successive tables share structure: a change of a node costs the logarithm of
-//! their number.
+//! Route table: maps names and addresses to nodes. A clone shares structure: a change of a node costs
+//! the logarithm of their number.
 //!
 //! The table contains desired state only. The registry knows which agents are connected. A node is
 //! in the table because of a token, a certificate or a Node object. An address is in the table because
@@ -14,11 +13,9 @@ use std::net::IpAddr;
 use std::ops::Bound;
 use std::sync::Arc;
 
-use arc_swap::ArcSwap;
-use parking_lot::Mutex;
-use tokio::sync::watch;
 use tunnel_proto::wire::name::{NodeName, Port};
 
+pub use super::current_routes::Routes;
 use crate::routing::destination::RequestedPort;
 use crate::store::tables::{SharedMap, SharedSet};
 
@@ -43,7 +40,7 @@ impl fmt::Debug for HeldElsewhere {
     }
 }
 
-/// An immutable table of known names and addresses.
+/// A table of known names and addresses.
 #[derive(Debug, Default, Clone, PartialEq, Eq)]
 pub struct RouteTable {
     nodes: SharedMap<NodeName, NodeSources>,
@@ -81,6 +78,16 @@ pub enum RouteError {
     /// Several nodes have this address, connected or not. A guess could reach the wrong machine.
     #[error("{} is the address of {}; address the node by name", .0, .1)]
     AmbiguousAddress(IpAddr, SeveralNodes),
+}
+
+impl RouteError {
+    /// Returns whether several nodes have the name or the address.
+    pub fn is_ambiguous(&self) -> bool {
+        match self {
+            Self::AmbiguousName(..) | Self::AmbiguousAddress(..) => true,
+            Self::UnknownName(_) | Self::UnknownAddress(_) => false,
+        }
+    }
 }
 
 /// Several nodes, of which a message names the first ones.
@@ -124,6 +131,14 @@ impl RouteTable {
         Self::merge(&nodes.collect::<Vec<_>>())
     }
 
+    /// Creates an empty table. Names that are in no source are looked up with `is_held_elsewhere`.
+    pub fn with_held_elsewhere(is_held_elsewhere: IsHeldElsewhere) -> Self {
+        Self {
+            held_elsewhere: HeldElsewhere(Some(is_held_elsewhere)),
+            ..Self::default()
+        }
+    }
+
     /// Creates a table from the nodes of one source. Of several nodes with one name, the last counts.
     pub fn merge<'a>(nodes: impl IntoIterator<Item = &'a RouteNode>) -> Self {
         let mut table = Self::default();
@@ -135,7 +150,7 @@ impl RouteTable {
 
     /// Replaces what a source says about a node. The node has the addresses and host names of all
     /// its sources.
-    fn replace(&mut self, source: RouteSource, name: &NodeName, node: Option<RouteNode>) {
+    pub fn replace(&mut self, source: RouteSource, name: &NodeName, node: Option<RouteNode>) {
         let before = self.nodes.get(name).cloned().unwrap_or_default();
         let own = &before[source as usize];
         if own.as_deref() == node.as_ref() {
@@ -160,10 +175,43 @@ impl RouteTable {
         }
     }
 
-    /// Returns the nodes of a source, in the order of their names.
-    fn of(&self, source: RouteSource) -> impl Iterator<Item = &Arc<RouteNode>> {
+    /// Replaces all nodes of a source.
+    pub fn set(&mut self, source: RouteSource, nodes: Vec<RouteNode>) {
+        let names: BTreeSet<_> = nodes.iter().map(|node| node.name.clone()).collect();
+        let of_source = self.of(source).map(|node| node.name.clone());
+        let gone: Vec<_> = of_source.filter(|name| !names.contains(name)).collect();
+        for name in gone {
+            self.replace(source, &name, None);
+        }
+        for node in nodes {
+            self.replace(source, &node.name.clone(), Some(node));
+        }
+    }
+
+    /// Returns all nodes of a source, in the order of their names.
+    pub fn of(&self, source: RouteSource) -> impl Iterator<Item = &Arc<RouteNode>> {
         let nodes = self.nodes.iter();
         nodes.filter_map(move |(_name, sources)| sources[source as usize].as_ref())
+    }
+
+    /// Returns the first `limit` nodes of a source whose names are after `after`, in order.
+    pub fn names_after(
+        &self,
+        source: RouteSource,
+        after: Bound<&NodeName>,
+        limit: usize,
+    ) -> Vec<NodeName> {
+        let nodes = self.nodes.range((after, Bound::Unbounded));
+        let of_source = nodes.filter(|(_name, sources)| sources[source as usize].is_some());
+        of_source
+            .take(limit)
+            .map(|(name, _sources)| name.clone())
+            .collect()
+    }
+
+    /// Returns a node of a source.
+    pub fn node(&self, source: RouteSource, name: &NodeName) -> Option<&Arc<RouteNode>> {
+        self.nodes.get(name)?[source as usize].as_ref()
     }
 
     /// Returns the number of known nodes.
@@ -390,122 +438,6 @@ pub enum RouteSource {
 /// Number of the sources of a table.
 const SOURCES: usize = 2;
 
-/// The current route table, merged from its sources. Clones share the table.
-#[derive(Debug, Clone, Default)]
-pub struct Routes(Arc<RoutesInner>);
-
-#[derive(Debug, Default)]
-struct RoutesInner {
-    table: ArcSwap<RouteTable>,
-    /// Held while the table changes, so that an older table never replaces a newer one.
-    changing: Mutex<()>,
-    /// Whether a source has no complete list of its nodes yet.
-    is_starting: watch::Sender<bool>,
-}
-
-impl Routes {
-    /// Creates empty routes. Names that are in no source are looked up with `is_held_elsewhere`.
-    pub fn new(is_held_elsewhere: IsHeldElsewhere) -> Self {
-        let table = RouteTable {
-            held_elsewhere: HeldElsewhere(Some(is_held_elsewhere)),
-            ..RouteTable::default()
-        };
-        Self(Arc::new(RoutesInner {
-            table: ArcSwap::from_pointee(table),
-            ..RoutesInner::default()
-        }))
-    }
-
-    /// Marks the routes as unknown until [`Self::complete`]: nothing follows from what they lack.
-    pub fn begin(&self) {
-        self.0.is_starting.send_replace(true);
-    }
-
-    /// Marks the routes as known.
-    pub fn complete(&self) {
-        self.0.is_starting.send_replace(false);
-    }
-
-    /// Returns whether the routes are known.
-    pub fn are_known(&self) -> bool {
-        !*self.0.is_starting.borrow()
-    }
-
-    /// Waits until the routes are known. Cancel-safe.
-    pub async fn known(&self) {
-        let mut is_starting = self.0.is_starting.subscribe();
-        // The sender is in `self`.
-        let _known = is_starting.wait_for(|is_starting| !is_starting).await;
-    }
-
-    pub fn load(&self) -> Arc<RouteTable> {
-        self.0.table.load_full()
-    }
-
-    /// Returns all nodes of a source, in the order of their names.
-    pub fn of(&self, source: RouteSource) -> Vec<Arc<RouteNode>> {
-        self.load().of(source).cloned().collect()
-    }
-
-    /// Returns the first `limit` nodes of a source whose names are after `after`, in order.
-    pub fn names_after(
-        &self,
-        source: RouteSource,
-        after: Bound<&NodeName>,
-        limit: usize,
-    ) -> Vec<NodeName> {
-        let table = self.load();
-        let nodes = table.nodes.range((after, Bound::Unbounded));
-        let of_source = nodes.filter(|(_name, sources)| sources[source as usize].is_some());
-        of_source
-            .take(limit)
-            .map(|(name, _sources)| name.clone())
-            .collect()
-    }
-
-    /// Returns a node of a source.
-    pub fn node(&self, source: RouteSource, name: &NodeName) -> Option<Arc<RouteNode>> {
-        self.load().nodes.get(name)?[source as usize].clone()
-    }
-
-    /// Replaces all nodes of a source.
-    pub fn set(&self, source: RouteSource, nodes: Vec<RouteNode>) -> Arc<RouteTable> {
-        self.change(|table| {
-            let names: BTreeSet<_> = nodes.iter().map(|node| node.name.clone()).collect();
-            let of_source = table.of(source).map(|node| node.name.clone());
-            let gone: Vec<_> = of_source.filter(|name| !names.contains(name)).collect();
-            for name in gone {
-                table.replace(source, &name, None);
-            }
-            for node in nodes {
-                table.replace(source, &node.name.clone(), Some(node));
-            }
-        })
-    }
-
-    /// Replaces these nodes of a source, and removes those without a node.
-    pub fn update(
-        &self,
-        source: RouteSource,
-        changes: impl IntoIterator<Item = (NodeName, Option<RouteNode>)>,
-    ) -> Arc<RouteTable> {
-        self.change(|table| {
-            for (name, node) in changes {
-                table.replace(source, &name, node);
-            }
-        })
-    }
-
-    fn change(&self, change: impl FnOnce(&mut RouteTable)) -> Arc<RouteTable> {
-        let _changing = self.0.changing.lock();
-        let mut table = RouteTable::clone(&self.0.table.load());
-        change(&mut table);
-        let table = Arc::new(table);
-        self.0.table.store(table.clone());
-        table
-    }
-}
-
 /// Maximum number of nodes that a message names.
 const NAMES_SHOWN_MAX: usize = 10;
 /// Port of the kubelet if the Node object contains none.
@@ -594,16 +526,16 @@ mod tests {
 
     #[test]
     fn other_servers_add_names_and_change_no_entry() {
-        let routes = Routes::new(Arc::new(|name| {
+        let mut table = RouteTable::with_held_elsewhere(Arc::new(|name| {
             ["g1", "alias", "twin", "10.0.0.1", "10.0.0.9"].contains(&name.as_str())
         }));
-        assert_eq!(routes.load().by_name(&name("g1")), Ok(name("g1")));
+        assert_eq!(table.by_name(&name("g1")), Ok(name("g1")));
         let cluster = vec![
             route("a", Some("alias"), &["10.0.0.1"]),
             route("b", Some("twin"), &[]),
             route("c", Some("twin"), &[]),
         ];
-        let table = routes.set(RouteSource::Cluster, cluster);
+        table.set(RouteSource::Cluster, cluster);
         assert_eq!(table.by_name(&name("g1")), Ok(name("g1")));
         assert!(table.is_node(&name("g1")) && table.knows(&name("g1")));
         assert_eq!(table.by_name(&name("alias")), Ok(name("a")));
@@ -614,27 +546,6 @@ mod tests {
         assert!(table.known_by_name(&name("g1")).is_err());
         assert!(table.known_by_address(other).is_err());
         assert_eq!(table.len(), 3);
-    }
-
-    #[test]
-    fn sources_are_merged_and_replaced_one_by_one() {
-        let routes = Routes::default();
-        let [one, two]: [IpAddr; 2] = ["10.0.0.1", "10.0.0.2"].map(|ip| ip.parse().unwrap());
-        routes.set(RouteSource::Known, vec![route("a", None, &["10.0.0.1"])]);
-        let moved = route("a", None, &["10.0.0.2"]);
-        let cluster = vec![moved, route("b", None, &["10.0.0.1"])];
-        let table = routes.set(RouteSource::Cluster, cluster);
-        assert_eq!(table, routes.load());
-        assert_eq!(table.by_address(two), Ok(name("a")));
-        let both = SeveralNodes {
-            first: vec![name("a"), name("b")],
-            more: 0,
-        };
-        let shared = RouteError::AmbiguousAddress(one, both);
-        assert_eq!(table.by_address(one), Err(shared));
-        let table = routes.set(RouteSource::Cluster, Vec::new());
-        assert_eq!(table.by_address(one), Ok(name("a")));
-        assert!(!table.knows(&name("b")));
     }
 
     #[test]
@@ -655,7 +566,7 @@ mod tests {
         let addresses = ["10.0.0.1", "10.0.0.2", "10.0.0.3", "fd00::1"];
         for seed in 0..20 {
             let mut random = StdRng::seed_from_u64(seed);
-            let routes = Routes::default();
+            let mut table = RouteTable::default();
             let mut last = [(); SOURCES].map(|()| BTreeMap::new());
             for _ in 0..200 {
                 let source = if random.random_bool(0.5) {
@@ -679,24 +590,17 @@ mod tests {
                     nodes.insert(own, node.clone());
                     Some(node)
                 };
-                let changed = routes.update(source, [(name(own), change)]);
-                let built = Routes::default();
+                table.replace(source, &name(own), change);
+                let mut built = RouteTable::default();
                 let [known, cluster] = &last;
                 built.set(RouteSource::Cluster, cluster.values().cloned().collect());
                 built.set(RouteSource::Known, known.values().cloned().collect());
-                assert_eq!(changed, built.load(), "seed {seed}");
+                assert_eq!(table, built, "seed {seed}");
             }
-            assert_eq!(
-                routes
-                    .set(RouteSource::Known, Vec::new())
-                    .of(RouteSource::Known)
-                    .count(),
-                0
-            );
-            assert_eq!(
-                *routes.set(RouteSource::Cluster, Vec::new()),
-                RouteTable::default()
-            );
+            table.set(RouteSource::Known, Vec::new());
+            assert_eq!(table.of(RouteSource::Known).count(), 0);
+            table.set(RouteSource::Cluster, Vec::new());
+            assert_eq!(table, RouteTable::default());
         }
     }
 }

@@ -560,8 +560,8 @@ mod tests {
         let revoked = ["worker-1", "worker-3"].map(|name| name.parse().unwrap());
         let at = SystemTime::UNIX_EPOCH;
         sources.revocations.order(OrderAction::Revoke, &revoked, at);
-        let cluster = sources.routes.of(RouteSource::Cluster);
-        let labeled = cluster.iter().map(|node| RouteNode {
+        let routes = sources.routes.load();
+        let labeled = routes.of(RouteSource::Cluster).map(|node| RouteNode {
             labels: [("zone".into(), node.name.as_str().into())].into(),
             ..RouteNode::clone(node)
         });

@@ -88,7 +88,7 @@ impl DirectDialer {
         let deadline = Instant::now() + (self.limit * 2).min(WHOLE_MAX);
         let resolved = self.resolve(dial_target, port, target_label).await?;
         let allowed = filter_allowed(&self.dial_policy, resolved, claims)
-            .map_err(|refused| refused.failure(target_label))?;
+            .map_err(|refusal| ProxyError::from_dial(&refusal, target_label))?;
         let deadline = deadline.min(Instant::now() + self.limit);
         let candidates = allowed
             .into_iter()

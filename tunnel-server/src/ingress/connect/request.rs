@@ -4,9 +4,7 @@ use http::header::{CONNECTION, CONTENT_LENGTH, TRANSFER_ENCODING, UPGRADE};
 use http::{HeaderMap, Method, Uri};
 use tunnel_proto::wire::name::{NodeName, Port};
 
-use crate::ingress::error::ProxyError;
-use crate::ingress::outcome::Outcome;
-use crate::routing::decision::{Host, HostPort, bad_request, check_path, route_failure};
+use crate::routing::decision::{DecisionError, Host, HostPort, bad_request, check_path};
 use crate::routing::destination::{DialTarget, RequestedDestination, RequestedNode};
 use crate::routing::dial_policy::{AddressOwner, ClusterNetworks};
 use crate::routing::routes::{RouteError, RouteTable};
@@ -37,12 +35,12 @@ impl ProxyRequest {
     /// Parses the head of a request.
     ///
     /// # Errors
-    /// Returns a [`ProxyError`] with the response for the caller.
+    /// Returns a [`DecisionError`] if the request leads to no target.
     pub(in crate::ingress) fn of(
         method: &Method,
         uri: &Uri,
         headers: &HeaderMap,
-    ) -> Result<Self, ProxyError> {
+    ) -> Result<Self, DecisionError> {
         if *method == Method::CONNECT {
             return Self::of_connect(uri, headers);
         }
@@ -52,13 +50,13 @@ impl ProxyRequest {
             ));
         };
         if *method != Method::GET && *method != Method::HEAD {
-            return Err(refused(
+            return Err(DecisionError::Unsupported(
                 "only CONNECT, GET and HEAD are supported on this port",
             ));
         }
         // An upgrade in a plain request would turn a password for metrics into shell access.
         if headers.contains_key(UPGRADE) || names_upgrade(headers) {
-            return Err(refused(
+            return Err(DecisionError::Unsupported(
                 "upgrades are not supported on this port; send CONNECT",
             ));
         }
@@ -79,7 +77,7 @@ impl ProxyRequest {
         })
     }
 
-    fn of_connect(uri: &Uri, headers: &HeaderMap) -> Result<Self, ProxyError> {
+    fn of_connect(uri: &Uri, headers: &HeaderMap) -> Result<Self, DecisionError> {
         if uri.scheme().is_some() || uri.path_and_query().is_some() {
             return Err(bad_request("CONNECT needs HOST:PORT and nothing else"));
         }
@@ -105,13 +103,13 @@ impl ProxyRequest {
     /// agent.
     ///
     /// # Errors
-    /// Returns a [`ProxyError`] with the response for the caller.
+    /// Returns a [`DecisionError`] if the request leads to no target.
     pub(in crate::ingress) fn resolve(
         &self,
         routes: &RouteTable,
         cluster: &ClusterNetworks,
         has_agent: impl Fn(&NodeName) -> bool,
-    ) -> Result<RequestedDestination<DialTarget>, ProxyError> {
+    ) -> Result<RequestedDestination<DialTarget>, DecisionError> {
         let direct = |addresses| {
             Ok(RequestedDestination::Direct(DialTarget::Addresses(
                 addresses,
@@ -135,19 +133,14 @@ impl ProxyRequest {
                     | RouteError::UnknownAddress(_)
                     | RouteError::AmbiguousAddress(..)
                     | RouteError::AmbiguousName(..)),
-                ) => return Err(route_failure(&error)),
+                ) => return Err(error.into()),
             },
             Host::Address(address) => match cluster.owner(*address, routes, &has_agent) {
                 AddressOwner::Agent(node) => node,
                 AddressOwner::CloudNode | AddressOwner::Network | AddressOwner::Unknown => {
                     return direct(vec![address.to_canonical()]);
                 }
-                AddressOwner::Conflicting(conflict) => {
-                    return Err(ProxyError::new(
-                        Outcome::AmbiguousAddress,
-                        conflict.to_string(),
-                    ));
-                }
+                AddressOwner::Conflicting(conflict) => return Err(conflict.into()),
             },
         };
         // A node in the cloud has no agent, so the server reaches it over the network like any
@@ -160,7 +153,7 @@ impl ProxyRequest {
     }
 }
 
-fn host_and_port(uri: &Uri) -> Result<(Host, Option<Port>), ProxyError> {
+fn host_and_port(uri: &Uri) -> Result<(Host, Option<Port>), DecisionError> {
     let parsed = uri
         .authority()
         .and_then(|text| HostPort::parse(text.as_str()));
@@ -174,10 +167,6 @@ fn names_upgrade(headers: &HeaderMap) -> bool {
     values
         .flat_map(|value| value.as_bytes().split(|byte| *byte == b','))
         .any(|option| option.trim_ascii().eq_ignore_ascii_case(b"upgrade"))
-}
-
-fn refused(text: &str) -> ProxyError {
-    ProxyError::new(Outcome::RefusedByPolicy, text)
 }
 
 #[cfg(test)]

@@ -7,11 +7,25 @@ use tunnel_proto::wire::name::{NodeName, Port};
 
 use super::dial::filter_allowed;
 use crate::ingress::connect::request::ProxyRequest;
+use crate::ingress::error::ProxyError;
 use crate::policy::PortPolicy;
-use crate::policy::{Authorized, authorize_anonymous};
-use crate::routing::destination::DialTarget;
+use crate::policy::{Access, AccessCaller, Authorized, authorize};
+use crate::routing::destination::{DialTarget, RequestedDestination};
 use crate::routing::dial_policy::{AddressClaims, DialPolicy, LiveClusterNetworks};
 use crate::routing::routes::RouteTable;
+
+/// Authorizes an anonymous caller.
+pub(crate) fn authorize_anonymous<D>(
+    policy: &PortPolicy,
+    destination: RequestedDestination<D>,
+) -> Result<Authorized<D>, ProxyError> {
+    let access = Access {
+        caller: AccessCaller::ANONYMOUS,
+        destination,
+        verb: None,
+    };
+    Ok(authorize(policy, access)?)
+}
 
 /// A server in a cluster.
 #[derive(Debug)]
@@ -39,6 +53,7 @@ impl ClusterFixture {
             ProxyRequest::of(request.method(), request.uri(), request.headers()).unwrap();
         let route = proxy_request
             .resolve(&self.routes, &self.ranges.load(), has_agent)
+            .map_err(ProxyError::from)
             .and_then(|requested| authorize_anonymous(&policy, requested));
         let addresses = match route {
             Ok(Authorized::Agent(target)) => return format!("agent {}", target.destination.node),
@@ -60,7 +75,11 @@ impl ClusterFixture {
                 let addresses: Vec<_> = addresses.iter().map(|to| to.ip().to_string()).collect();
                 format!("direct {}", addresses.join(" "))
             }
-            Err(why) => why.failure(target).outcome.status().as_u16().to_string(),
+            Err(why) => ProxyError::from_dial(&why, target)
+                .outcome
+                .status()
+                .as_u16()
+                .to_string(),
         }
     }
 }

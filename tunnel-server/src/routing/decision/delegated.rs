@@ -22,12 +22,10 @@ use http::header::{CONNECTION, HOST, UPGRADE};
 use tunnel_proto::wire::name::{NodeName, Port};
 
 use super::{
-    Host, HostPort, RequestFacts, bad_request, check_form, choose_node, route_failure, single_value,
+    DecisionError, Host, HostPort, RequestFacts, bad_request, check_form, choose_node, single_value,
 };
-use crate::ingress::error::ProxyError;
-use crate::ingress::outcome::Outcome;
 use crate::routing::destination::{RequestedNode, RequestedPort};
-use crate::routing::pod_lookup::{KubeletPath, Pod, PodLookupError};
+use crate::routing::pod::{KubeletPath, Pod, PodLookupError};
 use crate::routing::routes::{RouteError, RouteTable};
 
 /// A request of a caller with delegation.
@@ -49,11 +47,11 @@ pub(crate) enum Decision {
 /// Returns the next step for a request. Selector headers are ignored.
 ///
 /// # Errors
-/// Returns a [`ProxyError`] with the response for the caller.
+/// Returns a [`DecisionError`] if the request leads to no node.
 pub(crate) fn decide(
     request: &DelegatedRequest<'_>,
     routes: &RouteTable,
-) -> Result<Decision, ProxyError> {
+) -> Result<Decision, DecisionError> {
     let facts = &request.facts;
     check_form(facts)?;
     if single_value(facts.headers, &HOST)?.is_none() {
@@ -63,7 +61,7 @@ pub(crate) fn decide(
         Some(Ok(node)) => return requested(request, node, routes).map(Decision::Forward),
         // The caller has named a node by SNI. The user's Host must not choose between the nodes
         // that share the name.
-        Some(Err(error @ RouteError::AmbiguousName(..))) => return Err(route_failure(&error)),
+        Some(Err(error @ RouteError::AmbiguousName(..))) => return Err(error.into()),
         Some(Err(_)) | None => {}
     }
     match KubeletPath::of(facts.uri.path()) {
@@ -77,11 +75,11 @@ pub(crate) fn decide(
 /// resolver is available.
 ///
 /// # Errors
-/// Returns a [`ProxyError`] with the response for the caller. Every upgrade request fails.
+/// Returns a [`DecisionError`] if the request leads to no node. Every upgrade request fails.
 pub(crate) fn decide_by_host(
     request: &DelegatedRequest<'_>,
     routes: &RouteTable,
-) -> Result<RequestedNode, ProxyError> {
+) -> Result<RequestedNode, DecisionError> {
     let facts = &request.facts;
     if is_upgrade(facts.headers) {
         return Err(no_node_by_tls(request));
@@ -96,26 +94,23 @@ pub(crate) fn decide_by_host(
 /// Returns the node and port of a request after the lookup of its Pod.
 ///
 /// # Errors
-/// Returns a [`ProxyError`] with the response for the caller. A failed lookup never falls back to
+/// Returns a [`DecisionError`] if the request leads to no node. A failed lookup never falls back to
 /// the node in Host.
 pub(crate) fn decide_by_pod(
     request: &DelegatedRequest<'_>,
     pod: &Pod,
     node_result: Result<NodeName, PodLookupError>,
     routes: &RouteTable,
-) -> Result<RequestedNode, ProxyError> {
-    let unknown = |why: &dyn std::fmt::Display| {
-        let text = format!("cannot find the node of pod {pod}: {why}");
-        ProxyError::new(Outcome::UnknownNode, text)
-    };
-    let node = node_result.map_err(|error| unknown(&error))?;
+) -> Result<RequestedNode, DecisionError> {
+    let unknown = |why: String| DecisionError::Pod(pod.clone(), why);
+    let node = node_result.map_err(|error| unknown(error.to_string()))?;
     // The name is that of a Node object. Another node with this name as its host name must not
     // match.
     if !routes.is_node(&node) {
         let why = format!(
             "it runs on {node}, which is not a known node; list known nodes with 'tunnel-server nodes'"
         );
-        return Err(unknown(&why));
+        return Err(unknown(why));
     }
     requested(request, node, routes)
 }
@@ -126,7 +121,7 @@ fn requested(
     request: &DelegatedRequest<'_>,
     node: NodeName,
     routes: &RouteTable,
-) -> Result<RequestedNode, ProxyError> {
+) -> Result<RequestedNode, DecisionError> {
     let kubelet = routes
         .kubelet_port(&node)
         .ok_or_else(|| bad_request("the kubelet port of the node is unknown"))?;
@@ -183,7 +178,7 @@ fn is_upgrade(headers: &HeaderMap) -> bool {
 }
 
 /// Returns the error for an upgrade request without a node in SNI.
-fn no_node_by_tls(request: &DelegatedRequest<'_>) -> ProxyError {
+fn no_node_by_tls(request: &DelegatedRequest<'_>) -> DecisionError {
     let what = match request.server_name {
         Some(name) => format!("its TLS server name (SNI) {name} is no known node"),
         None => "its TLS has no server name (SNI)".to_owned(),

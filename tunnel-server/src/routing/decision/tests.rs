@@ -1,8 +1,7 @@
 use tunnel_proto::wire::header::Target;
 
 use super::*;
-use crate::policy::PortPolicy;
-use crate::policy::authorize_node;
+use crate::policy::{PortPolicy, authorize_node};
 use crate::routing::destination::Destination;
 use crate::routing::routes::{NodeLabels, RouteNode};
 use crate::testing::assert_contains;
@@ -23,10 +22,13 @@ fn policy() -> PortPolicy {
     }
 }
 
-/// Returns the destination that the policy allows.
-fn destination(facts: &RequestFacts<'_>) -> Result<Destination, ProxyError> {
-    let requested = decide(facts, &routes())?;
-    authorize_node(&policy(), false, requested).map(|target| target.destination)
+/// Returns the destination that the policy allows, or the kind of the error.
+fn authorized(decided: Result<RequestedNode, DecisionError>) -> Result<Destination, &'static str> {
+    let requested = decided.map_err(|error| error.kind())?;
+    match authorize_node(&policy(), false, requested) {
+        Ok(target) => Ok(target.destination),
+        Err(denied) => Err(denied.kind()),
+    }
 }
 
 /// Returns the decision as "node target" or as the error code. `fields` are `Host` and selectors.
@@ -46,10 +48,8 @@ fn answer(request: &str, fields: &[(&str, &str)], scheme: Scheme, implied: Optio
         scheme,
         implied_port,
     };
-    match destination(&facts) {
-        Ok(destination) => destination.to_string(),
-        Err(failure) => failure.outcome.to_string(),
-    }
+    let destination = authorized(decide(&facts, &routes()));
+    destination.map_or_else(str::to_owned, |destination| destination.to_string())
 }
 
 fn plain(fields: &[(&str, &str)]) -> String {
@@ -71,8 +71,8 @@ fn host_by_name_or_unique_address_chooses_the_node() {
         ("[fd00::1]:9100", "unknown_node"),
         ("worker-3:9100", "unknown_node"),
         ("1:9100", "unknown_node"),
-        ("worker-1:22", "refused_by_policy"),
-        ("worker-1:10264", "refused_by_policy"),
+        ("worker-1:22", "port_denied"),
+        ("worker-1:10264", "port_denied"),
         ("worker-1:", "worker-1 node:80"),
         ("[::ffff:10.0.0.3]:", "edge.site-3 node:80"),
         (":9100", "bad_request"),
@@ -111,7 +111,7 @@ fn port_of_the_kubelet_is_allowed_at_its_node_alone() {
     for (host, expected) in [
         ("worker-1:10350", "worker-1 node:10350"),
         ("worker-1:10250", "worker-1 node:10250"),
-        ("worker-2:10350", "refused_by_policy"),
+        ("worker-2:10350", "port_denied"),
     ] {
         let headers = HeaderMap::from_iter([(HOST, HeaderValue::from_static(host))]);
         let facts = RequestFacts {
@@ -121,12 +121,8 @@ fn port_of_the_kubelet_is_allowed_at_its_node_alone() {
             scheme: Scheme::Https,
             implied_port: None,
         };
-        let target = decide(&facts, &routes)
-            .and_then(|requested| authorize_node(&policy(), false, requested));
-        let answer = match target {
-            Ok(target) => target.destination.to_string(),
-            Err(failure) => failure.outcome.to_string(),
-        };
+        let destination = authorized(decide(&facts, &routes));
+        let answer = destination.map_or_else(str::to_owned, |destination| destination.to_string());
         assert_eq!(answer, expected, "{host}");
     }
 }
@@ -179,7 +175,7 @@ fn port_comes_from_host_then_from_the_listener_then_from_the_scheme() {
             "worker-1 node:9443",
         ),
         // Port 443 is in no list.
-        ("worker-1", Scheme::Https, None, "refused_by_policy"),
+        ("worker-1", Scheme::Https, None, "port_denied"),
     ] {
         let answer = answer("GET /", &[("host", host)], scheme, implied);
         assert_eq!(answer, expected, "{host}");
@@ -230,9 +226,10 @@ fn own_port_is_explained() {
         scheme: Scheme::Http,
         implied_port: None,
     };
-    let failure = destination(&facts).unwrap_err();
-    assert_contains(&failure.text, "10264 is the tunnel's own port");
-    assert_contains(&failure.text, "put the target's port in Host");
+    let requested = decide(&facts, &routes()).unwrap();
+    let denied = authorize_node(&policy(), false, requested).unwrap_err();
+    assert_contains(&denied, "10264 is the tunnel's own port");
+    assert_contains(&denied, "put the target's port in Host");
 }
 
 #[test]

@@ -1,4 +1,4 @@
-//! The targets that other servers reach through this one. Pure, over shared state.
+//! The targets that other servers reach through this one. The rules are those of the policy.
 
 use tunnel_proto::wire::header::Target;
 use tunnel_proto::wire::name::NodeName;
@@ -23,17 +23,11 @@ impl ForwardPolicy {
     /// # Errors
     /// Returns the [`PortPolicyError`] of this server's listeners.
     pub(super) fn check(&self, node: &NodeName, target: &Target) -> Result<(), PortPolicyError> {
-        let port = target.port();
-        let policy = self.policy.load();
-        let is_kubelet = || {
-            self.routes.load().kubelet_port(node) == Some(port) && policy.kubelet(port) == *target
-        };
         let is_service = |service: &Destination| service.node == *node && service.target == *target;
-        match policy.target(port) {
-            Ok(own) if own == *target => Ok(()),
-            _ if is_kubelet() || self.services.iter().any(is_service) => Ok(()),
-            Ok(_) => Err(PortPolicyError::NotListed(port)),
-            Err(refused) => Err(refused),
+        if self.services.iter().any(is_service) {
+            return Ok(());
         }
+        let kubelet = self.routes.load().kubelet_port(node);
+        self.policy.load().check_target(target, kubelet)
     }
 }

@@ -5,9 +5,8 @@ use http::{HeaderValue, Request};
 
 use super::*;
 use crate::policy::PortPolicy;
-use crate::policy::{Authorized, authorize_anonymous};
+use crate::policy::{Access, AccessCaller, Authorized, authorize};
 use crate::routing::destination::{AgentTarget, Destination};
-use crate::routing::routes::Routes;
 
 fn name(text: &str) -> NodeName {
     text.parse().unwrap()
@@ -17,14 +16,14 @@ fn parse(
     method: &str,
     uri: &str,
     fields: &[(&'static str, &'static str)],
-) -> Result<ProxyRequest, Outcome> {
+) -> Result<ProxyRequest, &'static str> {
     let mut request = Request::builder().method(method).uri(uri).body(()).unwrap();
     for (name, value) in fields {
         let value = HeaderValue::from_static(value);
         request.headers_mut().append(*name, value);
     }
     ProxyRequest::of(request.method(), request.uri(), request.headers())
-        .map_err(|failure| failure.outcome)
+        .map_err(|error| error.kind())
 }
 
 #[test]
@@ -34,12 +33,12 @@ fn connect_takes_its_target_from_the_request_line_alone() {
         ("WORKER-1.:10250", Ok("worker-1:10250")),
         ("192.0.2.1:443", Ok("192.0.2.1:443")),
         ("[2001:db8::1]:443", Ok("[2001:db8::1]:443")),
-        ("worker-1", Err(Outcome::BadRequest)),
-        ("worker-1:", Err(Outcome::BadRequest)),
-        ("worker-1:0", Err(Outcome::BadRequest)),
-        ("user@worker-1:10250", Err(Outcome::BadRequest)),
-        ("http://worker-1:10250/", Err(Outcome::BadRequest)),
-        ("/worker-1:10250", Err(Outcome::BadRequest)),
+        ("worker-1", Err("bad_request")),
+        ("worker-1:", Err("bad_request")),
+        ("worker-1:0", Err("bad_request")),
+        ("user@worker-1:10250", Err("bad_request")),
+        ("http://worker-1:10250/", Err("bad_request")),
+        ("/worker-1:10250", Err("bad_request")),
     ] {
         let parsed = parse("CONNECT", uri, &[("host", "whatever:1")]);
         let parsed = parsed.map(|parse| {
@@ -49,11 +48,11 @@ fn connect_takes_its_target_from_the_request_line_alone() {
         assert_eq!(parsed.as_deref(), expected.as_ref().copied(), "{uri}");
     }
     let with_body = |field| parse("CONNECT", "worker-1:1", &[field]);
-    assert_eq!(with_body(("content-length", "5")), Err(Outcome::BadRequest));
-    assert_eq!(with_body(("content-length", "")), Err(Outcome::BadRequest));
+    assert_eq!(with_body(("content-length", "5")), Err("bad_request"));
+    assert_eq!(with_body(("content-length", "")), Err("bad_request"));
     assert!(with_body(("content-length", "0")).is_ok());
     let chunked = with_body(("transfer-encoding", "chunked"));
-    assert_eq!(chunked, Err(Outcome::BadRequest));
+    assert_eq!(chunked, Err("bad_request"));
 }
 
 #[test]
@@ -66,7 +65,7 @@ fn s44_plain_requests_only_read_and_never_switch_protocols() {
     }
     let parsed = parse("GET", "http://worker-1/", &[]).unwrap();
     assert_eq!(parsed.to_string(), "worker-1:80");
-    let refused = Err(Outcome::RefusedByPolicy);
+    let refused = Err("unsupported");
     for method in ["POST", "PUT", "DELETE", "PATCH", "OPTIONS", "TRACE", "BREW"] {
         assert_eq!(parse(method, url, &[]), refused, "{method}");
     }
@@ -82,7 +81,7 @@ fn s44_plain_requests_only_read_and_never_switch_protocols() {
         "http://user:pass@worker-1:9100/",
         "/metrics",
     ] {
-        let refused = Err(Outcome::BadRequest);
+        let refused = Err("bad_request");
         assert_eq!(parse("GET", uri, &[]), refused, "{uri}");
     }
 }
@@ -90,7 +89,8 @@ fn s44_plain_requests_only_read_and_never_switch_protocols() {
 #[test]
 fn names_of_other_servers_divert_nothing_that_this_server_may_dial() {
     let held = ["g1", "example.com"];
-    let routes = Routes::new(Arc::new(move |name| held.contains(&name.as_str()))).load();
+    let routes =
+        RouteTable::with_held_elsewhere(Arc::new(move |name| held.contains(&name.as_str())));
     let in_cluster = ClusterNetworks {
         services: vec!["10.96.0.0/12".parse().unwrap()],
         ..ClusterNetworks::default()
@@ -132,10 +132,15 @@ fn nodes_go_through_their_agents_and_all_else_is_the_servers_to_dial() {
     cluster.services = vec!["10.96.0.0/12".parse().unwrap()];
     let route = |target: &str, agents: &[&NodeName]| {
         let parse = parse("CONNECT", target, &[]).unwrap();
-        parse
+        let requested = parse
             .resolve(&routes, &cluster, |node| agents.contains(&node))
-            .and_then(|requested| authorize_anonymous(&policy, requested))
-            .map_err(|failure| failure.outcome)
+            .map_err(|error| error.kind())?;
+        let access = Access {
+            caller: AccessCaller::ANONYMOUS,
+            destination: requested,
+            verb: None,
+        };
+        authorize(&policy, access).map_err(|denied| denied.kind())
     };
     let agent = |node: &NodeName, port| {
         let target = policy.target(Port::new(port).unwrap()).unwrap();
@@ -149,11 +154,11 @@ fn nodes_go_through_their_agents_and_all_else_is_the_servers_to_dial() {
         let addresses = addresses.to_vec();
         Ok(Authorized::Direct(DialTarget::Addresses(addresses)))
     };
-    let contradicting = Err(Outcome::AmbiguousAddress);
+    let contradicting = Err("ambiguous_address");
     assert_eq!(route("edge-1:10250", &[]), agent(&edge, 10250));
     assert_eq!(route("10.0.0.1:9100", &[]), agent(&edge, 9100));
     assert_eq!(route("[::ffff:10.0.0.1]:9100", &[]), agent(&edge, 9100));
-    assert_eq!(route("edge-1:22", &[]), Err(Outcome::RefusedByPolicy));
+    assert_eq!(route("edge-1:22", &[]), Err("port_denied"));
     assert_eq!(route("192.168.33.221:10250", &[]), contradicting);
     assert_eq!(route("cloud-1:10250", &[]), direct(&[far, contested]));
     assert_eq!(route("10.0.0.9:10250", &[]), direct(&[far]));
@@ -164,7 +169,7 @@ fn nodes_go_through_their_agents_and_all_else_is_the_servers_to_dial() {
     assert_eq!(route("10.0.0.8:10250", &[]), contradicting);
     assert_eq!(route("10.96.0.11:10250", &[&edge]), contradicting);
     // A resolver would take it for 127.0.0.1.
-    assert_eq!(route("127.1:443", &[]), Err(Outcome::UnknownNode));
+    assert_eq!(route("127.1:443", &[]), Err("unknown_node"));
     let hook = DialTarget::Name(name("hook.default.svc"));
     let by_name = route("hook.default.svc:443", &[]);
     assert_eq!(by_name, Ok(Authorized::Direct(hook)));

@@ -11,13 +11,14 @@ use hyper::body::Incoming;
 use hyper::service::service_fn;
 
 use crate::ingress::connect::request::{ProxyRequest, RequestKind};
+use crate::ingress::connect::table::authorize_anonymous;
 use crate::ingress::error::ProxyError;
 use crate::ingress::http::builder;
 use crate::ingress::http::head_check::size::HeadLimits;
 use crate::ingress::http::response::ResponseBody;
 use crate::ingress::http::tests::fuzz::exchange::{POLICY, ROUTES, Wire};
 use crate::ingress::http::tests::fuzz::run;
-use crate::policy::{Authorized, authorize_anonymous};
+use crate::policy::Authorized;
 use crate::routing::dial_policy::ClusterNetworks;
 
 /// Heads of ordinary callers and of attackers.
@@ -44,11 +45,14 @@ struct Observed {
 
 fn judge(request: &Request<Incoming>) -> Observed {
     let proxy_request = ProxyRequest::of(request.method(), request.uri(), request.headers());
-    let result = proxy_request.and_then(|proxy_request| {
-        let requested = proxy_request.resolve(&ROUTES, &ClusterNetworks::default(), |_| false)?;
-        let route = authorize_anonymous(&POLICY, requested)?;
-        Ok((proxy_request, matches!(route, Authorized::Agent(_))))
-    });
+    let result = proxy_request
+        .map_err(ProxyError::from)
+        .and_then(|proxy_request| {
+            let requested =
+                proxy_request.resolve(&ROUTES, &ClusterNetworks::default(), |_| false)?;
+            let route = authorize_anonymous(&POLICY, requested)?;
+            Ok((proxy_request, matches!(route, Authorized::Agent(_))))
+        });
     Observed {
         method: request.method().to_string(),
         result,

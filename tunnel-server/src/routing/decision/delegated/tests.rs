@@ -3,8 +3,7 @@ use std::net::IpAddr;
 use http::{HeaderValue, Method, Uri};
 
 use super::*;
-use crate::policy::PortPolicy;
-use crate::policy::authorize_node;
+use crate::policy::{PortPolicy, authorize_node};
 use crate::routing::destination::{AgentTarget, Scheme};
 use crate::routing::routes::{NodeLabels, RouteNode};
 use crate::testing::assert_contains;
@@ -49,8 +48,8 @@ fn policy() -> PortPolicy {
 }
 
 /// Returns the target that the policy allows a caller with delegation.
-fn authorized(requested: RequestedNode) -> Result<AgentTarget, ProxyError> {
-    authorize_node(&policy(), true, requested)
+fn authorized(requested: RequestedNode) -> Result<AgentTarget, &'static str> {
+    authorize_node(&policy(), true, requested).map_err(|denied| denied.kind())
 }
 
 /// A request: method and path, the server name in TLS (`-` for none), and Host.
@@ -98,13 +97,21 @@ fn answer(asked: Asked<'_>, fields: &[(&str, &str)], on: &str) -> String {
         Ok(Decision::LookUp(pod)) => decide_by_pod(&request, &pod, Ok(node(on)), &routes),
         Err(failure) => Err(failure),
     };
-    match decided.and_then(authorized) {
+    let requested = match decided {
+        Ok(requested) => requested,
+        Err(error)
+            if error
+                .to_string()
+                .contains("--kubelet-certificate-authority") =>
+        {
+            return format!("{}: --kubelet-certificate-authority", error.kind());
+        }
+        Err(error) => return error.kind().to_owned(),
+    };
+    match authorized(requested) {
         Ok(addressed) if addressed.keeps_host => addressed.destination.to_string(),
         Ok(addressed) => format!("{}, own Host", addressed.destination),
-        Err(failure) if failure.text.contains("--kubelet-certificate-authority") => {
-            format!("{}: --kubelet-certificate-authority", failure.outcome)
-        }
-        Err(failure) => failure.outcome.to_string(),
+        Err(kind) => kind.to_owned(),
     }
 }
 
@@ -178,13 +185,13 @@ fn port_of_host_counts_where_host_names_the_node_and_leads_somewhere() {
         ("edge-1", "host-1:9443", "edge-1 node:9443, own Host"),
         ("edge-1", "10.0.0.1:9100", "edge-1 node:9100, own Host"),
         ("edge-1", "edge-1:10266", "edge-1 loopback:10266, own Host"),
-        ("edge-1", "edge-1:22", "refused_by_policy"),
+        ("edge-1", "edge-1:22", "port_denied"),
         ("-", "edge-1:9100", "edge-1 node:9100, own Host"),
-        ("-", "edge-1:22", "refused_by_policy"),
-        ("-", "edge-1", "refused_by_policy"),
+        ("-", "edge-1:22", "port_denied"),
+        ("-", "edge-1", "port_denied"),
         ("-", "192.168.33.221:9100", "ambiguous_address"),
         ("-", "my_api:9100", "bad_request"),
-        ("-", "10.0.0.1:6443", "refused_by_policy"),
+        ("-", "10.0.0.1:6443", "port_denied"),
         // The node proxy, also from an API server on the node itself.
         ("master-1", "10.77.100.3:6443", "master-1 node:10250"),
         ("edge-1", "10.0.0.1:6443", "edge-1 node:10350"),
@@ -270,9 +277,9 @@ fn failed_lookup_is_the_answer_and_host_is_not() {
         (Ok(node("host-1")), "on host-1, which is not a known node"),
     ] {
         let failure = decide_by_pod(&request, &pod, found, &routes).unwrap_err();
-        assert_eq!(failure.outcome, Outcome::UnknownNode);
-        assert_contains(&failure.text, "pod default/web-0");
-        assert_contains(&failure.text, says);
+        assert_eq!(failure.kind(), "unknown_pod");
+        assert_contains(&failure, "pod default/web-0");
+        assert_contains(&failure, says);
     }
 }
 
@@ -285,13 +292,13 @@ fn without_lookups_logs_go_by_host_and_upgrades_are_refused() {
     let routes = routes();
     let ask = |headers: &HeaderMap| {
         let request = request_without_name(&method, &uri, headers);
-        decide_by_host(&request, &routes).and_then(authorized)
+        decide_by_host(&request, &routes)
     };
-    let addressed = ask(&headers).unwrap();
+    let addressed = authorized(ask(&headers).unwrap()).unwrap();
     assert_eq!(addressed.destination.to_string(), "edge-2 node:10250");
     headers.insert(CONNECTION, HeaderValue::from_static("Upgrade"));
     let failure = ask(&headers).unwrap_err();
-    assert_contains(&failure.text, "--pod-lookup");
+    assert_contains(&failure, "--pod-lookup");
 }
 
 #[test]

@@ -181,9 +181,9 @@ async fn serve(
     };
     let decided = match head_error {
         Some(head_error) => Err(ProxyError::new(Outcome::BadRequest, head_error.to_string())),
-        None => {
-            decide(&facts, &ROUTES).and_then(|requested| authorize_node(&POLICY, false, requested))
-        }
+        None => decide(&facts, &ROUTES)
+            .map_err(ProxyError::from)
+            .and_then(|requested| Ok(authorize_node(&POLICY, false, requested)?)),
     };
     let mut response = match decided {
         Err(failure) => fail(failure),

@@ -1,0 +1,131 @@
+//! The route table in use. It is replaced as a whole, so that a lookup takes no lock.
+
+use std::sync::Arc;
+
+use arc_swap::ArcSwap;
+use parking_lot::Mutex;
+use tokio::sync::watch;
+use tunnel_proto::wire::name::NodeName;
+
+use super::routes::{IsHeldElsewhere, RouteNode, RouteSource, RouteTable};
+
+/// The current route table, merged from its sources. Clones share the table.
+#[derive(Debug, Clone, Default)]
+pub struct Routes(Arc<RoutesInner>);
+
+#[derive(Debug, Default)]
+struct RoutesInner {
+    table: ArcSwap<RouteTable>,
+    /// Held while the table changes, so that an older table never replaces a newer one.
+    changing: Mutex<()>,
+    /// Whether a source has no complete list of its nodes yet.
+    is_starting: watch::Sender<bool>,
+}
+
+impl Routes {
+    /// Creates empty routes. Names that are in no source are looked up with `is_held_elsewhere`.
+    pub fn new(is_held_elsewhere: IsHeldElsewhere) -> Self {
+        let table = RouteTable::with_held_elsewhere(is_held_elsewhere);
+        Self(Arc::new(RoutesInner {
+            table: ArcSwap::from_pointee(table),
+            ..RoutesInner::default()
+        }))
+    }
+
+    /// Marks the routes as unknown until [`Self::complete`]: nothing follows from what they lack.
+    pub fn begin(&self) {
+        self.0.is_starting.send_replace(true);
+    }
+
+    /// Marks the routes as known.
+    pub fn complete(&self) {
+        self.0.is_starting.send_replace(false);
+    }
+
+    /// Returns whether the routes are known.
+    pub fn are_known(&self) -> bool {
+        !*self.0.is_starting.borrow()
+    }
+
+    /// Waits until the routes are known. Cancel-safe.
+    pub async fn known(&self) {
+        let mut is_starting = self.0.is_starting.subscribe();
+        // The sender is in `self`.
+        let _known = is_starting.wait_for(|is_starting| !is_starting).await;
+    }
+
+    pub fn load(&self) -> Arc<RouteTable> {
+        self.0.table.load_full()
+    }
+
+    /// Replaces all nodes of a source.
+    pub fn set(&self, source: RouteSource, nodes: Vec<RouteNode>) -> Arc<RouteTable> {
+        self.change(|table| table.set(source, nodes))
+    }
+
+    /// Replaces these nodes of a source, and removes those without a node.
+    pub fn update(
+        &self,
+        source: RouteSource,
+        changes: impl IntoIterator<Item = (NodeName, Option<RouteNode>)>,
+    ) -> Arc<RouteTable> {
+        self.change(|table| {
+            for (name, node) in changes {
+                table.replace(source, &name, node);
+            }
+        })
+    }
+
+    fn change(&self, change: impl FnOnce(&mut RouteTable)) -> Arc<RouteTable> {
+        let _changing = self.0.changing.lock();
+        let mut table = RouteTable::clone(&self.0.table.load());
+        change(&mut table);
+        let table = Arc::new(table);
+        self.0.table.store(table.clone());
+        table
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::net::IpAddr;
+
+    use super::super::routes::{NodeLabels, RouteError, SeveralNodes};
+    use super::*;
+
+    fn name(text: &str) -> NodeName {
+        text.parse().unwrap()
+    }
+
+    fn route(own: &str, address: &str) -> RouteNode {
+        RouteNode {
+            name: name(own),
+            hostname: None,
+            addresses: vec![address.parse().unwrap()],
+            kubelet_port: None,
+            is_edge: true,
+            labels: NodeLabels::new(),
+        }
+    }
+
+    #[test]
+    fn sources_are_merged_and_replaced_one_by_one() {
+        let routes = Routes::default();
+        let [one, two]: [IpAddr; 2] = ["10.0.0.1", "10.0.0.2"].map(|ip| ip.parse().unwrap());
+        routes.set(RouteSource::Known, vec![route("a", "10.0.0.1")]);
+        let moved = route("a", "10.0.0.2");
+        let cluster = vec![moved, route("b", "10.0.0.1")];
+        let table = routes.set(RouteSource::Cluster, cluster);
+        assert_eq!(table, routes.load());
+        assert_eq!(table.by_address(two), Ok(name("a")));
+        let both = SeveralNodes {
+            first: vec![name("a"), name("b")],
+            more: 0,
+        };
+        let shared = RouteError::AmbiguousAddress(one, both);
+        assert_eq!(table.by_address(one), Err(shared));
+        let table = routes.set(RouteSource::Cluster, Vec::new());
+        assert_eq!(table.by_address(one), Ok(name("a")));
+        assert!(!table.knows(&name("b")));
+    }
+}
