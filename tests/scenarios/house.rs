@@ -42,7 +42,8 @@ fn crates_depend_on_each_other_as_the_map_says() {
     let expected = [
         ("tunnel-process", &[][..]),
         ("tunnel-proto", &["tunnel-process"][..]),
-        ("tunnel-server", &["tunnel-proto"][..]),
+        ("tunnel-tables", &[][..]),
+        ("tunnel-server", &["tunnel-proto", "tunnel-tables"][..]),
         ("tunnel-agent", &["tunnel-proto"][..]),
         (
             "tunnel-tests",

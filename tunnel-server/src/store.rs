@@ -4,8 +4,9 @@
 pub mod data_dir;
 pub(crate) mod document;
 pub(crate) mod state_store;
-pub mod tables;
 mod text;
+
+pub use tunnel_tables as tables;
 
 /// Reads a value of the store as each kind of row, for a fuzz target.
 #[cfg(feature = "test-util")]

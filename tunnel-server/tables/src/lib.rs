@@ -257,23 +257,23 @@ static NEXT_ID: AtomicU64 = AtomicU64::new(0);
 const REMOVED_MAX: usize = 8192;
 
 /// Counts the entries that are looked up, compared and iterated, so that tests can compare the work
-/// of one change at several sizes. Does nothing outside of tests.
-pub(crate) mod visits {
-    #[cfg(not(test))]
+/// of one change at several sizes. Only debug builds count.
+pub mod visits {
+    #[cfg(not(debug_assertions))]
     pub(super) fn add_one() {}
 
-    #[cfg(test)]
+    #[cfg(debug_assertions)]
     pub(super) fn add_one() {
         VISITS.with(|visits| visits.set(visits.get() + 1));
     }
 
     /// Returns the number of entries that this thread has visited in all tables.
-    #[cfg(test)]
-    pub(crate) fn count() -> u64 {
+    #[cfg(debug_assertions)]
+    pub fn count() -> u64 {
         VISITS.with(std::cell::Cell::get)
     }
 
-    #[cfg(test)]
+    #[cfg(debug_assertions)]
     thread_local! {
         static VISITS: std::cell::Cell<u64> = const { std::cell::Cell::new(0) };
     }
