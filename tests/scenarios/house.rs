@@ -40,10 +40,18 @@ fn crates_depend_on_each_other_as_the_map_says() {
         );
     }
     let expected = [
-        ("tunnel-process", &[][..]),
+        ("tunnel-networks", &[][..]),
+        ("tunnel-process", &["tunnel-networks"][..]),
         ("tunnel-proto", &["tunnel-process"][..]),
         ("tunnel-tables", &[][..]),
-        ("tunnel-server", &["tunnel-proto", "tunnel-tables"][..]),
+        (
+            "tunnel-routing",
+            &["tunnel-networks", "tunnel-proto", "tunnel-tables"][..],
+        ),
+        (
+            "tunnel-server",
+            &["tunnel-proto", "tunnel-routing", "tunnel-tables"][..],
+        ),
         ("tunnel-agent", &["tunnel-proto"][..]),
         (
             "tunnel-tests",
@@ -67,6 +75,23 @@ fn crates_depend_on_each_other_as_the_map_says() {
         )
     });
     assert_eq!(ours, BTreeMap::from(expected));
+}
+
+#[test]
+fn wire_format_and_routing_have_no_runtime_in_their_trees() {
+    let cargo = std::env::var("CARGO").unwrap_or_else(|_| "cargo".into());
+    for package in ["tunnel-proto", "tunnel-routing"] {
+        let output = Command::new(&cargo)
+            .args(["tree", "--package", package, "--no-default-features"])
+            .args(["--edges=normal", "--prefix=none", "--offline"])
+            .current_dir(root())
+            .output()
+            .unwrap();
+        let tree = String::from_utf8(output.stdout).unwrap();
+        let mut names = tree.lines().filter_map(|line| line.split(' ').next());
+        assert_eq!(names.next(), Some(package));
+        assert!(names.all(|name| name != "tokio"), "{tree}");
+    }
 }
 
 #[test]

@@ -19,10 +19,11 @@ pub mod dns;
 pub mod egress;
 pub mod ingress;
 pub mod metrics;
-pub mod policy;
 pub mod routing;
 pub mod session;
 pub mod store;
+
+pub use tunnel_routing::policy;
 
 #[cfg(test)]
 mod testing;

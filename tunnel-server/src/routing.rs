@@ -17,18 +17,21 @@ use self::via::Via;
 
 pub(crate) mod clock;
 mod current_routes;
-pub mod decision;
-pub mod destination;
-pub mod dial_policy;
-pub mod directory;
 pub mod forwarded;
 pub mod known_nodes;
 pub mod peers;
-pub mod pod;
 pub mod pod_lookup;
 pub mod registry;
-pub mod routes;
 pub mod via;
+
+pub use tunnel_routing::{decision, destination, dial_policy, directory};
+
+/// The table of routes, and the one in use.
+pub mod routes {
+    pub use tunnel_routing::routes::*;
+
+    pub use super::current_routes::Routes;
+}
 
 /// Opens streams to nodes, over a session of this server or over another server that has one.
 #[derive(Debug, Clone)]

@@ -16,7 +16,6 @@ pub mod making;
 pub mod meta;
 pub mod metrics;
 pub mod name_list;
-pub mod networks;
 pub mod panics;
 pub mod secrets;
 pub mod serve_bounded;
@@ -27,3 +26,5 @@ pub mod terminal;
 pub mod timers;
 pub mod unix_socket;
 pub mod yaml;
+
+pub use tunnel_networks as networks;

@@ -25,11 +25,11 @@ use crate::policy::{AccessCaller, Denied};
 mod admin;
 pub mod basic_auth;
 pub(super) mod dial;
-pub(super) mod request;
 #[cfg(test)]
 pub(crate) mod table;
 mod throttle;
 
+pub(super) use crate::routing::decision::proxy as request;
 pub use admin::AdminTunnels;
 use basic_auth::BasicAuthError;
 pub use dial::DirectDialer;

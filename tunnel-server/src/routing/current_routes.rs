@@ -6,8 +6,7 @@ use arc_swap::ArcSwap;
 use parking_lot::Mutex;
 use tokio::sync::watch;
 use tunnel_proto::wire::name::NodeName;
-
-use super::routes::{IsHeldElsewhere, RouteNode, RouteSource, RouteTable};
+use tunnel_routing::routes::{IsHeldElsewhere, RouteNode, RouteSource, RouteTable};
 
 /// The current route table, merged from its sources. Clones share the table.
 #[derive(Debug, Clone, Default)]
@@ -90,8 +89,8 @@ impl Routes {
 mod tests {
     use std::net::IpAddr;
 
-    use super::super::routes::{NodeLabels, RouteError, SeveralNodes};
     use super::*;
+    use tunnel_routing::routes::{NodeLabels, RouteError, SeveralNodes};
 
     fn name(text: &str) -> NodeName {
         text.parse().unwrap()

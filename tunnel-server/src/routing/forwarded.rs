@@ -1,8 +1,7 @@
 //! A stream that another server forwards, counted once by its result.
 
 use prometheus_client::metrics::counter::Counter;
-
-use crate::routing::directory::Announcement;
+use tunnel_routing::directory::Announcement;
 
 /// A forwarded stream whose answer is not known yet. When dropped, the stream counts as opened.
 #[derive(Debug)]

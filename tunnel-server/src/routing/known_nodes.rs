@@ -12,8 +12,9 @@ use parking_lot::Mutex;
 use serde::{Deserialize, Serialize};
 use tokio::sync::watch;
 use tunnel_proto::wire::name::NodeName;
+use tunnel_routing::routes::{NodeLabels, RouteNode, RouteSource, RouteTable};
 
-use crate::routing::routes::{NodeLabels, RouteNode, RouteSource, RouteTable, Routes};
+use super::current_routes::Routes;
 use crate::store::data_dir::{DataDir, time_text, time_text_option, whole_seconds};
 use crate::store::state_store::{OnDamage, RowChange, StateStore, Table};
 use crate::store::tables::VersionedMap;

@@ -22,7 +22,6 @@ use tunnel_proto::wire::control::Member;
 use tunnel_proto::wire::header::StreamHeader;
 use tunnel_proto::wire::name::{NodeName, ReplicaId, ZoneName};
 
-use crate::routing::directory::{Announcement, Directory};
 use crate::routing::forwarded::ForwardedStream;
 use crate::routing::registry::{OpenError, Opened};
 use crate::routing::via::Via;
@@ -60,6 +59,7 @@ use link::{Link, WarnInterval};
 pub use members::{LeftOut, listed_addresses};
 use metrics::{ForwardDirection, ForwardResult};
 pub use metrics::{PeerMetrics, PeerState};
+use tunnel_routing::directory::{Announcement, Directory};
 use yields::{CONTESTS_MAX, NamesUsedTwice, Yields};
 
 /// The other servers of this installation. Exists on a server without others, too.

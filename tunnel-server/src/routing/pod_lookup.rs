@@ -3,9 +3,9 @@
 
 use tokio::sync::{mpsc, oneshot};
 use tunnel_proto::wire::name::NodeName;
+use tunnel_routing::pod::ANSWER_TIMEOUT;
 
-use super::pod::ANSWER_TIMEOUT;
-pub use super::pod::{Pod, PodLookupError};
+pub use tunnel_routing::pod::{Pod, PodLookupError};
 
 /// Queries that fit into the queue. Further callers wait until the queue has room.
 const QUEUE_MAX: usize = 64;

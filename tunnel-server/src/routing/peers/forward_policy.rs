@@ -2,10 +2,10 @@
 
 use tunnel_proto::wire::header::Target;
 use tunnel_proto::wire::name::NodeName;
+use tunnel_routing::destination::Destination;
+use tunnel_routing::policy::{PortPolicyError, SharedPortPolicy};
 
-use crate::policy::{PortPolicyError, SharedPortPolicy};
-use crate::routing::destination::Destination;
-use crate::routing::routes::Routes;
+use crate::routing::current_routes::Routes;
 
 /// The targets to which this server forwards streams of other servers: those that its own callers
 /// may reach. Otherwise the server with the widest lists would decide for all.

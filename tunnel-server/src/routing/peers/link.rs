@@ -15,9 +15,9 @@ use tunnel_proto::wire::code::CloseCode;
 use tunnel_proto::wire::name::{InstanceId, NodeName, ReplicaId};
 use tunnel_proto::wire::negotiate_version;
 use tunnel_proto::wire::peer::{PeerHello, PeerMessage};
+use tunnel_routing::directory::LinkState;
 
 use super::monitor::LinkCheck;
-use crate::routing::directory::LinkState;
 
 /// A connection that this server has dialed and over which it opens streams.
 #[derive(Debug)]

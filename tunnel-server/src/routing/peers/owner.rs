@@ -16,12 +16,12 @@ use tunnel_proto::process::shutdown::Shutdown;
 use tunnel_proto::wire::code::CloseCode;
 use tunnel_proto::wire::name::{InstanceId, NodeName, ReplicaId};
 use tunnel_proto::wire::peer::{Ask, HeldNode};
+use tunnel_routing::directory::{Contender, Tenure};
 
 use super::link::{Link, Question};
 use super::metrics::YieldResult;
 use super::yields::CONTESTS_MAX;
 use super::{PeerEndpoint, Peers};
-use crate::routing::directory::{Contender, Tenure};
 use crate::routing::registry::{AgentSession, answers_probe};
 
 impl Peers {

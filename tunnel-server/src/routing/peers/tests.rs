@@ -10,7 +10,6 @@ use tunnel_proto::wire::peer::{Holds, PeerMessage};
 
 use super::monitor::LinkCheck;
 use super::*;
-use crate::policy::PortPolicy;
 use crate::routing::registry::{CallerKey, SuspectReason};
 use crate::testing::eventually;
 
@@ -18,6 +17,7 @@ mod fixture;
 mod owner;
 
 use fixture::{Installation, LIMIT, Server, connect, control, hello, id, node, refusal, within};
+use tunnel_routing::policy::PortPolicy;
 
 #[tokio::test]
 async fn nodes_and_server_are_known_for_a_while_after_the_connection_is_lost() {

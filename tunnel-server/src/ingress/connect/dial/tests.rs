@@ -56,7 +56,7 @@ async fn accepted(listener: &TcpListener) -> bool {
 #[tokio::test]
 async fn s42_name_that_flips_is_resolved_once_and_only_the_checked_address_is_dialed() {
     let routes = RouteTable::default();
-    let claims = AddressClaims::none(&routes);
+    let claims = no_claims(&routes);
     let good = TcpListener::bind("127.0.0.1:0").await.unwrap();
     let port = good.local_addr().unwrap().port();
     // The next call would reach the canary, and the one after it the metadata service.
@@ -92,7 +92,7 @@ async fn s42_name_that_flips_is_resolved_once_and_only_the_checked_address_is_di
 #[tokio::test]
 async fn t05_odd_spellings_of_loopback_reach_no_listener() {
     let routes = RouteTable::default();
-    let claims = AddressClaims::none(&routes);
+    let claims = no_claims(&routes);
     let canary = TcpListener::bind("127.0.0.1:0").await.unwrap();
     let port = Port::new(canary.local_addr().unwrap().port()).unwrap();
     let direct = DirectDialer::new(dial_policy(&["0.0.0.0/0", "::/0"]), LIMIT);
@@ -123,7 +123,7 @@ async fn t05_odd_spellings_of_loopback_reach_no_listener() {
 #[tokio::test]
 async fn failures_say_what_was_tried_and_nothing_is_asked_where_nothing_is_allowed() {
     let routes = RouteTable::default();
-    let claims = AddressClaims::none(&routes);
+    let claims = no_claims(&routes);
     let (resolver, asked) = resolver(vec![Vec::new()]);
     let port = Port::new(1).unwrap();
     let nothing = DirectDialer::with_resolver(dial_policy(&[]), LIMIT, resolver);
@@ -157,7 +157,7 @@ async fn names_lead_past_no_agent_and_to_no_contested_address() {
     ] {
         let (resolver, _) = resolver(vec![vec![at("127.0.0.1")]]);
         let direct = DirectDialer::with_resolver(dial_policy(&["127.0.0.0/8"]), LIMIT, resolver);
-        let claims = AddressClaims::none(&routes);
+        let claims = no_claims(&routes);
         let dial_target = named("a.example");
         let dialed = direct.dial(&dial_target, port, "a.example", &claims).await;
         let failure = dialed.unwrap_err();
@@ -165,4 +165,14 @@ async fn names_lead_past_no_agent_and_to_no_contested_address() {
         assert_contains(&failure.text, reason);
     }
     assert!(!accepted(&canary).await);
+}
+
+/// Claims without known nodes and without addresses of this host.
+fn no_claims(routes: &RouteTable) -> AddressClaims<'_> {
+    AddressClaims {
+        routes,
+        has_agent: &|_| false,
+        is_own: &|_| false,
+        own_ports: &[],
+    }
 }

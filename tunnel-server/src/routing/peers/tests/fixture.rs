@@ -25,17 +25,17 @@ use tunnel_proto::wire::name::{InstanceId, NodeName, ReplicaId};
 use tunnel_proto::wire::order::NodeOrder;
 use tunnel_proto::wire::peer::{HeldNode, Holds, PeerHello, PeerMessage};
 use tunnel_proto::wire::{VERSION_MAX, VERSION_MIN};
+use tunnel_routing::policy::{PortPolicy, SharedPortPolicy};
 
 use crate::ca::LocalCa;
-use crate::policy::{PortPolicy, SharedPortPolicy};
 use crate::routing::Routing;
+use crate::routing::current_routes::Routes;
 use crate::routing::peers::{
     ForwardPolicy, PeerAddress, PeerEndpoint, PeerLimits, PeerMetrics, PeerTls, Peers,
 };
 use crate::routing::registry::{
     AgentSession, CallerKey, OpenError, Opened, Registration, Registry, RegistryLimits,
 };
-use crate::routing::routes::Routes;
 use crate::routing::via::Via;
 use crate::store::data_dir::testing::Scratch;
 use crate::testing::{POOL, eventually, header};

@@ -10,7 +10,7 @@ use tunnel_proto::wire::header::Target;
 use tunnel_proto::wire::name::{NodeName, Port};
 use tunnel_proto::wire::ports::PortSet;
 
-use crate::routing::destination::{
+use crate::destination::{
     AgentTarget, Destination, RequestedDestination, RequestedNode, RequestedPort,
 };
 
@@ -215,7 +215,7 @@ pub fn authorize<D>(policy: &PortPolicy, access: Access<'_, D>) -> Result<Author
 
 /// Returns the target on a node. The port lists decide, except for the kubelet's port, which the
 /// cluster determines. A caller with delegation also reaches the kubelet by another port.
-pub(crate) fn authorize_node(
+pub fn authorize_node(
     policy: &PortPolicy,
     has_delegation: bool,
     requested: RequestedNode,

@@ -1,9 +1,9 @@
 use tunnel_proto::wire::header::Target;
 
 use super::*;
+use crate::destination::Destination;
 use crate::policy::{PortPolicy, authorize_node};
-use crate::routing::destination::Destination;
-use crate::routing::routes::{NodeLabels, RouteNode};
+use crate::routes::{NodeLabels, RouteNode};
 use crate::testing::assert_contains;
 
 fn routes() -> RouteTable {

@@ -3,9 +3,9 @@ use std::net::IpAddr;
 use http::{HeaderValue, Method, Uri};
 
 use super::*;
+use crate::destination::{AgentTarget, Scheme};
 use crate::policy::{PortPolicy, authorize_node};
-use crate::routing::destination::{AgentTarget, Scheme};
-use crate::routing::routes::{NodeLabels, RouteNode};
+use crate::routes::{NodeLabels, RouteNode};
 use crate::testing::assert_contains;
 
 const WITHOUT: &str = "bad_request: --kubelet-certificate-authority";

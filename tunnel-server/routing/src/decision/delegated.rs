@@ -24,21 +24,21 @@ use tunnel_proto::wire::name::{NodeName, Port};
 use super::{
     DecisionError, Host, HostPort, RequestFacts, bad_request, check_form, choose_node, single_value,
 };
-use crate::routing::destination::{RequestedNode, RequestedPort};
-use crate::routing::pod::{KubeletPath, Pod, PodLookupError};
-use crate::routing::routes::{RouteError, RouteTable};
+use crate::destination::{RequestedNode, RequestedPort};
+use crate::pod::{KubeletPath, Pod, PodLookupError};
+use crate::routes::{RouteError, RouteTable};
 
 /// A request of a caller with delegation.
 #[derive(Debug, Clone, Copy)]
-pub(crate) struct DelegatedRequest<'a> {
-    pub(crate) facts: RequestFacts<'a>,
+pub struct DelegatedRequest<'a> {
+    pub facts: RequestFacts<'a>,
     /// The server name (SNI) from the caller's TLS handshake.
-    pub(crate) server_name: Option<&'a NodeName>,
+    pub server_name: Option<&'a NodeName>,
 }
 
 /// The next step for a request.
 #[derive(Debug, PartialEq, Eq)]
-pub(crate) enum Decision {
+pub enum Decision {
     Forward(RequestedNode),
     /// The node is the one that this Pod runs on.
     LookUp(Pod),
@@ -48,7 +48,7 @@ pub(crate) enum Decision {
 ///
 /// # Errors
 /// Returns a [`DecisionError`] if the request leads to no node.
-pub(crate) fn decide(
+pub fn decide(
     request: &DelegatedRequest<'_>,
     routes: &RouteTable,
 ) -> Result<Decision, DecisionError> {
@@ -76,7 +76,7 @@ pub(crate) fn decide(
 ///
 /// # Errors
 /// Returns a [`DecisionError`] if the request leads to no node. Every upgrade request fails.
-pub(crate) fn decide_by_host(
+pub fn decide_by_host(
     request: &DelegatedRequest<'_>,
     routes: &RouteTable,
 ) -> Result<RequestedNode, DecisionError> {
@@ -96,7 +96,7 @@ pub(crate) fn decide_by_host(
 /// # Errors
 /// Returns a [`DecisionError`] if the request leads to no node. A failed lookup never falls back to
 /// the node in Host.
-pub(crate) fn decide_by_pod(
+pub fn decide_by_pod(
     request: &DelegatedRequest<'_>,
     pod: &Pod,
     node_result: Result<NodeName, PodLookupError>,

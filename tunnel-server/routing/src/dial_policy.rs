@@ -6,18 +6,19 @@
 //! conflicting claims. An address that a node behind an agent claims is reached only through that
 //! agent, even if a name resolves to the address.
 
+use std::fmt;
 use std::net::{IpAddr, SocketAddr};
 use std::ops::RangeInclusive;
 use std::str::FromStr;
 use std::sync::Arc;
 
 use arc_swap::ArcSwap;
-use tunnel_proto::process::networks::{Cidr, effective_ip, forbidden_kind};
+use tunnel_networks::{Cidr, effective_ip, forbidden_kind};
 use tunnel_proto::wire::name::{NodeName, Port};
 use tunnel_proto::wire::ports::PortSet;
+use tunnel_tables::SharedMap;
 
-use crate::routing::routes::{RouteError, RouteTable};
-use crate::store::tables::SharedMap;
+use crate::routes::{RouteError, RouteTable};
 
 /// One entry of `--connect-direct`: a network, and its ports if the entry does not allow all ports.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -42,14 +43,14 @@ pub struct ClusterNetworks {
 
 impl ClusterNetworks {
     /// Returns whether there is no network, as outside of a cluster.
-    pub(crate) fn is_empty(&self) -> bool {
+    pub fn is_empty(&self) -> bool {
         *self == Self::default()
     }
 }
 
 /// The owner of an address, for connections that the server dials.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub(crate) enum AddressOwner {
+pub enum AddressOwner {
     /// A node that is reachable only through its agent.
     Agent(NodeName),
     /// A node in the cloud without an agent.
@@ -74,13 +75,21 @@ pub enum ClaimConflict {
 
 /// The known nodes and the addresses of this host, as input for a check of an address.
 #[derive(Clone, Copy)]
-pub(crate) struct AddressClaims<'a> {
+pub struct AddressClaims<'a> {
     /// The owners of addresses.
-    pub(crate) routes: &'a RouteTable,
-    pub(crate) has_agent: &'a (dyn Fn(&NodeName) -> bool + Send + Sync),
+    pub routes: &'a RouteTable,
+    pub has_agent: &'a (dyn Fn(&NodeName) -> bool + Send + Sync),
     /// Returns whether an address belongs to this host.
-    pub(crate) is_own: &'a (dyn Fn(IpAddr) -> bool + Send + Sync),
-    pub(crate) own_ports: &'a [Port],
+    pub is_own: &'a (dyn Fn(IpAddr) -> bool + Send + Sync),
+    pub own_ports: &'a [Port],
+}
+
+impl fmt::Debug for AddressClaims<'_> {
+    fn fmt(&self, formatter: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let mut claims = formatter.debug_struct("AddressClaims");
+        claims.field("own_ports", &self.own_ports);
+        claims.finish_non_exhaustive()
+    }
 }
 
 /// The current networks of the cluster. Clones share them.
@@ -123,7 +132,7 @@ pub enum DialRefusal {
 
 impl ClusterNetworks {
     /// Replaces what a Node object says. `cloud_addresses` are those of a node in the cloud.
-    pub(crate) fn set_node(
+    pub fn set_node(
         &mut self,
         node: &NodeName,
         pods: Vec<Cidr>,
@@ -152,7 +161,7 @@ impl ClusterNetworks {
     /// do not write the networks of Services. Within a network of Services, networks of Pods have
     /// no effect. A node that claims an address there causes a conflict: the server trusts neither
     /// the node nor the Services.
-    pub(crate) fn owner(
+    pub fn owner(
         &self,
         ip: IpAddr,
         routes: &RouteTable,
@@ -220,7 +229,7 @@ impl DialPolicy {
     ///
     /// # Errors
     /// Returns a [`DialRefusal`] if the policy does not allow the address.
-    pub(crate) fn check(
+    pub fn check(
         &self,
         address: SocketAddr,
         claims: &AddressClaims<'_>,
@@ -283,7 +292,7 @@ impl DialPolicy {
 #[cfg(test)]
 impl AddressClaims<'_> {
     /// Claims without known nodes and without addresses of this host.
-    pub(crate) fn none(routes: &RouteTable) -> AddressClaims<'_> {
+    pub fn none(routes: &RouteTable) -> AddressClaims<'_> {
         AddressClaims {
             routes,
             has_agent: &|_| false,

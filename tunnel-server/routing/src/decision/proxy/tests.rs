@@ -4,9 +4,9 @@ use std::sync::Arc;
 use http::{HeaderValue, Request};
 
 use super::*;
+use crate::destination::{AgentTarget, Destination};
 use crate::policy::PortPolicy;
 use crate::policy::{Access, AccessCaller, Authorized, authorize};
-use crate::routing::destination::{AgentTarget, Destination};
 
 fn name(text: &str) -> NodeName {
     text.parse().unwrap()

@@ -4,21 +4,21 @@ use http::header::{CONNECTION, CONTENT_LENGTH, TRANSFER_ENCODING, UPGRADE};
 use http::{HeaderMap, Method, Uri};
 use tunnel_proto::wire::name::{NodeName, Port};
 
-use crate::routing::decision::{DecisionError, Host, HostPort, bad_request, check_path};
-use crate::routing::destination::{DialTarget, RequestedDestination, RequestedNode};
-use crate::routing::dial_policy::{AddressOwner, ClusterNetworks};
-use crate::routing::routes::{RouteError, RouteTable};
+use super::{DecisionError, Host, HostPort, bad_request, check_path};
+use crate::destination::{DialTarget, RequestedDestination, RequestedNode};
+use crate::dial_policy::{AddressOwner, ClusterNetworks};
+use crate::routes::{RouteError, RouteTable};
 
 /// The target of a request and the kind of access to it.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub(in crate::ingress) struct ProxyRequest {
-    pub(in crate::ingress) kind: RequestKind,
-    pub(in crate::ingress) host: Host,
-    pub(in crate::ingress) port: Port,
+pub struct ProxyRequest {
+    pub kind: RequestKind,
+    pub host: Host,
+    pub port: Port,
 }
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(in crate::ingress) enum RequestKind {
+pub enum RequestKind {
     /// A byte stream in both directions.
     Connect,
     /// One plain HTTP request that only reads.
@@ -36,11 +36,7 @@ impl ProxyRequest {
     ///
     /// # Errors
     /// Returns a [`DecisionError`] if the request leads to no target.
-    pub(in crate::ingress) fn of(
-        method: &Method,
-        uri: &Uri,
-        headers: &HeaderMap,
-    ) -> Result<Self, DecisionError> {
+    pub fn of(method: &Method, uri: &Uri, headers: &HeaderMap) -> Result<Self, DecisionError> {
         if *method == Method::CONNECT {
             return Self::of_connect(uri, headers);
         }
@@ -104,7 +100,7 @@ impl ProxyRequest {
     ///
     /// # Errors
     /// Returns a [`DecisionError`] if the request leads to no target.
-    pub(in crate::ingress) fn resolve(
+    pub fn resolve(
         &self,
         routes: &RouteTable,
         cluster: &ClusterNetworks,

@@ -14,10 +14,9 @@ use std::ops::Bound;
 use std::sync::Arc;
 
 use tunnel_proto::wire::name::{NodeName, Port};
+use tunnel_tables::{SharedMap, SharedSet};
 
-pub use super::current_routes::Routes;
-use crate::routing::destination::RequestedPort;
-use crate::store::tables::{SharedMap, SharedSet};
+use crate::destination::RequestedPort;
 
 /// Returns whether another server holds a node.
 pub type IsHeldElsewhere = Arc<dyn Fn(&NodeName) -> bool + Send + Sync>;

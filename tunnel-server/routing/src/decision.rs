@@ -8,12 +8,13 @@ use http::uri::{Authority, Scheme as UriScheme};
 use http::{HeaderMap, HeaderName, HeaderValue, Method, Uri};
 use tunnel_proto::wire::name::{NodeName, Port};
 
-use crate::routing::destination::{RequestedNode, Scheme};
-use crate::routing::dial_policy::ClaimConflict;
-use crate::routing::pod::Pod;
-use crate::routing::routes::{RouteError, RouteTable};
+use crate::destination::{RequestedNode, Scheme};
+use crate::dial_policy::ClaimConflict;
+use crate::pod::Pod;
+use crate::routes::{RouteError, RouteTable};
 
-pub(crate) mod delegated;
+pub mod delegated;
+pub mod proxy;
 
 /// Header that selects the node, for callers that must dial the server by address.
 pub const SELECT_HOST: HeaderName = HeaderName::from_static("x-tunnel-proxy-host");
@@ -115,7 +116,7 @@ fn check_form(facts: &RequestFacts<'_>) -> Result<(), DecisionError> {
 
 /// Checks that the request target is a path, and that the framing cannot hide a second request
 /// after the head.
-pub(crate) fn check_path(uri: &Uri, headers: &HeaderMap) -> Result<(), DecisionError> {
+pub fn check_path(uri: &Uri, headers: &HeaderMap) -> Result<(), DecisionError> {
     if !has_supported_coding(headers) {
         return Err(bad_request(
             "Transfer-Encoding other than chunked is not supported",
@@ -135,7 +136,7 @@ pub(crate) fn check_path(uri: &Uri, headers: &HeaderMap) -> Result<(), DecisionE
 
 /// Returns whether a message has no Transfer-Encoding or only `chunked`. Other codings would be
 /// lost, because the field is hop-by-hop.
-pub(crate) fn has_supported_coding(headers: &HeaderMap) -> bool {
+pub fn has_supported_coding(headers: &HeaderMap) -> bool {
     let mut codings = headers.get_all(TRANSFER_ENCODING).iter();
     let first = codings.next();
     let chunked = |coding: &HeaderValue| {
@@ -212,13 +213,13 @@ fn single_value<'a>(
         .transpose()
 }
 
-pub(crate) fn bad_request(text: impl Into<String>) -> DecisionError {
+pub fn bad_request(text: impl Into<String>) -> DecisionError {
     DecisionError::BadRequest(text.into())
 }
 
 /// The host part of an address that a caller sends.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub(crate) enum Host {
+pub enum Host {
     Name(NodeName),
     Address(IpAddr),
 }
@@ -234,15 +235,15 @@ impl std::fmt::Display for Host {
 }
 
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub(crate) struct HostPort {
-    pub(crate) host: Host,
-    pub(crate) port: Option<Port>,
+pub struct HostPort {
+    pub host: Host,
+    pub port: Option<Port>,
 }
 
 impl HostPort {
     /// Parses `name`, `name:port`, `1.2.3.4`, `1.2.3.4:port`, `[v6]` or `[v6]:port` (RFC 9110,
     /// section 7.2). An empty port is none (RFC 3986, section 3.2.3).
-    pub(crate) fn parse(text: &str) -> Option<Self> {
+    pub fn parse(text: &str) -> Option<Self> {
         if let Some(rest) = text.strip_prefix('[') {
             let (address, rest) = rest.split_once(']')?;
             let address: Ipv6Addr = address.parse().ok()?;
