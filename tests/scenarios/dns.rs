@@ -18,9 +18,10 @@ use tunnel_proto::process::shutdown::Shutdown;
 use tunnel_server::config::RawConfig;
 use tunnel_server::dns::{
     Addresses, Dns, DnsInputs, DnsLimits, DnsMetrics, DnsSettings, DnsSocket, DnsSockets, Records,
-    Resolvers, persist, restore,
+    Resolvers,
 };
 use tunnel_server::store::data_dir::DataDir;
+use tunnel_server::store::dns_snapshot::{persist, restore};
 use tunnel_tests::dns::DnsClient;
 use tunnel_tests::env::{TestEnv, WAIT_TIMEOUT};
 use tunnel_tests::eventually::eventually;

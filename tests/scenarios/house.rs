@@ -45,12 +45,21 @@ fn crates_depend_on_each_other_as_the_map_says() {
         ("tunnel-proto", &["tunnel-process"][..]),
         ("tunnel-tables", &[][..]),
         (
+            "tunnel-dns",
+            &["tunnel-process", "tunnel-proto", "tunnel-tables"][..],
+        ),
+        (
             "tunnel-routing",
             &["tunnel-networks", "tunnel-proto", "tunnel-tables"][..],
         ),
         (
             "tunnel-server",
-            &["tunnel-proto", "tunnel-routing", "tunnel-tables"][..],
+            &[
+                "tunnel-dns",
+                "tunnel-proto",
+                "tunnel-routing",
+                "tunnel-tables",
+            ][..],
         ),
         ("tunnel-agent", &["tunnel-proto"][..]),
         (

@@ -131,7 +131,7 @@ fn every_limit_has_a_row_whose_metric_and_tests_exist() -> Result<()> {
             sources(&[
                 "tunnel-server/src/metrics.rs",
                 POOL_GAUGES,
-                "tunnel-server/src/dns/server.rs",
+                "tunnel-server/dns/src/server.rs",
                 "tunnel-server/src/routing/peers/metrics.rs",
             ])?,
         ),

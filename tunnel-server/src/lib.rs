@@ -15,7 +15,6 @@ pub mod ca;
 pub mod cli;
 pub mod cluster;
 pub mod config;
-pub mod dns;
 pub mod egress;
 pub mod ingress;
 pub mod metrics;
@@ -23,6 +22,7 @@ pub mod routing;
 pub mod session;
 pub mod store;
 
+pub use tunnel_dns as dns;
 pub use tunnel_routing::policy;
 
 #[cfg(test)]

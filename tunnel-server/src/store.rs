@@ -2,6 +2,7 @@
 //! in memory that many tasks read.
 
 pub mod data_dir;
+pub mod dns_snapshot;
 pub(crate) mod document;
 pub(crate) mod state_store;
 mod text;

@@ -10,9 +10,9 @@ use tunnel_proto::wire::name::NodeName;
 use super::context::ServerContext;
 use crate::dns::{
     Dns, DnsInputs, DnsLimits, DnsMetrics, DnsSettings, DnsSockets, Node, NodeLocation, RecordSet,
-    persist, restore,
 };
 use crate::routing::known_nodes::NodeMap;
+use crate::store::dns_snapshot::{persist, restore};
 
 /// Starts the embedded DNS and the tasks that update its records, if the DNS is configured.
 pub(super) fn start(

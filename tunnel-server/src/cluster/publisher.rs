@@ -282,7 +282,7 @@ mod tests {
     use super::super::snapshot;
     use super::*;
     use crate::config::{CloudNodes, CloudTargetSettings};
-    use crate::dns::row_changes;
+    use crate::store::dns_snapshot::row_changes;
     use crate::store::tables::visits;
     use crate::testing::POOL;
 

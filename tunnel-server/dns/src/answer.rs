@@ -14,7 +14,7 @@ use hickory_proto::serialize::binary::{BinDecodable, BinDecoder};
 use super::names::{NameResolution, Names};
 use super::{Addresses, RecordSet};
 
-tunnel_proto::label_values! {
+tunnel_process::label_values! {
     pub enum Transport {
         /// UDP. An answer that does not fit is truncated and marked (TC), and the client retries
         /// over TCP.
@@ -24,7 +24,7 @@ tunnel_proto::label_values! {
     }
 }
 
-tunnel_proto::label_values! {
+tunnel_process::label_values! {
     pub enum QueryOutcome {
         /// The server answered with the address of a node.
         Node = "node",

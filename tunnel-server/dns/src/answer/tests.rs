@@ -1,7 +1,7 @@
 use hickory_proto::rr::rdata::A;
 
 use super::*;
-use crate::dns::ClusterDomain;
+use crate::ClusterDomain;
 
 fn names(forwarding: bool) -> Names {
     Names {

@@ -11,8 +11,8 @@ use tokio::io::Interest;
 use tokio::net::UdpSocket;
 use tokio::task::JoinSet;
 use tracing::{debug, warn};
-use tunnel_proto::process::panics::catch_panic;
-use tunnel_proto::process::telemetry::LogRateLimit;
+use tunnel_process::panics::catch_panic;
+use tunnel_process::telemetry::LogRateLimit;
 
 use super::answer::Transport;
 use super::server::{QueryAction, Server};

@@ -13,6 +13,7 @@ use std::time::Duration;
 
 use tokio::sync::watch;
 use tunnel_proto::wire::name::NodeName;
+use tunnel_tables::VersionedMap;
 
 mod answer;
 mod limiter;
@@ -27,17 +28,13 @@ mod udp;
 mod upstream;
 
 pub use answer::{AnswerContext, ClientQuery, Decision, QueryOutcome, Transport, decide};
-#[cfg(test)]
-pub(crate) use listeners::row_changes;
-pub use listeners::{Dns, DnsInputs, DnsSockets, persist, restore};
+pub use listeners::{Dns, DnsInputs, DnsSockets};
 pub use loop_detection::LoopError;
 pub use names::{NameResolution, Names};
 pub use pattern::{NamePattern, NamePatternError};
-pub(crate) use response_time::response_times;
+pub use response_time::response_times;
 pub use server::DnsMetrics;
 pub use udp::DnsSocket;
-
-use crate::store::tables::VersionedMap;
 
 /// A node as seen by the records.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -301,7 +298,7 @@ impl RecordSet {
 
     /// Returns the names whose records may differ from those of an older set. They are few if this set
     /// was made from a clone of `older`.
-    fn changed_from(&self, older: &Self) -> BTreeSet<NodeName> {
+    pub fn changed_from(&self, older: &Self) -> BTreeSet<NodeName> {
         if self.tunnel != older.tunnel {
             // All edge nodes have other addresses.
             let names = |set: &Self| {

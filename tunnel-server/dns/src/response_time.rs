@@ -18,7 +18,7 @@ use super::{DnsSettings, Resolvers, upstream};
 ///
 /// # Errors
 /// Returns an error if the resolvers of this host are not known.
-pub(crate) async fn response_times(
+pub async fn response_times(
     settings: &DnsSettings,
 ) -> io::Result<Vec<(SocketAddr, Option<Duration>)>> {
     let mut resolvers = match &settings.default_resolvers {

@@ -18,7 +18,7 @@ use prometheus_client::metrics::histogram::Histogram;
 use prometheus_client::registry::Registry;
 use tokio::sync::{OwnedSemaphorePermit, Semaphore};
 use tracing::debug;
-use tunnel_proto::process::metrics::with_series;
+use tunnel_process::metrics::with_series;
 
 use super::answer::{self, AnswerContext, ClientQuery, Decision, QueryOutcome, Transport};
 use super::limiter::{Limiter, SourcePermit};
@@ -146,7 +146,7 @@ impl Server {
     }
 }
 
-tunnel_proto::metrics! {
+tunnel_process::metrics! {
     struct Families {
         queries: Family<QueryLabels, Counter> = "queries",
             "DNS queries by outcome: limited by limits.dnsPerSource, busy by limits.dnsForwards, \
@@ -159,7 +159,7 @@ tunnel_proto::metrics! {
     }
 }
 
-tunnel_proto::label_sets! {
+tunnel_process::label_sets! {
     QueryLabels { transport: Transport, outcome: QueryOutcome }
 }
 

@@ -14,7 +14,6 @@ use tunnel_proto::wire::name::NodeName;
 use super::Names;
 use super::answer::Transport;
 use super::upstream;
-use crate::store::data_dir::random;
 
 /// Error for a resolver that forwards queries back to this server.
 #[derive(Debug, thiserror::Error)]
@@ -126,8 +125,7 @@ fn probe_names(names: &Names) -> Vec<(SocketAddr, Name)> {
             .map(move |resolver| (*resolver, domain))
     });
     let name = |domain: Option<&NodeName>| {
-        let secret = u128::from_be_bytes(random().ok()?);
-        let (first, second) = (secret >> 64, secret & u128::from(u64::MAX));
+        let (first, second): (u64, u64) = rand::random();
         let end = domain.map_or_else(String::new, |domain| format!("svc.{domain}."));
         Name::from_ascii(format!("{first:016x}.{second:016x}.{end}")).ok()
     };
