@@ -26,15 +26,14 @@ use tunnel_proto::wire::name::{CloudTarget, NodeName, Port};
 use self::cloud::{CloudTargets, Target};
 use self::dial::CloudDialer;
 use self::labeled_nodes::LabeledNodes;
-use self::result::CloudResult;
 use crate::config::{CloudTargetSettings, Limit, Limits};
 use crate::metrics::Metrics;
+use crate::outcome::cloud::CloudResult;
 use crate::routing::registry::AgentSession;
 
 mod cloud;
 mod dial;
 pub mod labeled_nodes;
-pub mod result;
 
 /// Serves the streams of agents to targets of the cloud.
 #[derive(Debug)]

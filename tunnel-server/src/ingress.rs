@@ -17,6 +17,7 @@ use crate::config::Limit;
 use crate::ingress::caller_stream::{CallerSocket, CallerStream, CloseMode};
 use crate::ingress::client_auth::ListenerTls;
 use crate::ingress::peer::{CallerAddr, CallerIdentity};
+pub use crate::outcome;
 use crate::routing::destination::TcpService;
 
 pub mod access_log;
@@ -30,7 +31,6 @@ pub mod error;
 pub mod fuzz;
 pub mod head_memory;
 pub mod http;
-pub mod outcome;
 pub mod peer;
 pub mod recent_requests;
 pub mod target_tls;

@@ -18,6 +18,7 @@ pub mod config;
 pub mod egress;
 pub mod ingress;
 pub mod metrics;
+pub mod outcome;
 pub mod routing;
 pub mod session;
 pub mod store;

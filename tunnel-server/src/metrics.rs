@@ -19,8 +19,8 @@ use tunnel_proto::transport::{BufferPool, PoolGauges, TransportKind};
 use tunnel_proto::wire::code::{CloseCode, EnrollCode};
 
 use crate::config::Limit;
-use crate::egress::result::CloudResult;
-use crate::ingress::outcome::Outcome;
+use crate::outcome::Outcome;
+use crate::outcome::cloud::CloudResult;
 
 /// The result label of a handshake that timed out.
 pub(crate) const TIMEOUT: &str = "timeout";
