@@ -27,6 +27,7 @@ BOUNDS = {
     "doc blocks of three words or fewer, product": 0,
     "entries of tunnel-server/src": 17,
     "circles of files": 0,
+    "circles of folders": 0,
 }
 # Goals are printed only.
 GOALS = {
@@ -34,7 +35,6 @@ GOALS = {
     "product files: p90 of lines": 330,
     "functions: p99 of lines": 55,
     "functions: max of lines": 80,
-    "circles of folders": 0,
 }
 PRODUCT_FOLDERS = ("proto", "tunnel-server", "tunnel-agent")  # each of one or more crates
 TEST_FOLDERS = ("src", "scenarios", "bench", "demo")

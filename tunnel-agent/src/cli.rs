@@ -1,6 +1,6 @@
 //! The command line: verbs, flags and their help.
 
-use std::net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr};
+use std::net::{IpAddr, Ipv4Addr, Ipv6Addr};
 use std::path::PathBuf;
 
 use clap::{CommandFactory, Parser, Subcommand};
@@ -8,6 +8,7 @@ use clap_complete::Shell;
 
 use crate::config::{RawConfig, is_local};
 use crate::doctor::DoctorOptions;
+use crate::render::EdgeApiserverArgs;
 
 /// Edge side of Culvert: dials out to tunnel-server and connects its requests to this node's own
 /// ports
@@ -104,38 +105,6 @@ pub enum RenderObject {
     /// The agent needs --cloud-listen apiserver=ADDR:PORT with the same addresses, and the server a
     /// target of this name. Nothing is changed on this host.
     EdgeApiserver(EdgeApiserverArgs),
-}
-
-/// The file to print, and its addresses.
-#[derive(Debug, Clone, clap::Args)]
-pub struct EdgeApiserverArgs {
-    /// The file to print [default: all files, with comments]
-    #[arg(long = "way", value_enum, value_name = "WAY")]
-    pub file: Option<EdgeApiserverFile>,
-    /// Address of the Service kubernetes in the namespace default; nft needs it
-    #[arg(long, value_name = "IP")]
-    pub service_ip: Option<IpAddr>,
-    /// Listener of the agent for programs on the host
-    #[arg(long, value_name = "ADDR:PORT", default_value = "127.0.0.1:10268")]
-    pub listen: SocketAddr,
-    /// Listener of the agent for pods
-    #[arg(long, value_name = "ADDR:PORT", default_value = "169.254.2.1:10268")]
-    pub pod_listen: SocketAddr,
-}
-
-/// The files of `render edge-apiserver`.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, clap::ValueEnum)]
-pub enum EdgeApiserverFile {
-    /// Cluster of a kubeconfig.
-    Kubeconfig,
-    /// Table of nft that redirects the Service kubernetes.
-    Nft,
-    /// systemd unit that loads and removes the table, with the address of the listener.
-    Unit,
-    /// Variables of a pod template.
-    Env,
-    /// Argument that sets Yurthub's server.
-    Yurthub,
 }
 
 /// The output and the sources of `diag`.

@@ -12,24 +12,21 @@ mod cloud;
 mod identity;
 mod limits;
 mod raw;
-mod secret;
-mod server_address;
 mod token;
 
 pub(crate) use checked::DEFAULT_DATA_DIR;
 pub use checked::{Config, TransportChoice, meta_address};
 pub use cloud::CloudListener;
 pub(crate) use cloud::is_local;
-pub use identity::NodeIpSetting;
+pub use identity::{CredentialFiles, NodeIpSetting};
 pub use limits::{LIMITS, Limit, Limits, RawLimits};
 pub use raw::RawConfig;
-pub use secret::Secret;
-pub use server_address::ServerAddress;
 pub use token::TokenSource;
 pub(crate) use token::{NO_CA, NO_PIN, parse_token};
 
-pub use crate::credentials::CredentialFiles;
 pub use crate::proxy::{EnvironmentProxy, HttpProxy, ProxyChoice};
+pub use crate::secret::Secret;
+pub use crate::server_address::ServerAddress;
 
 pub const ENV_PREFIX: &str = "TUNNEL_AGENT_";
 

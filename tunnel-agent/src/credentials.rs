@@ -7,12 +7,12 @@ use std::sync::Arc;
 use std::time::SystemTime;
 
 use base64::prelude::{BASE64_STANDARD, Engine as _};
-use rcgen::{KeyPair, PKCS_ECDSA_P256_SHA256};
+use rcgen::{KeyPair, PKCS_ECDSA_P256_SHA256, PublicKeyData};
 use rustls::RootCertStore;
 use rustls::sign::CertifiedKey;
 use rustls_pki_types::pem::PemObject;
 use rustls_pki_types::{CertificateDer, PrivateKeyDer, ServerName};
-use tunnel_proto::identity::{BACKDATED, PeerIdentity, validity};
+use tunnel_proto::identity::{BACKDATED, PeerIdentity, sha256, spki_sha256, validity};
 use tunnel_proto::process::files;
 use tunnel_proto::tls::{self, Trust};
 use tunnel_proto::wire::enroll::{JoinToken, is_service_account_token};
@@ -29,7 +29,6 @@ mod rotation;
 mod succession;
 
 pub(crate) use ca_file::CaFile;
-pub use credential_files::CredentialFiles;
 use disk::{DiskContent, DiskWrite, OnDisk, StoredPair};
 pub(crate) use error::CredentialError;
 pub(crate) use rotation::{Refusal, RotatingCredentials};
@@ -419,6 +418,25 @@ pub(crate) fn read_token(source: &TokenSource, has_ca: bool) -> Result<Token, Cr
         return Err(bad(NO_CA.to_owned()));
     }
     Ok(Token::ServiceAccount(Secret(text.trim().to_owned())))
+}
+
+/// Checks that a chain is for the agent's key and name.
+pub(crate) fn check_issued(
+    node: &NodeName,
+    key: &KeyPair,
+    chain: &[Vec<u8>],
+) -> Result<(), &'static str> {
+    let leaf = CertificateDer::from(chain.first().ok_or("answer has no certificate")?.as_slice());
+    let identity =
+        PeerIdentity::from_certificate(&leaf).map_err(|_why| "certificate has no identity")?;
+    if identity.node() != Some(node) {
+        return Err("certificate is for another node");
+    }
+    let ours = sha256(&key.subject_public_key_info());
+    if spki_sha256(&leaf).map_err(|_why| "certificate is malformed")? != ours {
+        return Err("certificate is for another key");
+    }
+    Ok(())
 }
 
 fn read_text(path: &Path) -> Result<Zeroizing<String>, CredentialError> {

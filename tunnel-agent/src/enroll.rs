@@ -9,14 +9,14 @@ use std::sync::Arc;
 use std::time::{Duration, SystemTime};
 
 use bytes::BytesMut;
-use rcgen::{CertificateParams, KeyPair, PublicKeyData};
+use rcgen::{CertificateParams, KeyPair};
 use rustls_pki_types::{CertificateDer, ServerName};
 use tokio::io::AsyncWriteExt;
 use tokio::net::TcpStream;
 use tokio::time::timeout;
 use tokio_rustls::TlsConnector;
 use tracing::{info, warn};
-use tunnel_proto::identity::{PeerIdentity, sha256, spki_sha256};
+use tunnel_proto::identity::spki_sha256;
 use tunnel_proto::tcp::Connect;
 use tunnel_proto::tls::{self, Trust};
 use tunnel_proto::transport::read_frame;
@@ -33,8 +33,8 @@ use crate::config::{NO_CA, NO_PIN, ServerAddress, TokenSource};
 use crate::connector::endpoint::{EndpointCursor, ResolveError};
 use crate::connector::status::SessionStatuses;
 use crate::credentials::{
-    CaFile, CredentialError, CredentialStore, Credentials, Stored, Token, TrustRoots, read_token,
-    succeed,
+    CaFile, CredentialError, CredentialStore, Credentials, Stored, Token, TrustRoots, check_issued,
+    read_token, succeed,
 };
 use crate::error::causes;
 use crate::proxy::ProxyChoice;
@@ -465,25 +465,6 @@ fn succeed_trusted(
 /// Returns whether a token pins the key of this CA.
 fn is_pinned(token: &JoinToken, root: &CertificateDer<'_>) -> bool {
     spki_sha256(root).is_ok_and(|hash| token.ca_hash() == Some(&hash))
-}
-
-/// Checks that a chain is for the agent's key and name.
-pub(crate) fn check_issued(
-    node: &NodeName,
-    key: &KeyPair,
-    chain: &[Vec<u8>],
-) -> Result<(), &'static str> {
-    let leaf = CertificateDer::from(chain.first().ok_or("answer has no certificate")?.as_slice());
-    let identity =
-        PeerIdentity::from_certificate(&leaf).map_err(|_why| "certificate has no identity")?;
-    if identity.node() != Some(node) {
-        return Err("certificate is for another node");
-    }
-    let ours = sha256(&key.subject_public_key_info());
-    if spki_sha256(&leaf).map_err(|_why| "certificate is malformed")? != ours {
-        return Err("certificate is for another key");
-    }
-    Ok(())
 }
 
 /// Sent as SNI. The client verifies the chain and the role, not this name.

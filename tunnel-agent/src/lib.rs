@@ -26,6 +26,7 @@
 //! | [`status`] | the list of sessions on the meta port, and the verb that shows it |
 //! | `metrics` | metrics of the agent |
 //! | `loop_detection` | connections of the agent to itself, which rules of the host can make |
+//! | `secret`, `server_address` | values of settings that lower modules use |
 //! | `error` | text of errors for log lines |
 //! | `log_throttle` | which of repeated failures are logged |
 //!
@@ -56,6 +57,8 @@ mod loop_detection;
 mod metrics;
 mod node_ip;
 mod proxy;
+mod secret;
+mod server_address;
 mod session;
 #[cfg(test)]
 mod testing;

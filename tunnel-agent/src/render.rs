@@ -5,11 +5,41 @@
 
 use std::net::{IpAddr, SocketAddr};
 
-use crate::cli::{EdgeApiserverArgs, EdgeApiserverFile};
-
 pub(crate) mod nft_table;
 
 use nft_table::{NFT_FILE, TABLE, family};
+
+/// The file to print, and its addresses.
+#[derive(Debug, Clone, clap::Args)]
+pub struct EdgeApiserverArgs {
+    /// The file to print [default: all files, with comments]
+    #[arg(long = "way", value_enum, value_name = "WAY")]
+    pub file: Option<EdgeApiserverFile>,
+    /// Address of the Service kubernetes in the namespace default; nft needs it
+    #[arg(long, value_name = "IP")]
+    pub service_ip: Option<IpAddr>,
+    /// Listener of the agent for programs on the host
+    #[arg(long, value_name = "ADDR:PORT", default_value = "127.0.0.1:10268")]
+    pub listen: SocketAddr,
+    /// Listener of the agent for pods
+    #[arg(long, value_name = "ADDR:PORT", default_value = "169.254.2.1:10268")]
+    pub pod_listen: SocketAddr,
+}
+
+/// The files of `render edge-apiserver`.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, clap::ValueEnum)]
+pub enum EdgeApiserverFile {
+    /// Cluster of a kubeconfig.
+    Kubeconfig,
+    /// Table of nft that redirects the Service kubernetes.
+    Nft,
+    /// systemd unit that loads and removes the table, with the address of the listener.
+    Unit,
+    /// Variables of a pod template.
+    Env,
+    /// Argument that sets Yurthub's server.
+    Yurthub,
+}
 
 /// The reason why the files cannot be rendered.
 #[derive(Debug, thiserror::Error)]

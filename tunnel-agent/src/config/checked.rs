@@ -17,8 +17,10 @@ use tunnel_proto::transport::{BufferPool, CongestionControl, SessionSettings};
 use tunnel_proto::wire::name::NodeName;
 
 use super::limits::Limits;
-use super::{CloudListener, NodeIpSetting, RawConfig, ServerAddress, TokenSource, cloud, identity};
-use crate::credentials::CredentialFiles;
+use super::{
+    CloudListener, CredentialFiles, NodeIpSetting, RawConfig, ServerAddress, TokenSource, cloud,
+    identity,
+};
 use crate::policy::DialPolicy;
 use crate::proxy::ProxyChoice;
 

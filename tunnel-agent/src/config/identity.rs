@@ -2,6 +2,7 @@
 //! files, CA.
 
 use std::net::IpAddr;
+use std::path::PathBuf;
 
 use rustls_pki_types::{CertificateDer, ServerName};
 use tunnel_proto::process::host::host_name;
@@ -11,7 +12,6 @@ use tunnel_proto::wire::name::NodeName;
 
 use super::token::NO_PIN;
 use super::{RawConfig, TokenSource};
-use crate::credentials::CredentialFiles;
 use crate::policy;
 
 pub(super) fn node_name(setting: Option<&str>, errors: &mut ConfigErrors) -> Option<NodeName> {
@@ -58,6 +58,18 @@ fn parse_node_ip(text: &str) -> Result<IpAddr, String> {
         Ok(ip) => Ok(ip.to_canonical()),
         Err(_syntax) => Err(format!("{text:?} is not an IP address")),
     }
+}
+
+/// Paths of the operator's files.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct CredentialFiles {
+    /// Files of the certificate chain and the key.
+    pub pair: KeyPairFiles,
+    /// File of the roots that servers must chain to.
+    pub ca: PathBuf,
+    /// Name that a server's certificate must be valid for; without one, the server role is
+    /// required.
+    pub server_name: Option<ServerName<'static>>,
 }
 
 /// Returns the files of --cert-file, and checks that --server-name is given only with them.

@@ -6,7 +6,7 @@ use serde::Deserialize;
 use tunnel_proto::process::yaml;
 
 use super::RawLimits;
-use super::secret::Secret;
+use super::Secret;
 use crate::proxy::EnvironmentProxy;
 
 tunnel_proto::layered! {

@@ -1,27 +1,13 @@
 //! Certificate files that the operator provides: --cert-file, --key-file and --ca-file, reloaded
 //! while the agent runs.
 
-use std::path::PathBuf;
-
-use rustls_pki_types::ServerName;
 use tunnel_proto::identity::{PeerIdentity, validity};
 use tunnel_proto::process::file_watch::Loaded;
-use tunnel_proto::tls::files::{FileError, KeyPairFiles, digest_of, load_roots};
+use tunnel_proto::tls::files::{FileError, digest_of, load_roots};
 use tunnel_proto::wire::name::NodeName;
 
 use super::{CredentialError, Credentials, TrustRoots};
-
-/// Paths of the operator's files.
-#[derive(Debug, Clone, PartialEq, Eq)]
-pub struct CredentialFiles {
-    /// Files of the certificate chain and the key.
-    pub pair: KeyPairFiles,
-    /// File of the roots that servers must chain to.
-    pub ca: PathBuf,
-    /// Name that a server's certificate must be valid for; without one, the server role is
-    /// required.
-    pub server_name: Option<ServerName<'static>>,
-}
+use crate::config::CredentialFiles;
 
 impl CredentialFiles {
     /// Reads all files for `node`. Blocks the thread.

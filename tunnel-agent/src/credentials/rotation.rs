@@ -22,8 +22,9 @@ use tunnel_proto::tls::ReloadableIdentity;
 use tunnel_proto::wire::enroll::EnrollReply;
 use tunnel_proto::wire::name::NodeName;
 
-use super::{CaFile, CredentialStore, Credentials, DiskContent, OnDisk, TrustRoots, succeed};
-use crate::enroll::check_issued;
+use super::{
+    CaFile, CredentialStore, Credentials, DiskContent, OnDisk, TrustRoots, check_issued, succeed,
+};
 use crate::error::causes;
 use crate::metrics::Metrics;
 

@@ -10,7 +10,8 @@ use tunnel_proto::tcp::{Connect, Direct, ServerAddr};
 
 use super::HttpProxy;
 use super::no_proxy::NoProxy;
-use crate::config::{Secret, ServerAddress};
+use crate::secret::Secret;
+use crate::server_address::ServerAddress;
 
 /// The route of TCP connections to servers. The [`Connect`] implementation decides by the name of
 /// the remote.

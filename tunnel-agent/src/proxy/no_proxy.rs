@@ -5,7 +5,7 @@ use std::net::IpAddr;
 
 use tunnel_proto::wire::name::Port;
 
-use crate::config::ServerAddress;
+use crate::server_address::ServerAddress;
 
 /// A list in the syntax of Go and curl, separated by commas or blanks. Unknown entries are not an
 /// error, since other programs share the variable.

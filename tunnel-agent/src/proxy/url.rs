@@ -8,7 +8,7 @@ use tunnel_proto::wire::name::Port;
 use zeroize::Zeroizing;
 
 use super::HttpProxy;
-use crate::config::Secret;
+use crate::secret::Secret;
 
 impl FromStr for HttpProxy {
     type Err = String;
