@@ -24,7 +24,7 @@ pub mod pod_lookup;
 pub mod registry;
 pub mod via;
 
-pub use tunnel_routing::{decision, destination, dial_policy, directory};
+pub use tunnel_routing::{decision, destination, dial_policy, directory, pod};
 
 /// The table of routes, and the one in use.
 pub mod routes {

@@ -232,7 +232,7 @@ mod tests {
         );
         let denied = Denied::CredentialsRequired;
         answers(denied, Outcome::ProxyAuth, "proxy authentication required");
-        let decision = |error, outcome, text| answers::<DecisionError>(error, outcome, text);
+        let decision = |error: DecisionError, outcome, text: &str| answers(error, outcome, text);
         let error = DecisionError::BadRequest("no Host".into());
         decision(error, Outcome::BadRequest, "no Host");
         let error = DecisionError::Unsupported("no upgrades");

@@ -59,7 +59,7 @@ use crate::policy::AccessCaller;
 use crate::routing::decision::RequestFacts;
 use crate::routing::decision::delegated::DelegatedRequest;
 use crate::routing::destination::Scheme;
-use crate::routing::pod_lookup::KubeletPath;
+use crate::routing::pod::KubeletPath;
 
 /// Idle time after which a connection frees hyper's buffers. The buffers are most of the memory of
 /// an idle connection.
