@@ -44,7 +44,7 @@ mod retry;
 
 use error::EnrollEndpoint;
 pub(crate) use error::EnrollError;
-pub(crate) use retry::{ReenrollBackoff, enroll, enroll_again, renew_or_enroll};
+pub(crate) use retry::{enroll, enroll_again, reenroll_backoff, renew_or_enroll};
 
 #[derive(Debug)]
 pub(crate) struct Enrollment {

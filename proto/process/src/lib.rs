@@ -4,6 +4,7 @@
 #![warn(missing_docs)]
 
 pub mod accept;
+pub mod backoff;
 pub mod conn_limiter;
 pub mod diag;
 pub mod disk;

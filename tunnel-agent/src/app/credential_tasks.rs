@@ -11,6 +11,7 @@ use std::time::{Duration, SystemTime};
 use tokio::time::sleep;
 use tokio_util::sync::CancellationToken;
 use tracing::{error, warn};
+use tunnel_proto::process::backoff::Backoff;
 use tunnel_proto::process::file_watch::{FileWatcher, Loaded, ReloadOutcome};
 use tunnel_proto::process::shutdown::Shutdown;
 use tunnel_proto::timers::sleep_coalesced;
@@ -24,7 +25,7 @@ use crate::credentials::{
     TrustRoots, read_token,
 };
 use crate::enroll::{
-    Enrollment, ProofSource, ReenrollBackoff, enroll, enroll_again, renew_or_enroll,
+    Enrollment, ProofSource, enroll, enroll_again, reenroll_backoff, renew_or_enroll,
 };
 use crate::error::causes;
 use crate::metrics::Metrics;
@@ -76,7 +77,7 @@ impl CredentialTasks<'_> {
             ca: self.ca.clone(),
             statuses: self.statuses.clone(),
             store: store.clone(),
-            backoff: ReenrollBackoff::new(self.config.limits.enroll_again),
+            backoff: reenroll_backoff(self.config.limits.enroll_again),
         };
         let drain = self.shutdown.drain().clone();
         self.shutdown
@@ -130,7 +131,7 @@ struct Renewal {
     ca: CaFile,
     statuses: Arc<SessionStatuses>,
     store: CredentialStore,
-    backoff: ReenrollBackoff,
+    backoff: Backoff,
 }
 
 impl Renewal {

@@ -13,6 +13,7 @@
 use std::time::Duration;
 
 use tokio::time::Instant;
+use tunnel_proto::process::backoff;
 use tunnel_proto::wire::code::CloseCode;
 
 /// The outcome of an attempt to keep a session.
@@ -43,8 +44,8 @@ impl ReconnectEvent {
 pub struct Backoff {
     outage_since: Option<Instant>,
     last_immediate: Option<Instant>,
-    late_cap: Duration,
-    name_in_use: Duration,
+    late: backoff::Backoff,
+    name_in_use: backoff::Backoff,
 }
 
 impl Backoff {
@@ -53,8 +54,12 @@ impl Backoff {
         Self {
             outage_since: None,
             last_immediate: None,
-            late_cap: EARLY_CAP_MAX,
-            name_in_use: NAME_IN_USE_MIN,
+            late: backoff::Backoff::new(LATE_CAP_MIN, LATE_CAP_MAX, 0.0..=1.0),
+            name_in_use: backoff::Backoff::new(
+                NAME_IN_USE_MIN,
+                NAME_IN_USE_MAX,
+                1.0..=1.0 + JITTER,
+            ),
         }
     }
 
@@ -86,9 +91,7 @@ impl Backoff {
         let since = *self.outage_since.get_or_insert(now);
         match event.code() {
             Some(CloseCode::NameInUse | CloseCode::TooManySessions) => {
-                let wait = self.name_in_use;
-                self.name_in_use = (wait * 2).min(NAME_IN_USE_MAX);
-                return wait.mul_f64(1.0 + random * JITTER);
+                return self.name_in_use.next(random);
             }
             Some(code) if !code.is_retryable() => {
                 return PERMANENT_REFUSAL_WAIT.mul_f64(1.0 + random * JITTER);
@@ -105,8 +108,7 @@ impl Backoff {
         }
         let age = now.duration_since(since);
         if age >= EARLY_FOR {
-            self.late_cap = (self.late_cap * 2).min(LATE_CAP);
-            return self.late_cap.mul_f64(random);
+            return self.late.next(random);
         }
         let cap = match event {
             ReconnectEvent::Failed(None) | ReconnectEvent::Lost { .. } => {
@@ -162,8 +164,10 @@ const EARLY_CAP_MIN: Duration = Duration::from_millis(100);
 /// 10,000 agents are spread.
 const EARLY_CAP_MAX: Duration = Duration::from_secs(2);
 const EARLY_FOR: Duration = Duration::from_secs(120);
-/// Upper limit of the doubling jitter cap after the early phase.
-const LATE_CAP: Duration = Duration::from_secs(30);
+/// First cap of the jitter after the early phase. The cap doubles.
+const LATE_CAP_MIN: Duration = Duration::from_secs(4);
+/// Largest cap of the jitter.
+const LATE_CAP_MAX: Duration = Duration::from_secs(30);
 /// First wait after "name in use" or "too many sessions".
 const NAME_IN_USE_MIN: Duration = Duration::from_secs(60);
 /// Longest wait after "name in use" or "too many sessions".

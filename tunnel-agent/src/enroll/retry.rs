@@ -8,10 +8,11 @@ use std::time::Duration;
 use rand::random;
 use tokio::time::{Instant, sleep};
 use tracing::{debug, warn};
+use tunnel_proto::process::backoff::Backoff;
 use tunnel_proto::wire::code::EnrollCode;
 
 use super::{EndpointRotation, EnrollError, Enrollment, attempt};
-use crate::connector::backoff::{Backoff, ReconnectEvent};
+use crate::connector::backoff::{self as reconnect, ReconnectEvent};
 use crate::credentials::{CaFile, Credentials};
 use crate::error::causes;
 use crate::log_throttle::LogThrottle;
@@ -70,44 +71,21 @@ pub(crate) async fn renew_or_enroll(
 /// Cancel-safe as [`enroll`].
 pub(crate) async fn enroll_again(
     enrollment: &Enrollment,
-    backoff: &mut ReenrollBackoff,
+    backoff: &mut Backoff,
 ) -> Credentials {
     RetryLoop::new(enrollment).run_again(backoff).await
 }
 
-/// Waits before rounds of attempts to enroll again: full jitter up to a cap that doubles to ten times
-/// the first one. One wrong CA makes all agents of a fleet ask in the same moment.
-#[derive(Debug)]
-pub(crate) struct ReenrollBackoff {
-    first_cap: Duration,
-    cap: Duration,
-}
-
-impl ReenrollBackoff {
-    pub(crate) fn new(first_cap: Duration) -> Self {
-        Self {
-            first_cap,
-            cap: first_cap,
-        }
-    }
-
-    /// Starts again with the first cap.
-    pub(crate) fn restart(&mut self) {
-        self.cap = self.first_cap;
-    }
-
-    /// Returns the wait before the next round. `random` is from 0 to 1.
-    fn next(&mut self, random: f64) -> Duration {
-        let wait = self.cap.mul_f64(random);
-        self.cap = (self.cap * 2).min(self.first_cap * REENROLL_CAP_FACTOR);
-        wait
-    }
+/// Returns the waits before rounds of attempts to enroll again: full jitter, since one wrong CA makes
+/// all agents of a fleet ask in the same moment.
+pub(crate) fn reenroll_backoff(first: Duration) -> Backoff {
+    Backoff::new(first, first * REENROLL_FACTOR, 0.0..=1.0)
 }
 
 /// The attempts of one enrollment, and the pauses between them.
 struct RetryLoop<'a> {
     enrollment: &'a Enrollment,
-    backoff: Backoff,
+    backoff: reconnect::Backoff,
     rotation: EndpointRotation,
     throttle: LogThrottle<String>,
     /// The roots, for their changes.
@@ -118,7 +96,7 @@ impl<'a> RetryLoop<'a> {
     fn new(enrollment: &'a Enrollment) -> Self {
         Self {
             enrollment,
-            backoff: Backoff::new(),
+            backoff: reconnect::Backoff::new(),
             rotation: EndpointRotation::default(),
             throttle: LogThrottle::default(),
             ca: enrollment.ca.with_later_changes(),
@@ -156,7 +134,7 @@ impl<'a> RetryLoop<'a> {
 
     /// Makes rounds of one attempt per server, with long pauses, until an attempt succeeds. A change of
     /// the roots starts the pauses again.
-    async fn run_again(&mut self, backoff: &mut ReenrollBackoff) -> Credentials {
+    async fn run_again(&mut self, backoff: &mut Backoff) -> Credentials {
         let node = &self.enrollment.node;
         let mut wait = backoff.next(random());
         let retry_in = wait.as_secs_f64();
@@ -216,7 +194,7 @@ impl<'a> RetryLoop<'a> {
             statuses.set_enrollment(Some((causes(&error), Some(retry_at))));
             self.log_failure(&error, retry_in);
             if self.pause(retry_in).await.is_break() {
-                self.backoff = Backoff::new();
+                self.backoff = reconnect::Backoff::new();
             }
             left = left.saturating_sub(1);
             if left == 0 {
@@ -228,23 +206,5 @@ impl<'a> RetryLoop<'a> {
 
 /// Added to the wait after "rate limited". The server counts failures over a minute.
 const RATE_LIMIT_WAIT: Duration = Duration::from_secs(15);
-/// Largest cap of the waits before another enrollment, as a multiple of the first one.
-const REENROLL_CAP_FACTOR: u32 = 10;
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn waits_before_another_enrollment_are_jitter_up_to_one_minute_doubling_to_ten() {
-        let minutes = |count: u64| Duration::from_secs(count * 60);
-        let mut backoff = ReenrollBackoff::new(minutes(1));
-        for cap in [1, 2, 4, 8, 10, 10] {
-            assert_eq!(backoff.next(1.0), minutes(cap));
-        }
-        assert_eq!(backoff.next(0.5), minutes(5));
-        backoff.restart();
-        assert_eq!(backoff.next(0.0), Duration::ZERO);
-        assert_eq!(backoff.next(1.0), minutes(2));
-    }
-}
+/// The longest wait before another enrollment, as a multiple of the first one.
+const REENROLL_FACTOR: u32 = 10;

@@ -212,7 +212,7 @@ async fn each_attempt_uses_the_roots_and_the_token_of_its_time() {
         ca,
         ..enrollment(&server, server.token(), &scratch)
     };
-    let mut backoff = ReenrollBackoff::new(Duration::from_millis(20));
+    let mut backoff = reenroll_backoff(Duration::from_millis(20));
     let serving = async {
         for _ in 0..3 {
             let refused = server.enrollment(|_| panic!("a request arrived")).await;

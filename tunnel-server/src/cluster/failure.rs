@@ -6,6 +6,7 @@ use std::time::Duration;
 use kube::runtime::watcher;
 use parking_lot::Mutex;
 use tokio::time::Instant;
+use tunnel_proto::process::backoff::Backoff;
 
 use super::objects::{Object, creation};
 
@@ -209,10 +210,10 @@ impl Throttle {
     }
 }
 
-/// Exponential backoff with jitter. A quiet period resets it.
-#[derive(Debug, Default)]
-pub(super) struct Backoff {
-    failures: u32,
+/// The waits after failed calls. A quiet period ends their series.
+#[derive(Debug)]
+pub(super) struct CallBackoff {
+    waits: Backoff,
     last: Option<Instant>,
     /// Time of the last full list after an expired version.
     last_relist: Option<Instant>,
@@ -220,7 +221,18 @@ pub(super) struct Backoff {
     last_outage: Option<Instant>,
 }
 
-impl Backoff {
+impl Default for CallBackoff {
+    fn default() -> Self {
+        Self {
+            waits: Backoff::new(DELAY_INITIAL, DELAY_MAX, 0.5..=1.0),
+            last: None,
+            last_relist: None,
+            last_outage: None,
+        }
+    }
+}
+
+impl CallBackoff {
     /// Returns the delay after a failure. `jitter` is between 0 and 1. The first expired version
     /// within [`RELIST_SPACING`] has no delay. If the API server was unavailable since the last
     /// list, the spacing is [`OUTAGE_SPACING`], because an API server may restart twice.
@@ -248,16 +260,15 @@ impl Backoff {
         let is_quiet = self
             .last
             .is_none_or(|last| now.saturating_duration_since(last) > QUIET);
-        self.failures = if is_quiet { 0 } else { self.failures + 1 };
+        if is_quiet {
+            self.waits.restart();
+        }
         self.last = Some(now);
         let longest = match failure.kind {
             ApiErrorKind::Conflict => CONFLICT_DELAY_MAX,
             _ => DELAY_MAX,
         };
-        let base = DELAY_INITIAL
-            .saturating_mul(1 << self.failures.min(8))
-            .min(longest)
-            .mul_f64(0.5 + jitter / 2.0);
+        let base = self.waits.next_within(longest, jitter);
         if !is_expired {
             return base.max(asked);
         }
@@ -302,7 +313,7 @@ mod tests {
 
     #[tokio::test(start_paused = true)]
     async fn waits_double_up_to_the_longest_and_begin_again_after_quiet() {
-        let (mut backoff, now) = (Backoff::default(), Instant::now());
+        let (mut backoff, now) = (CallBackoff::default(), Instant::now());
         let away = failure(ApiErrorKind::Unavailable);
         for seconds in [0.5, 1.0, 2.0, 4.0, 4.0, 4.0, 4.0, 4.0] {
             let wait = backoff.next_delay(&away, now, 1.0);
@@ -317,7 +328,7 @@ mod tests {
 
     #[tokio::test(start_paused = true)]
     async fn expired_versions_never_make_a_storm_of_lists() {
-        let (mut backoff, start) = (Backoff::default(), Instant::now());
+        let (mut backoff, start) = (CallBackoff::default(), Instant::now());
         let mut now = start;
         for _ in 0..10 {
             now += backoff.next_delay(&failure(ApiErrorKind::Expired), now, 0.0);
@@ -327,7 +338,7 @@ mod tests {
 
     #[tokio::test(start_paused = true)]
     async fn version_that_expired_after_an_outage_is_listed_at_once() {
-        let (mut backoff, now) = (Backoff::default(), Instant::now());
+        let (mut backoff, now) = (CallBackoff::default(), Instant::now());
         for _ in 0..5 {
             backoff.next_delay(&failure(ApiErrorKind::Unavailable), now, 1.0);
         }
@@ -342,7 +353,7 @@ mod tests {
 
     #[tokio::test(start_paused = true)]
     async fn each_restart_of_a_server_that_restarts_twice_is_listed_soon() {
-        let (mut backoff, start) = (Backoff::default(), Instant::now());
+        let (mut backoff, start) = (CallBackoff::default(), Instant::now());
         let expired = failure(ApiErrorKind::Expired);
         let away = failure(ApiErrorKind::Unavailable);
         for restart in 0..3 {
@@ -396,7 +407,7 @@ mod tests {
         assert_eq!(throttle.remaining(now), Duration::from_secs(7));
         let mut asked = failure(ApiErrorKind::Throttled);
         asked.retry_after = Some(Duration::from_secs(20));
-        let wait = Backoff::default().next_delay(&asked, now, 0.0);
+        let wait = CallBackoff::default().next_delay(&asked, now, 0.0);
         assert_eq!(wait, Duration::from_secs(20));
     }
 }

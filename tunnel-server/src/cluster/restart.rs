@@ -10,6 +10,7 @@ use futures_util::FutureExt as _;
 use futures_util::future::BoxFuture;
 use tokio::time::{sleep, timeout};
 use tracing::error;
+use tunnel_proto::process::backoff::Backoff;
 
 use super::conditions::{Condition, Conditions};
 
@@ -22,7 +23,7 @@ pub(super) async fn run_restarting<T: Send>(
     mut run: impl for<'a> FnMut(&'a mut T) -> BoxFuture<'a, ()>,
     mut after_panic: impl FnMut(&mut T),
 ) {
-    let mut pause = PAUSE_MIN;
+    let mut pauses = Backoff::new(PAUSE_MIN, PAUSE_MAX, 1.0..=1.0);
     loop {
         let panic = {
             let mut running = pin!(AssertUnwindSafe(run(state)).catch_unwind());
@@ -30,7 +31,7 @@ pub(super) async fn run_restarting<T: Send>(
                 Ok(ended) => ended,
                 Err(_still_runs) => {
                     conditions.set(Condition::Task(task), Vec::new());
-                    pause = PAUSE_MIN;
+                    pauses.restart();
                     running.await
                 }
             };
@@ -52,8 +53,7 @@ pub(super) async fn run_restarting<T: Send>(
                 "panicked and starts again: {reason}; report this with the objects that it reads"
             )],
         );
-        sleep(pause).await;
-        pause = (pause * 2).min(PAUSE_MAX);
+        sleep(pauses.next(1.0)).await;
     }
 }
 

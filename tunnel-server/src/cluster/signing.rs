@@ -20,7 +20,7 @@ use tunnel_proto::wire::enroll::hex;
 
 use super::api_call::with_limit;
 use super::conditions::{Condition, Conditions};
-use super::failure::{ApiError, ApiErrorKind, Backoff};
+use super::failure::{ApiError, ApiErrorKind, CallBackoff};
 use super::objects::KUBELET_CLIENT_NAME;
 use crate::ingress::target_tls::TargetTls;
 use crate::metrics::Metrics;
@@ -72,7 +72,7 @@ impl KubeletClientCertificateTask {
         if let Some(own) = &credential.certificate {
             self.delegate(own);
         }
-        let mut backoff = Backoff::default();
+        let mut backoff = CallBackoff::default();
         loop {
             let wait = match self.poll_request(&mut credential).await {
                 Ok(wait) => {

@@ -13,7 +13,7 @@ use serde::de::DeserializeOwned;
 use tokio::time::Instant;
 use tracing::debug;
 
-use super::failure::{ApiError, ApiErrorKind, Backoff, Throttle};
+use super::failure::{ApiError, ApiErrorKind, CallBackoff, Throttle};
 use super::metrics::ClusterMetrics;
 use super::objects::Object;
 use crate::cluster::conditions::{Condition, Conditions};
@@ -123,7 +123,7 @@ fn take_available<K>(
 #[derive(Debug)]
 struct WatchErrors {
     context: WatchContext,
-    backoff: Backoff,
+    backoff: CallBackoff,
     /// Time of the first failure.
     since: Option<Instant>,
     /// Time at which the delay after the last failure ended.
@@ -138,7 +138,7 @@ impl WatchErrors {
     fn new(context: WatchContext) -> Self {
         Self {
             context,
-            backoff: Backoff::default(),
+            backoff: CallBackoff::default(),
             since: None,
             last_retry_at: Instant::now(),
             is_expiring: false,

@@ -18,7 +18,7 @@ use tracing::{info, warn};
 
 use super::api_call::{CALL_LIMIT, Conflicts, count_write, with_limit};
 use super::events::EventRecorder;
-use super::failure::{ApiError, ApiErrorKind, Backoff, Throttle};
+use super::failure::{ApiError, ApiErrorKind, CallBackoff, Throttle};
 use super::hosts::{self, HostsAction};
 use super::metrics::ClusterMetrics;
 use super::objects::{CONFIG_MAP_MAX_BYTES, Object};
@@ -92,7 +92,7 @@ pub(super) fn services(client: Client, namespace: &str) -> Api<DynamicObject> {
 impl Writers {
     /// Writes whenever an object differs and this server is the leader, until `stop`.
     pub(super) async fn run(&mut self, stop: &CancellationToken) {
-        let mut backoff = Backoff::default();
+        let mut backoff = CallBackoff::default();
         let mut debounce = Debounce::at(Instant::now());
         let mut resync_at = Instant::now();
         let mut was_leader = false;

@@ -30,7 +30,6 @@ mod accept;
 mod address;
 mod agreed;
 mod announce;
-mod backoff;
 mod connections;
 mod dial;
 mod endpoint;

@@ -15,7 +15,7 @@ use tunnel_proto::process::shutdown::Shutdown;
 use zeroize::Zeroizing;
 
 use super::super::api_call::{CALL_LIMIT, count_write, with_limit};
-use super::super::failure::{ApiError, ApiErrorKind, Backoff};
+use super::super::failure::{ApiError, ApiErrorKind, CallBackoff};
 use super::super::objects::{
     CA_CERTIFICATE_KEY, CA_PRIVATE_KEY, CA_ROTATION_KEY, Object, REPLACES_CA_ANNOTATION,
 };
@@ -81,7 +81,7 @@ impl CaReconciler {
 
     async fn run(self, mut due: watch::Receiver<()>) {
         let throttle = &self.cluster_objects.cluster.connection.throttle;
-        let mut backoff = Backoff::default();
+        let mut backoff = CallBackoff::default();
         loop {
             // An event during the reconciliation triggers another one.
             due.mark_unchanged();

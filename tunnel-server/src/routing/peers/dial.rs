@@ -17,6 +17,7 @@ use tracing::{Instrument as _, debug, info, info_span, warn};
 use tunnel_proto::dial::dial_host;
 use tunnel_proto::tcp::configure_session;
 use tunnel_proto::transport::{Session, h2};
+use tunnel_proto::process::backoff::Backoff;
 use tunnel_proto::wire::code::CloseCode;
 use tunnel_proto::wire::header::{StreamHeader, StreamKind};
 use tunnel_proto::wire::name::ReplicaId;
@@ -24,7 +25,6 @@ use tunnel_proto::wire::peer::PeerMessage;
 use tunnel_proto::wire::{REPLICAS_MAX, VERSION_MAX, VERSION_MIN};
 
 use super::PeerAddress;
-use super::backoff::{BACKOFF_MAX, Backoff};
 use super::endpoint::PeerEndpoint;
 use super::exchange::Exchange;
 use super::link::{
@@ -145,7 +145,7 @@ impl PeerTask {
     /// the connection has ended, or [`REMOVAL_GRACE`] after the removal.
     async fn run(self: Arc<Self>, mut address: watch::Receiver<Option<PeerAddress>>) {
         let peers = &self.endpoint.peers;
-        let mut backoff = Backoff::default();
+        let mut backoff = Backoff::new(BACKOFF_MIN, BACKOFF_MAX, 0.75..=1.0);
         let mut dial_at = Instant::now();
         let mut link: Option<LinkHandle> = None;
         // Time at which the list of a lost connection is dropped.
@@ -171,9 +171,9 @@ impl PeerTask {
                 },
                 () = ended(link.as_ref()) => {
                     if link.take().is_some_and(|lost| lost.began.elapsed() >= BACKOFF_MAX) {
-                        backoff = Backoff::default();
+                        backoff.restart();
                     }
-                    dial_at = Instant::now() + backoff.next_delay(rand::random());
+                    dial_at = Instant::now() + backoff.next(rand::random());
                     expires_at = Some(Instant::now() + self.endpoint.list_linger);
                 }
                 () = reached(expires_at) => {
@@ -189,7 +189,7 @@ impl PeerTask {
                             older.retire.cancel();
                         }
                     }
-                    _ => dial_at = Instant::now() + backoff.next_delay(rand::random()),
+                    _ => dial_at = Instant::now() + backoff.next(rand::random()),
                 },
             }
         }
@@ -430,6 +430,10 @@ const SERVER_NAME: &str = "tunnel-server.culvert";
 /// Time for which the connection of a server that was removed takes new streams. In most cases the
 /// server is added again by then, or stops.
 const REMOVAL_GRACE: Duration = Duration::from_secs(30);
+/// First time between two attempts.
+const BACKOFF_MIN: Duration = Duration::from_millis(200);
+/// Longest time between two attempts. A connection that lasted this long ends the series.
+const BACKOFF_MAX: Duration = Duration::from_secs(5);
 
 #[cfg(test)]
 mod tests {
