@@ -3,7 +3,7 @@
 
 use std::net::{IpAddr, Ipv6Addr};
 
-use http::header::{HOST, TRANSFER_ENCODING};
+use http::header::{CONNECTION, HOST, TRANSFER_ENCODING, UPGRADE};
 use http::uri::{Authority, Scheme as UriScheme};
 use http::{HeaderMap, HeaderName, HeaderValue, Method, Uri};
 use tunnel_proto::wire::name::{NodeName, Port};
@@ -144,6 +144,19 @@ pub fn has_supported_coding(headers: &HeaderMap) -> bool {
         coding.eq_ignore_ascii_case(b"chunked")
     };
     codings.next().is_none() && first.is_none_or(chunked)
+}
+
+/// Returns whether anything behind this server may take a request for an upgrade: it has an Upgrade
+/// field, or its Connection field contains "upgrade" anywhere, which is enough for kube-apiserver
+/// (`IsUpgradeRequest` of `staging/src/k8s.io/apimachinery/pkg/util/httpstream`). This test matches
+/// more requests than an HTTP server treats as upgrades, since what it matches is refused.
+fn may_be_upgrade(headers: &HeaderMap) -> bool {
+    let has_upgrade = |value: &[u8]| {
+        let mut windows = value.windows(b"upgrade".len());
+        windows.any(|window| window.eq_ignore_ascii_case(b"upgrade"))
+    };
+    let mut values = headers.get_all(CONNECTION).iter();
+    headers.contains_key(UPGRADE) || values.any(|value| has_upgrade(value.as_bytes()))
 }
 
 fn choose_node(

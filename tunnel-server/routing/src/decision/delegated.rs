@@ -17,12 +17,12 @@
 //! The node therefore comes from SNI, or else from the Pod in the path. The node comes from Host
 //! only where no user has set Host.
 
-use http::HeaderMap;
-use http::header::{CONNECTION, HOST, UPGRADE};
+use http::header::HOST;
 use tunnel_proto::wire::name::{NodeName, Port};
 
 use super::{
-    DecisionError, Host, HostPort, RequestFacts, bad_request, check_form, choose_node, single_value,
+    DecisionError, Host, HostPort, RequestFacts, bad_request, check_form, choose_node,
+    may_be_upgrade, single_value,
 };
 use crate::destination::{RequestedNode, RequestedPort};
 use crate::pod::{KubeletPath, Pod, PodLookupError};
@@ -81,7 +81,7 @@ pub fn decide_by_host(
     routes: &RouteTable,
 ) -> Result<RequestedNode, DecisionError> {
     let facts = &request.facts;
-    if is_upgrade(facts.headers) {
+    if may_be_upgrade(facts.headers) {
         return Err(no_node_by_tls(request));
     }
     let host = single_value(facts.headers, &HOST)?.and_then(HostPort::parse);
@@ -162,19 +162,6 @@ fn port_of_host(
     } else {
         RequestedPort::Named(named)
     })
-}
-
-/// Returns whether kube-apiserver forwards a request as an upgrade, with its user's Host: the
-/// Connection field contains "upgrade" anywhere (`IsUpgradeRequest` of
-/// `staging/src/k8s.io/apimachinery/pkg/util/httpstream`). This test matches more requests than an
-/// HTTP server treats as upgrades.
-fn is_upgrade(headers: &HeaderMap) -> bool {
-    let has_upgrade = |value: &[u8]| {
-        let mut windows = value.windows(b"upgrade".len());
-        windows.any(|window| window.eq_ignore_ascii_case(b"upgrade"))
-    };
-    let mut values = headers.get_all(CONNECTION).iter();
-    headers.contains_key(UPGRADE) || values.any(|value| has_upgrade(value.as_bytes()))
 }
 
 /// Returns the error for an upgrade request without a node in SNI.

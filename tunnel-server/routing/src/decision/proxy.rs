@@ -1,10 +1,10 @@
 //! Parsing of a request on a CONNECT listener, and its destination. All functions are pure.
 
-use http::header::{CONNECTION, CONTENT_LENGTH, TRANSFER_ENCODING, UPGRADE};
+use http::header::{CONTENT_LENGTH, TRANSFER_ENCODING};
 use http::{HeaderMap, Method, Uri};
 use tunnel_proto::wire::name::{NodeName, Port};
 
-use super::{DecisionError, Host, HostPort, bad_request, check_path};
+use super::{DecisionError, Host, HostPort, bad_request, check_path, may_be_upgrade};
 use crate::destination::{DialTarget, RequestedDestination, RequestedNode};
 use crate::dial_policy::{AddressOwner, ClusterNetworks};
 use crate::routes::{RouteError, RouteTable};
@@ -51,7 +51,7 @@ impl ProxyRequest {
             ));
         }
         // An upgrade in a plain request would turn a password for metrics into shell access.
-        if headers.contains_key(UPGRADE) || names_upgrade(headers) {
+        if may_be_upgrade(headers) {
             return Err(DecisionError::Unsupported(
                 "upgrades are not supported on this port; send CONNECT",
             ));
@@ -156,13 +156,6 @@ fn host_and_port(uri: &Uri) -> Result<(Host, Option<Port>), DecisionError> {
     let parsed =
         parsed.ok_or_else(|| bad_request("the target is not a name or address with a port"))?;
     Ok((parsed.host, parsed.port))
-}
-
-fn names_upgrade(headers: &HeaderMap) -> bool {
-    let values = headers.get_all(CONNECTION).iter();
-    values
-        .flat_map(|value| value.as_bytes().split(|byte| *byte == b','))
-        .any(|option| option.trim_ascii().eq_ignore_ascii_case(b"upgrade"))
 }
 
 #[cfg(test)]

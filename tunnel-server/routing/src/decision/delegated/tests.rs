@@ -1,6 +1,7 @@
 use std::net::IpAddr;
 
-use http::{HeaderValue, Method, Uri};
+use http::header::CONNECTION;
+use http::{HeaderMap, HeaderValue, Method, Uri};
 
 use super::*;
 use crate::destination::{AgentTarget, Scheme};

@@ -73,6 +73,7 @@ fn s44_plain_requests_only_read_and_never_switch_protocols() {
         &[("upgrade", "websocket"), ("connection", "Upgrade")][..],
         &[("upgrade", "SPDY/3.1")],
         &[("connection", "keep-alive, upgrade")],
+        &[("connection", "x-UPGRADEs")],
     ] {
         assert_eq!(parse("GET", url, fields), refused, "{fields:?}");
     }
