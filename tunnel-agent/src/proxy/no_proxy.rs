@@ -3,6 +3,7 @@
 
 use std::net::IpAddr;
 
+use tunnel_proto::process::networks::{Cidr, CidrError};
 use tunnel_proto::wire::name::Port;
 
 use crate::server_address::ServerAddress;
@@ -24,7 +25,7 @@ enum HostPattern {
     /// `*` matches every server.
     All,
     /// `10.0.0.0/8`; an address is a network of one.
-    Network(IpAddr, u32),
+    Network(Cidr),
     /// `example.com`: the domain and its subdomains.
     Domain(String),
     /// `.example.com` or `*.example.com`: the subdomains only, stored with the dot.
@@ -55,7 +56,7 @@ impl HostPattern {
     fn contains(&self, host: &str, ip: Option<IpAddr>) -> bool {
         match self {
             Self::All => true,
-            Self::Network(network, prefix) => ip.is_some_and(|ip| is_within(ip, *network, *prefix)),
+            Self::Network(network) => ip.is_some_and(|ip| network.contains(ip)),
             Self::Domain(_) | Self::Subdomains(_) if ip.is_some() => false,
             Self::Domain(domain) => host
                 .strip_suffix(domain.as_str())
@@ -94,17 +95,10 @@ fn entry(item: &str) -> Option<NoProxyEntry> {
 }
 
 fn network(text: &str) -> Option<HostPattern> {
-    let Some((start, prefix)) = text.split_once('/') else {
-        let ip = address(text)?;
-        return Some(HostPattern::Network(
-            ip,
-            if ip.is_ipv4() { 32 } else { 128 },
-        ));
-    };
-    let start: IpAddr = start.parse().ok()?;
-    let most = if start.is_ipv4() { 32 } else { 128 };
-    let prefix = prefix.parse().ok().filter(|prefix| *prefix <= most)?;
-    Some(HostPattern::Network(start, prefix))
+    match text.parse() {
+        Ok(network) | Err(CidrError::HostBits(network)) => Some(HostPattern::Network(network)),
+        Err(CidrError::Syntax | CidrError::Prefix(_)) => None,
+    }
 }
 
 fn domain(text: &str) -> Option<HostPattern> {
@@ -130,20 +124,6 @@ fn address(text: &str) -> Option<IpAddr> {
 fn normalize(name: &str) -> String {
     let name = name.strip_suffix('.').unwrap_or(name);
     name.to_ascii_lowercase()
-}
-
-fn is_within(ip: IpAddr, network: IpAddr, prefix: u32) -> bool {
-    match (ip, network) {
-        (IpAddr::V4(ip), IpAddr::V4(network)) => {
-            let differs = ip.to_bits() ^ network.to_bits();
-            differs.leading_zeros() >= prefix
-        }
-        (IpAddr::V6(ip), IpAddr::V6(network)) => {
-            let differs = ip.to_bits() ^ network.to_bits();
-            differs.leading_zeros() >= prefix
-        }
-        (IpAddr::V4(_), IpAddr::V6(_)) | (IpAddr::V6(_), IpAddr::V4(_)) => false,
-    }
 }
 
 #[cfg(test)]
