@@ -2,7 +2,7 @@
 //! queries in flight.
 
 use std::collections::HashMap;
-use std::net::{IpAddr, Ipv6Addr};
+use std::net::IpAddr;
 use std::num::NonZeroU32;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
@@ -11,6 +11,7 @@ use governor::clock::DefaultClock;
 use governor::state::keyed::HashMapStateStore;
 use governor::{Quota, RateLimiter};
 use parking_lot::Mutex;
+use tunnel_process::conn_limiter;
 
 /// Clients that share a limit: an IPv4 address, or an IPv6 /64 network because one host has all of
 /// its addresses.
@@ -107,13 +108,7 @@ impl Limiter {
 
 impl ClientKey {
     fn of(address: IpAddr) -> Self {
-        Self::One(match address.to_canonical() {
-            IpAddr::V4(address) => address.into(),
-            IpAddr::V6(address) => {
-                let network = u128::from(address) & !u128::from(u64::MAX);
-                Ipv6Addr::from(network).into()
-            }
-        })
+        Self::One(conn_limiter::source(address))
     }
 }
 

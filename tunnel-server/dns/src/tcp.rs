@@ -10,8 +10,8 @@ use tokio::net::{TcpListener, TcpStream};
 use tokio::sync::Semaphore;
 use tokio::task::JoinSet;
 use tokio::time::timeout;
-use tracing::{debug, warn};
-use tunnel_process::telemetry::LogRateLimit;
+use tracing::debug;
+use tunnel_process::accept::RetryingListener;
 
 use super::answer::Transport;
 use super::limiter::SourcePermit;
@@ -20,22 +20,12 @@ use super::server::{QueryAction, Server};
 /// Accepts connections and answers queries until dropped. Beyond the limit, one connection waits
 /// here and others wait in the queue of the system.
 pub(super) async fn serve(server: Arc<Server>, listener: TcpListener, connections: usize) {
+    let mut listener = RetryingListener::new(listener, "dns");
     let permits = Arc::new(Semaphore::new(connections));
     let mut tasks = JoinSet::new();
     loop {
         while tasks.try_join_next().is_some() {}
-        let (stream, client) = match listener.accept().await {
-            Ok(accepted) => accepted,
-            Err(error) => {
-                static FAILED: LogRateLimit =
-                    LogRateLimit::new("DNS connections cannot be accepted");
-                if FAILED.admit() {
-                    warn!(%error, "cannot accept DNS connections");
-                }
-                tokio::time::sleep(ERROR_PAUSE).await;
-                continue;
-            }
-        };
+        let (stream, client) = listener.accept().await;
         let Some(connection_permit) = server.admit_connection(client) else {
             continue;
         };
@@ -106,5 +96,3 @@ async fn read_message(stream: &mut TcpStream, message: &mut Vec<u8>) -> io::Resu
 
 /// Stub resolvers send their queries at once. Caches open a new connection when they need one.
 const IDLE: Duration = Duration::from_secs(5);
-/// A persistent error must not keep a core busy.
-const ERROR_PAUSE: Duration = Duration::from_millis(100);
