@@ -28,7 +28,6 @@
 //! | `loop_detection` | connections of the agent to itself, which rules of the host can make |
 //! | `secret`, `server_address` | values of settings that lower modules use |
 //! | `error` | text of errors for log lines |
-//! | `log_throttle` | which of repeated failures are logged |
 //!
 //! Calls go `main` → `app` → `connector` → `session` → `egress`. `egress` and `policy` depend on no
 //! transport but `Stream`. `session` registers its live sessions with `ingress`, which opens streams
@@ -52,7 +51,6 @@ mod enroll;
 mod error;
 mod handover;
 mod ingress;
-mod log_throttle;
 mod loop_detection;
 mod metrics;
 mod node_ip;

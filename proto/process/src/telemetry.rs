@@ -16,6 +16,7 @@ use tracing_subscriber::{Layer, Registry, fmt};
 mod access;
 mod dropped;
 mod json;
+mod log_throttle;
 mod log_writer;
 mod output;
 mod rate_limit;
@@ -29,6 +30,7 @@ pub use access::{AccessLogMode, AccessLogOutput, AccessLogSettings, admits_acces
 pub use dropped::DroppedLines;
 use dropped::{DROPPED, DroppedCounts};
 use json::JsonLines;
+pub use log_throttle::LogThrottle;
 pub use log_writer::ACCESS;
 use log_writer::{BatchWriter, FLUSH_TIMEOUT, Flusher, LogReporter};
 use output::LogOutput;

@@ -9,13 +9,13 @@ use rand::random;
 use tokio::time::{Instant, sleep};
 use tracing::{debug, warn};
 use tunnel_proto::process::backoff::Backoff;
+use tunnel_proto::process::telemetry::LogThrottle;
 use tunnel_proto::wire::code::EnrollCode;
 
 use super::{EndpointRotation, EnrollError, Enrollment, attempt};
 use crate::connector::backoff::{self as reconnect, ReconnectEvent};
 use crate::credentials::{CaFile, Credentials};
 use crate::error::causes;
-use crate::log_throttle::LogThrottle;
 
 /// Enrolls, with retries while they may help. Cancel-safe: the key is persisted and the request may
 /// be repeated.
@@ -69,10 +69,7 @@ pub(crate) async fn renew_or_enroll(
 /// Enrolls again after servers have stopped to trust the CA of the certificate, or the agent theirs.
 /// Retries until it succeeds, whatever the failure: the servers, --ca-file or the token may change.
 /// Cancel-safe as [`enroll`].
-pub(crate) async fn enroll_again(
-    enrollment: &Enrollment,
-    backoff: &mut Backoff,
-) -> Credentials {
+pub(crate) async fn enroll_again(enrollment: &Enrollment, backoff: &mut Backoff) -> Credentials {
     RetryLoop::new(enrollment).run_again(backoff).await
 }
 

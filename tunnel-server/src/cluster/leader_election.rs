@@ -10,6 +10,7 @@ use tokio::sync::watch;
 use tokio::time::Instant;
 use tokio_util::sync::CancellationToken;
 use tracing::{info, warn};
+use tunnel_proto::process::telemetry::LogThrottle;
 
 use super::client::ClusterHandle;
 use super::failure::{ApiError, ApiErrorKind};
@@ -145,7 +146,7 @@ impl Election {
 
     /// Acquires and renews the Lease until `stop`.
     pub(super) async fn run(&mut self, stop: &CancellationToken) {
-        let mut last_logged = None;
+        let mut throttle = LogThrottle::default();
         loop {
             let begun = Instant::now();
             let tried = tokio::select! {
@@ -157,7 +158,6 @@ impl Election {
             let mut asked = Duration::ZERO;
             match tried.unwrap_or_else(|_elapsed| Err(ApiError::timeout())) {
                 Ok(is_leader) => {
-                    last_logged = None;
                     self.conditions
                         .set(Condition::Writing(Object::Lease), Vec::new());
                     self.set_leader(is_leader.then(|| begun + RENEW_DEADLINE));
@@ -166,15 +166,15 @@ impl Election {
                     asked = failure.retry_after.unwrap_or_default();
                     self.metrics
                         .record_write(Object::Lease, failure.kind.label());
-                    let is_new_kind = last_logged.replace(failure.kind) != Some(failure.kind);
+                    let logged = throttle.failed(failure.kind, Instant::now());
                     if failure.needs_operator() {
                         let line = format!(
                             "cannot acquire the Lease, so no server writes records and ports: {failure}"
                         );
                         self.conditions
                             .set(Condition::Writing(Object::Lease), vec![line]);
-                    } else if is_new_kind {
-                        warn!(lease = self.lease.name(), error = %failure, "cannot get or renew the Lease, trying again");
+                    } else if let Some(suppressed) = logged {
+                        warn!(lease = self.lease.name(), error = %failure, suppressed, "cannot get or renew the Lease, trying again");
                     }
                     let is_over = self
                         .until

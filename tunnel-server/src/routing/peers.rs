@@ -54,7 +54,7 @@ pub use agreed::CaDigest;
 use agreed::{AgreedState, AnnouncedState};
 pub use endpoint::{OnEnroll, OnOrders, PeerEndpoint, PeerTls};
 pub use forward_policy::ForwardPolicy;
-use link::{Link, WarnInterval};
+use link::Link;
 pub use members::{LeftOut, listed_addresses};
 use metrics::{ForwardDirection, ForwardResult};
 pub use metrics::{PeerMetrics, PeerState};
@@ -82,8 +82,6 @@ pub struct Peers {
     closing: CancellationToken,
     /// Counts the connections, in both directions.
     connections: TaskTracker,
-    /// Limits the log lines about servers that violate the protocol.
-    violations: WarnInterval,
     /// Permits of sessions that are compared with those of other servers.
     contests: Arc<Semaphore>,
 }
@@ -197,7 +195,6 @@ impl Peers {
             agreed: watch::Sender::new(AgreedState::default()),
             closing: CancellationToken::new(),
             connections: TaskTracker::new(),
-            violations: WarnInterval::default(),
             contests: Arc::new(Semaphore::new(CONTESTS_MAX)),
         };
         peers.advertise(Vec::new());

@@ -8,6 +8,7 @@ use std::pin::pin;
 use std::sync::Arc;
 use std::time::Duration;
 
+use parking_lot::Mutex;
 use rustls_pki_types::ServerName;
 use tokio::sync::{Notify, mpsc, watch};
 use tokio::time::{Instant, sleep_until, timeout};
@@ -15,9 +16,10 @@ use tokio_rustls::TlsConnector;
 use tokio_util::sync::CancellationToken;
 use tracing::{Instrument as _, debug, info, info_span, warn};
 use tunnel_proto::dial::dial_host;
+use tunnel_proto::process::backoff::Backoff;
+use tunnel_proto::process::telemetry::LogThrottle;
 use tunnel_proto::tcp::configure_session;
 use tunnel_proto::transport::{Session, h2};
-use tunnel_proto::process::backoff::Backoff;
 use tunnel_proto::wire::code::CloseCode;
 use tunnel_proto::wire::header::{StreamHeader, StreamKind};
 use tunnel_proto::wire::name::ReplicaId;
@@ -27,9 +29,7 @@ use tunnel_proto::wire::{REPLICAS_MAX, VERSION_MAX, VERSION_MIN};
 use super::PeerAddress;
 use super::endpoint::PeerEndpoint;
 use super::exchange::Exchange;
-use super::link::{
-    Control, Link, LinkError, PendingAsk, WarnInterval, exchange_hello, outbox, run_out,
-};
+use super::link::{Control, Link, LinkError, PendingAsk, exchange_hello, outbox, run_out};
 use super::monitor::{LinkCheck, LinkMonitor, check_interval};
 use super::questions::Questions;
 
@@ -64,7 +64,7 @@ pub(super) async fn dial_all(
             let task = Arc::new(PeerTask {
                 endpoint: endpoint.clone(),
                 id: peer.id.clone(),
-                warnings: WarnInterval::default(),
+                failures: Mutex::default(),
             });
             let task_ended = task_ended.clone();
             let work = async move {
@@ -98,7 +98,7 @@ fn set_address(address: &watch::Sender<Option<PeerAddress>>, expected: Option<&P
 struct PeerTask {
     endpoint: Arc<PeerEndpoint>,
     id: ReplicaId,
-    warnings: WarnInterval,
+    failures: Mutex<LogThrottle<String>>,
 }
 
 /// A connection that is ready.
@@ -211,10 +211,14 @@ impl PeerTask {
             Ok(Err(error)) => error,
             Err(_elapsed) => LinkError::Timeout,
         };
-        if self.warnings.is_due() {
-            warn!(peer = %self.id, address = peer.address, %error, "cannot connect to another server; retrying");
-        } else {
-            debug!(peer = %self.id, address = peer.address, %error, "cannot connect to another server");
+        let error = error.to_string();
+        match (self.failures.lock()).failed(error.clone(), Instant::now()) {
+            Some(suppressed) => {
+                warn!(peer = %self.id, address = peer.address, %error, suppressed, "cannot connect to another server; retrying");
+            }
+            None => {
+                debug!(peer = %self.id, address = peer.address, %error, "cannot connect to another server");
+            }
         }
         None
     }

@@ -6,9 +6,9 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
 
-use parking_lot::Mutex;
 use tokio::sync::{OwnedSemaphorePermit, Semaphore, mpsc, oneshot};
-use tokio::time::{Instant, sleep, timeout};
+use tokio::time::{sleep, timeout};
+use tunnel_proto::process::telemetry::LogRateLimit;
 use tunnel_proto::session::control::{self, PeerReader, PeerWriter};
 use tunnel_proto::transport::{HandshakeError, Session, SessionError, Stream};
 use tunnel_proto::wire::code::CloseCode;
@@ -18,6 +18,9 @@ use tunnel_proto::wire::peer::{PeerHello, PeerMessage};
 use tunnel_routing::directory::LinkState;
 
 use super::monitor::LinkCheck;
+
+/// Limits the log lines about servers that violate the protocol.
+pub(super) static VIOLATIONS: LogRateLimit = LogRateLimit::new("violations by other servers");
 
 /// A connection that this server has dialed and over which it opens streams.
 #[derive(Debug)]
@@ -246,23 +249,6 @@ pub(super) async fn run_out(session: &dyn Session) {
     let _elapsed = timeout(RUN_OUT_MAX, polling).await;
 }
 
-/// Admits one log line in 30 s.
-#[derive(Debug, Default)]
-pub(super) struct WarnInterval(Mutex<Option<Instant>>);
-
-impl WarnInterval {
-    /// Returns whether a line may be written.
-    pub(super) fn is_due(&self) -> bool {
-        let now = Instant::now();
-        let mut last = self.0.lock();
-        let is_due = last.is_none_or(|last| now.saturating_duration_since(last) >= WARN_INTERVAL);
-        if is_due {
-            *last = Some(now);
-        }
-        is_due
-    }
-}
-
 /// Messages that wait to be sent on one connection, and questions that wait for a message.
 const QUEUE_MESSAGES: usize = 256;
 /// Time for the answer to a question. The other server probes its session for about as long.
@@ -273,20 +259,3 @@ const RUN_OUT_MAX: Duration = Duration::from_secs(300);
 /// Interval at which the streams of a connection that was replaced are counted. A stream that was
 /// about to be opened when the connection was replaced is open at the next count.
 const RUN_OUT_POLL: Duration = Duration::from_secs(1);
-/// Time between two log lines about the same server.
-const WARN_INTERVAL: Duration = Duration::from_secs(30);
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[tokio::test(start_paused = true)]
-    async fn one_line_in_thirty_seconds_is_due() {
-        let warn = WarnInterval::default();
-        assert!(warn.is_due() && !warn.is_due());
-        tokio::time::advance(Duration::from_secs(29)).await;
-        assert!(!warn.is_due());
-        tokio::time::advance(Duration::from_secs(1)).await;
-        assert!(warn.is_due());
-    }
-}

@@ -18,7 +18,7 @@ use tunnel_proto::wire::name::{InstanceId, NodeName, ReplicaId};
 use tunnel_proto::wire::peer::{Ask, HeldNode};
 use tunnel_routing::directory::{Contender, Tenure};
 
-use super::link::{Link, Question};
+use super::link::{Link, Question, VIOLATIONS};
 use super::metrics::YieldResult;
 use super::yields::CONTESTS_MAX;
 use super::{PeerEndpoint, Peers};
@@ -77,7 +77,7 @@ impl Peers {
             return;
         }
         let Ok(permit) = self.contests.clone().try_acquire_owned() else {
-            if self.violations.is_due() {
+            if VIOLATIONS.admit() {
                 warn!(peer = %replica, limit = CONTESTS_MAX, "too many names are used twice at once; the rest is not compared");
             }
             return;
@@ -187,7 +187,7 @@ impl Peers {
             YieldResult::Limited
         };
         self.metrics.yielded(result);
-        if !is_admitted && self.violations.is_due() {
+        if !is_admitted && VIOLATIONS.admit() {
             warn!(peer = %replica, "server claims the names of too many live sessions; no more of them are closed for a minute");
         }
         is_admitted

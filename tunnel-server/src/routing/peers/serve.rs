@@ -25,7 +25,7 @@ use super::dial::dead;
 use super::endpoint::PeerEndpoint;
 use super::exchange::Exchange;
 use super::forward::{refuse_above_limit, serve_stream};
-use super::link::{Control, LinkError, outbox, run_out};
+use super::link::{Control, LinkError, VIOLATIONS, outbox, run_out};
 use super::monitor::{LinkCheck, LinkMonitor, check_interval};
 
 /// The listener for other servers, port 10269.
@@ -86,7 +86,7 @@ impl PeerListener {
             Err(_elapsed) => return debug!("handshake of another server did not finish in time"),
         };
         let Some(permit) = self.connections.acquire(&accepted.replica) else {
-            if self.endpoint.peers.violations.is_due() {
+            if VIOLATIONS.admit() {
                 warn!(peer = %accepted.replica, "too many connections of another server");
             }
             let (code, detail) = (

@@ -10,7 +10,7 @@ use tunnel_proto::wire::name::ReplicaId;
 use tunnel_proto::wire::peer::{Holds, PeerHello};
 use tunnel_proto::wire::{VERSION_MAX, VERSION_MIN};
 
-use super::link::Link;
+use super::link::{Link, VIOLATIONS};
 use super::members::{bound_members, listed_addresses};
 use super::{Peer, PeerAddress, PeerZone, Peers, State};
 
@@ -134,7 +134,7 @@ impl Peers {
         }
         self.directory_changed(&state);
         drop(state);
-        if ignored > 0 && self.violations.is_due() {
+        if ignored > 0 && VIOLATIONS.admit() {
             warn!(
                 peer = %replica, ignored, limit = self.limits.directory_nodes,
                 "server announces more nodes than limits.directoryNodes; the rest is not reached over it"
@@ -142,13 +142,13 @@ impl Peers {
         }
     }
 
-    /// Logs that another server violated the protocol, at most once in 30 s.
+    /// Logs that another server violated the protocol.
     pub(super) fn warn_violation(
         &self,
         peer: &dyn std::fmt::Display,
         error: &dyn std::fmt::Display,
     ) {
-        if self.violations.is_due() {
+        if VIOLATIONS.admit() {
             warn!(%peer, %error, "another server violated the protocol, connection closed");
         } else {
             debug!(%peer, %error, "another server violated the protocol, connection closed");

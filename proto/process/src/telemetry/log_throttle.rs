@@ -8,7 +8,7 @@ use tokio::time::Instant;
 /// after 30 s without a failure. `K` is the kind of a failure. A success is no reason to, since
 /// successes and failures may alternate.
 #[derive(Debug)]
-pub(crate) struct LogThrottle<K> {
+pub struct LogThrottle<K> {
     logged: Vec<K>,
     last_failure: Option<Instant>,
     last: Option<Instant>,
@@ -29,7 +29,7 @@ impl<K> Default for LogThrottle<K> {
 impl<K: PartialEq> LogThrottle<K> {
     /// Returns how many failures were suppressed since the last line, or `None` to suppress this
     /// one.
-    pub(crate) fn failed(&mut self, kind: K, now: Instant) -> Option<u32> {
+    pub fn failed(&mut self, kind: K, now: Instant) -> Option<u32> {
         let last_failure = self.last_failure.replace(now);
         if last_failure.is_some_and(|last| now.duration_since(last) >= REPEAT_INTERVAL) {
             self.logged.clear();
