@@ -8,7 +8,7 @@ use std::time::Duration;
 use anyhow::{Context, Result, ensure};
 use tunnel_agent::config::{Config, TokenSource};
 use tunnel_agent::doctor::{DoctorOptions, examine};
-use tunnel_proto::process::doctor::Report;
+use tunnel_doctor::Report;
 use tunnel_proto::wire::name::{NodeName, Port};
 use tunnel_tests::env::{Agent, TestEnv, WAIT_TIMEOUT, server_address};
 use tunnel_tests::eventually::eventually;

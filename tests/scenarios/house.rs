@@ -42,6 +42,7 @@ fn crates_depend_on_each_other_as_the_map_says() {
     let expected = [
         ("tunnel-networks", &[][..]),
         ("tunnel-process", &["tunnel-networks"][..]),
+        ("tunnel-doctor", &["tunnel-process"][..]),
         ("tunnel-proto", &["tunnel-process"][..]),
         ("tunnel-tables", &[][..]),
         (
@@ -56,15 +57,21 @@ fn crates_depend_on_each_other_as_the_map_says() {
             "tunnel-server",
             &[
                 "tunnel-dns",
+                "tunnel-doctor",
                 "tunnel-proto",
                 "tunnel-routing",
                 "tunnel-tables",
             ][..],
         ),
-        ("tunnel-agent", &["tunnel-proto"][..]),
+        ("tunnel-agent", &["tunnel-doctor", "tunnel-proto"][..]),
         (
             "tunnel-tests",
-            &["tunnel-agent", "tunnel-proto", "tunnel-server"][..],
+            &[
+                "tunnel-agent",
+                "tunnel-doctor",
+                "tunnel-proto",
+                "tunnel-server",
+            ][..],
         ),
         (
             "tunnel-bench",

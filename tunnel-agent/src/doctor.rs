@@ -6,7 +6,7 @@
 use std::io;
 use std::time::Duration;
 
-use tunnel_proto::process::doctor::{Explanation, Report};
+use tunnel_doctor::{Explanation, Report};
 use tunnel_proto::wire::name::Port;
 
 use crate::config::Config;
@@ -58,7 +58,6 @@ pub async fn examine(config: &Config, options: &DoctorOptions) -> Report {
     let gathered = facts::gather(config, &options.port, options.timeout);
     let mut report = checks::examine(&Box::pin(gathered).await);
     report.retain(&selected(&options.only));
-    report.sort();
     report
 }
 

@@ -20,7 +20,7 @@ use tokio::time::{Instant, timeout_at};
 use super::metrics::COMMIT;
 use super::{files, meta, telemetry};
 
-pub(super) mod redact;
+pub mod redact;
 
 use redact::redacted;
 

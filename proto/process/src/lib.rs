@@ -8,7 +8,6 @@ pub mod backoff;
 pub mod conn_limiter;
 pub mod diag;
 pub mod disk;
-pub mod doctor;
 pub mod file_watch;
 pub mod files;
 pub mod host;

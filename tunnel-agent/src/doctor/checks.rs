@@ -3,13 +3,13 @@
 
 use std::time::Duration;
 
-use tunnel_proto::process::doctor::{Explanation, Report, Severity};
+use tunnel_doctor::{Check, Explanation, Fault, Found, Report, Severity, conditions, waits_for};
 use tunnel_proto::transport::quic::UDP_BUFFER_BYTES;
 use tunnel_proto::wire::code::RefusalCode;
 
 use super::credential::{CredentialFault, CredentialState};
 use super::facts::{AgentAnswer, Facts, PortFacts, RunningAgent};
-use super::report::{self, Fault};
+use super::report;
 use crate::config::TransportChoice;
 use crate::connector::live::SESSION;
 use crate::connector::status::SessionReport;
@@ -18,10 +18,7 @@ use crate::ingress::listeners::CONDITION;
 mod cloud;
 mod network;
 
-/// A check: the faults, or the reason why it cannot be done.
-type Check = fn(&Facts) -> Result<Vec<Fault>, String>;
-
-const CHECKS: &[(&Explanation, Check)] = &[
+const CHECKS: &[(&Explanation, Check<Facts>)] = &[
     (&report::HOST, host),
     (&report::HOST, network::clock),
     (&report::RESOLVE, network::resolve),
@@ -41,44 +38,20 @@ const CHECKS: &[(&Explanation, Check)] = &[
     (&report::CLOUD_SAN, cloud::san),
 ];
 
-/// Does all checks and returns their results.
+/// Does all checks and returns their results, sorted.
 pub(super) fn examine(facts: &Facts) -> Report {
-    let mut report = Report {
-        capacity: facts.host.capacity.clone(),
-        ..Report::default()
-    };
-    for (explanation, check) in CHECKS {
-        match check(facts) {
-            Ok(faults) => {
-                let findings = faults.into_iter().map(|fault| fault.of(explanation));
-                report.findings.extend(findings);
-            }
-            Err(reason) => report.skip(explanation.id, reason),
-        }
+    Report {
+        capacity: facts.capacity.clone(),
+        ..tunnel_doctor::examine(facts, CHECKS, &[])
     }
-    report
 }
 
 /// D18: UDP buffers, open files and the disk.
 fn host(facts: &Facts) -> Result<Vec<Fault>, String> {
-    let (mut faults, mut unknown) = (Vec::new(), Vec::new());
-    let buffers = facts.host.buffers.iter();
-    let buffers = buffers.filter(|_| facts.transport != TransportChoice::H2);
-    for buffer in buffers {
-        let setting = buffer.setting;
-        match &buffer.bytes {
-            Ok(bytes) if *bytes < UDP_BUFFER_BYTES as u64 => faults.push(Fault {
-                severity: Severity::Warning,
-                object: setting.to_owned(),
-                what: format!(
-                    "a UDP buffer has at most {bytes} bytes; QUIC asks for {UDP_BUFFER_BYTES}"
-                ),
-                fix: format!("sysctl -w {setting}={UDP_BUFFER_BYTES}; and in /etc/sysctl.d"),
-            }),
-            Ok(_enough) => {}
-            Err(reason) => unknown.push(reason.clone()),
-        }
-    }
+    let mut found = match facts.transport {
+        TransportChoice::H2 => Found::default(),
+        TransportChoice::Auto | TransportChoice::Quic => facts.host.small_buffers(UDP_BUFFER_BYTES),
+    };
     if let AgentAnswer::Running(RunningAgent {
         descriptors: Ok(Some(files)),
         ..
@@ -86,33 +59,15 @@ fn host(facts: &Facts) -> Result<Vec<Fault>, String> {
         && *files < facts.descriptors_min
     {
         let needed = facts.descriptors_min;
-        faults.push(Fault {
+        found.faults.push(Fault {
             severity: Severity::Warning,
-            object: "open files".to_owned(),
+            place: "open files".to_owned(),
             what: format!("the agent may open {files} files, and its limits need {needed}"),
             fix: "LimitNOFILE=65536 in the unit of the agent".to_owned(),
         });
     }
-    faults.extend(facts.host.buffer_pool.iter().map(|what| Fault {
-        severity: Severity::Warning,
-        object: "limits.bufferPool".to_owned(),
-        what: what.clone(),
-        fix: "leave limits.bufferPool out, or raise the memory limit".to_owned(),
-    }));
-    match &facts.host.disk {
-        Ok(Some(what)) => faults.push(Fault {
-            severity: Severity::Error,
-            object: facts.data_dir.display().to_string(),
-            what: what.clone(),
-            fix: "free some space, or mount the file system writable".to_owned(),
-        }),
-        Ok(None) => {}
-        Err(reason) => unknown.push(reason.clone()),
-    }
-    if faults.is_empty() && !unknown.is_empty() {
-        return Err(unknown.join("; "));
-    }
-    Ok(faults)
+    facts.host.add_storage(&facts.data_dir, &mut found);
+    found.result()
 }
 
 /// D19.tls: the credential itself.
@@ -127,7 +82,7 @@ fn certificate(facts: &Facts) -> Result<Vec<Fault>, String> {
         Err(CredentialFault::Unusable(what)) => {
             return Ok(vec![Fault {
                 severity: Severity::Error,
-                object: "credential".to_owned(),
+                place: "credential".to_owned(),
                 what: what.clone(),
                 fix: format!(
                     "remove agent.key and agent.crt in {data_dir} if they are there; {new_token}; \
@@ -139,7 +94,7 @@ fn certificate(facts: &Facts) -> Result<Vec<Fault>, String> {
     let fault = |severity, what, fix| {
         Ok(vec![Fault {
             severity,
-            object: location,
+            place: location,
             what,
             fix,
         }])
@@ -182,7 +137,7 @@ fn name(facts: &Facts) -> Result<Vec<Fault>, String> {
     match &facts.credential {
         Err(CredentialFault::OtherNode(what)) => Ok(vec![Fault {
             severity: Severity::Error,
-            object: facts.node.to_string(),
+            place: facts.node.to_string(),
             what: what.clone(),
             fix: format!(
                 "give the --node-name of the certificate; or remove agent.crt and enroll again: \
@@ -202,7 +157,7 @@ fn ports(facts: &Facts) -> Result<Vec<Fault>, String> {
     if let AgentAnswer::OtherProgram(answer) = &facts.agent.answer {
         faults.push(Fault {
             severity: Severity::Error,
-            object: address.clone(),
+            place: address.clone(),
             what: format!("another program listens on the address of --meta-listen: {answer}"),
             fix: format!("ss -ltnp 'src {address}'; stop the program, or change --meta-listen"),
         });
@@ -223,7 +178,7 @@ fn port_fault(facts: &PortFacts) -> Option<Fault> {
     };
     Some(Fault {
         severity: Severity::Error,
-        object: format!("port {port}"),
+        place: format!("port {port}"),
         what: format!("the agent does not reach the port: {}", refusal.detail),
         fix,
     })
@@ -234,7 +189,7 @@ fn agent(facts: &Facts) -> Result<Vec<Fault>, String> {
     let one = |severity, what: String, fix: &str| {
         Ok(vec![Fault {
             severity,
-            object: facts.agent.address.clone(),
+            place: facts.agent.address.clone(),
             what,
             fix: fix.to_owned(),
         }])
@@ -279,7 +234,7 @@ fn running(facts: &Facts, agent: &RunningAgent) -> Result<Vec<Fault>, String> {
             let reason = session.reason.as_deref().unwrap_or("being dialed");
             Fault {
                 severity,
-                object: facts.agent.address.clone(),
+                place: facts.agent.address.clone(),
                 what: format!("no session with {server}: {reason}"),
                 fix: "see the findings D19; tunnel-agent status; journalctl -u tunnel-agent"
                     .to_owned(),
@@ -289,28 +244,22 @@ fn running(facts: &Facts, agent: &RunningAgent) -> Result<Vec<Fault>, String> {
     if sessions.is_empty() {
         faults.push(Fault {
             severity,
-            object: facts.agent.address.clone(),
+            place: facts.agent.address.clone(),
             what: "no session: the agent enrolls or stops".to_owned(),
             fix: "see the findings D19; journalctl -u tunnel-agent".to_owned(),
         });
     }
-    let waiting = agent.waits_for().filter(|component| *component != SESSION);
+    let waiting = waits_for(&agent.readiness).filter(|component| *component != SESSION);
     faults.extend(waiting.map(|component| Fault {
         severity: Severity::Error,
-        object: facts.agent.address.clone(),
+        place: facts.agent.address.clone(),
         what: format!("the agent is not ready: it waits for {component}"),
         fix: "journalctl -u tunnel-agent".to_owned(),
     }));
     // The list of sessions has what the condition about them says, and D16.listen the other one.
-    let conditions = agent.conditions();
-    let others =
-        conditions.filter(|condition| ![SESSION, CONDITION].contains(&condition.component));
-    faults.extend(others.map(|condition| Fault {
-        severity: Severity::Warning,
-        object: format!("condition {}", condition.component),
-        what: condition.text.to_owned(),
-        fix: "docs/how-to/troubleshooting.md has the conditions and their causes".to_owned(),
-    }));
+    let others = conditions(&agent.readiness)
+        .filter(|condition| ![SESSION, CONDITION].contains(&condition.component));
+    faults.extend(others.map(|condition| condition.fault(Severity::Warning)));
     Ok(faults)
 }
 

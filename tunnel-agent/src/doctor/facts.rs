@@ -9,12 +9,11 @@ use std::time::{Duration, SystemTime};
 use http::StatusCode;
 use tokio::task::{JoinSet, spawn_blocking};
 use tokio::time::timeout;
+use tunnel_doctor::{HostFacts, NO_ANSWER, time_for_facts};
 use tunnel_proto::dial::SystemResolver;
-use tunnel_proto::process::host::{Resources, kernel_number};
-use tunnel_proto::process::limits::buffer_pool_fault;
-use tunnel_proto::process::meta::Readiness;
+use tunnel_proto::process::host::Resources;
+use tunnel_proto::process::meta::{self, Readiness};
 use tunnel_proto::process::settings::format_size;
-use tunnel_proto::process::{disk, meta};
 use tunnel_proto::wire::header::{Refusal, Target};
 use tunnel_proto::wire::name::{NodeName, Port};
 
@@ -43,6 +42,8 @@ pub(super) struct Facts {
     pub(super) servers: Result<Vec<ServerFacts>, String>,
     pub(super) ports: Vec<PortFacts>,
     pub(super) host: HostFacts,
+    /// What the process can carry, if it has the resources of this command.
+    pub(super) capacity: String,
     pub(super) agent: AgentFacts,
     pub(super) cloud: CloudFacts,
 }
@@ -52,26 +53,6 @@ pub(super) struct Facts {
 pub(super) struct PortFacts {
     pub(super) port: Port,
     pub(super) dialed: Result<SocketAddr, Refusal>,
-}
-
-/// Facts about this host.
-#[derive(Debug)]
-pub(super) struct HostFacts {
-    pub(super) buffers: Vec<UdpBuffer>,
-    /// Why the data directory cannot be written.
-    pub(super) disk: Result<Option<String>, String>,
-    /// What is wrong with the size of the buffer pool.
-    pub(super) buffer_pool: Option<String>,
-    /// What the process can carry, if it has the resources of this command.
-    pub(super) capacity: String,
-}
-
-/// The maximum size of a socket buffer.
-#[derive(Debug)]
-pub(super) struct UdpBuffer {
-    /// Name of the setting.
-    pub(super) setting: &'static str,
-    pub(super) bytes: Result<u64, String>,
 }
 
 /// The agent on this host.
@@ -104,37 +85,22 @@ pub(super) struct RunningAgent {
     pub(super) descriptors: Result<Option<u64>, String>,
 }
 
-/// A condition of the running agent.
-pub(super) struct Condition<'a> {
-    pub(super) component: &'a str,
-    pub(super) text: &'a str,
-}
-
-impl RunningAgent {
-    pub(super) fn conditions(&self) -> impl Iterator<Item = Condition<'_>> {
-        self.readiness.iter().filter_map(|line| {
-            let (component, text) = line.strip_prefix("[!] ")?.split_once(": ")?;
-            Some(Condition { component, text })
-        })
-    }
-
-    /// Returns the components for which the agent waits before it is ready.
-    pub(super) fn waits_for(&self) -> impl Iterator<Item = &str> {
-        let lines = self.readiness.iter();
-        lines.filter_map(|line| line.strip_prefix("[-] "))
-    }
-}
-
 /// Gathers the facts within `limit`.
 pub(super) async fn gather(config: &Config, ports: &[Port], limit: Duration) -> Facts {
-    // The report is printed within the limit too.
-    let limit = limit.saturating_sub(RESERVE).max(limit / 2);
+    let limit = time_for_facts(limit);
     let within = config.limits.handshake_timeout.min(limit / STEPS);
     let now = SystemTime::now();
+    let resources = Resources::of_process();
+    let buffer_pool = config.limits.buffer_pool_bytes(resources);
     let ((credential, servers), ports, host, agent, cloud) = tokio::join!(
         Box::pin(network(config, now, within)),
         Box::pin(dial_ports(config, ports, within)),
-        Box::pin(host(config, within)),
+        Box::pin(HostFacts::gather(
+            &config.data_dir,
+            buffer_pool,
+            &resources,
+            within
+        )),
         Box::pin(agent(config.meta_listen, within)),
         Box::pin(cloud::gather(&config.cloud_listeners, within)),
     );
@@ -152,6 +118,12 @@ pub(super) async fn gather(config: &Config, ports: &[Port], limit: Duration) -> 
         servers,
         ports,
         host,
+        capacity: format!(
+            "memory limit {}; {} streams, buffer pool {}",
+            resources.memory_text(),
+            config.limits.streams_per_agent,
+            format_size(buffer_pool)
+        ),
         agent,
         cloud,
     }
@@ -241,31 +213,6 @@ async fn dial_port(
     }
 }
 
-async fn host(config: &Config, within: Duration) -> HostFacts {
-    let resources = Resources::of_process();
-    let path = config.data_dir.clone();
-    let disk = match timeout(within, spawn_blocking(move || disk::check(&path))).await {
-        Ok(checked) => checked.map_err(|error| error.to_string()),
-        Err(_elapsed) => Err(NO_ANSWER.to_owned()),
-    };
-    let buffers = BUFFERS.map(|setting| UdpBuffer {
-        setting,
-        bytes: kernel_number(setting).map_err(|error| error.to_string()),
-    });
-    let buffer_pool = config.limits.buffer_pool_bytes(resources);
-    HostFacts {
-        buffers: buffers.into(),
-        disk,
-        buffer_pool: buffer_pool_fault(buffer_pool, resources.memory),
-        capacity: format!(
-            "memory limit {}; {} streams, buffer pool {}",
-            resources.memory_text(),
-            config.limits.streams_per_agent,
-            format_size(buffer_pool)
-        ),
-    }
-}
-
 async fn agent(meta_listen: Option<SocketAddr>, within: Duration) -> AgentFacts {
     let Some(address) = meta_listen.map(meta::dialable) else {
         return AgentFacts {
@@ -312,10 +259,6 @@ fn descriptors(page: &str) -> Option<u64> {
     value.trim().parse().ok()
 }
 
-const NO_ANSWER: &str = "no answer in time";
-const BUFFERS: [&str; 2] = ["net.core.rmem_max", "net.core.wmem_max"];
-/// Time that is left for the checks and the report.
-const RESERVE: Duration = Duration::from_secs(1);
 /// Steps of the longest path: the credential, the name, the connection, the handshake, the close.
 const STEPS: u32 = 5;
 /// Open files for other things than streams.

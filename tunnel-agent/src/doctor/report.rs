@@ -1,33 +1,6 @@
 //! What the checks look at, what a fault means, and how it is fixed.
 
-use tunnel_proto::process::doctor::{Explanation, Finding, Severity};
-use tunnel_proto::process::name_list::NameList;
-
-/// A fault in an object: a server, a file, a port, a setting.
-#[derive(Debug, PartialEq, Eq)]
-pub(super) struct Fault {
-    pub(super) severity: Severity,
-    /// The object that has the fault.
-    pub(super) object: String,
-    pub(super) what: String,
-    pub(super) fix: String,
-}
-
-impl Fault {
-    /// Returns the finding of a check.
-    pub(super) fn of(self, check: &Explanation) -> Finding {
-        Finding {
-            id: check.id,
-            severity: self.severity,
-            what: self.what,
-            objects: NameList::of(&[&self.object]),
-            place: self.object,
-            consequence: check.consequence,
-            fix: self.fix,
-            link: check.link,
-        }
-    }
-}
+use tunnel_doctor::Explanation;
 
 pub(super) const HOST: Explanation = Explanation {
     id: "D18",

@@ -5,7 +5,7 @@
 use std::path::PathBuf;
 use std::time::Duration;
 
-use tunnel_proto::process::doctor::{Explanation, Report};
+use tunnel_doctor::{Explanation, Report};
 use tunnel_proto::wire::name::NodeName;
 
 use super::verbs::{VerbError, load_names};

@@ -10,7 +10,7 @@ const REDACTED: &str = "[redacted]";
 const SECRET_HEX_MIN: usize = 32;
 
 /// Replaces what looks like a secret in every text of a value.
-pub(crate) fn redacted(value: Value) -> Value {
+pub fn redacted(value: Value) -> Value {
     match value {
         Value::String(text) => Value::String(redact(&text)),
         Value::Array(values) => values.into_iter().map(redacted).collect(),
@@ -26,7 +26,7 @@ pub(crate) fn redacted(value: Value) -> Value {
 
 /// Replaces what looks like a secret: private keys in PEM, join tokens, JSON web tokens, the user
 /// and password of a URL, and the word behind an authentication scheme.
-pub(crate) fn redact(text: &str) -> String {
+pub fn redact(text: &str) -> String {
     if text.contains("PRIVATE KEY-----") {
         return REDACTED.to_owned();
     }

@@ -3,20 +3,18 @@
 
 use std::net::SocketAddr;
 
-use tunnel_proto::process::doctor::Severity;
+use tunnel_doctor::{Fault, Severity, conditions};
 
 use crate::doctor::cloud::{ListenerAnswer, ListenerFacts, RuleTable};
 use crate::doctor::facts::{AgentAnswer, Facts};
-use crate::doctor::report::Fault;
 use crate::ingress::listeners::CONDITION;
 use crate::render::nft_table::TABLE;
 
 /// D16.listen: the program on each address.
 pub(super) fn listen(facts: &Facts) -> Result<Vec<Fault>, String> {
     let agent = &facts.agent.answer;
-    let conditions: Vec<&str> = match agent {
-        AgentAnswer::Running(agent) => agent
-            .conditions()
+    let lines: Vec<&str> = match agent {
+        AgentAnswer::Running(agent) => conditions(&agent.readiness)
             .filter(|condition| condition.component == CONDITION)
             .map(|condition| condition.text)
             .collect(),
@@ -25,19 +23,19 @@ pub(super) fn listen(facts: &Facts) -> Result<Vec<Fault>, String> {
         | AgentAnswer::OtherProgram(_)
         | AgentAnswer::NoAnswer(_) => Vec::new(),
     };
-    let fault = |object: String, what: String, fix: &str| Fault {
+    let fault = |place: String, what: String, fix: &str| Fault {
         severity: Severity::Error,
-        object,
+        place,
         what,
         fix: fix.to_owned(),
     };
-    let reported = conditions.iter().map(|line| {
+    let reported = lines.iter().map(|line| {
         let fix = "ss -ltnp; stop the other program, or set another address in --cloud-listen";
         fault("--cloud-listen".to_owned(), (*line).to_owned(), fix)
     });
     let found = facts.cloud.listeners.iter().filter_map(|listener| {
         let address = listener.listener.address.to_string();
-        if conditions
+        if lines
             .iter()
             .any(|line| line.split(' ').any(|word| word == address))
         {
@@ -71,7 +69,7 @@ pub(super) fn address(facts: &Facts) -> Result<Vec<Fault>, String> {
         let ip = listener.listener.address.ip();
         Fault {
             severity: Severity::Error,
-            object: ip.to_string(),
+            place: ip.to_string(),
             what: "no interface of this host has the address, so that pods do not reach it"
                 .to_owned(),
             fix: format!(
@@ -94,7 +92,7 @@ pub(super) fn nft(facts: &Facts) -> Result<Vec<Fault>, String> {
     };
     let faults = mistakes.into_iter().map(|what| Fault {
         severity: Severity::Error,
-        object: format!("nft table {TABLE}"),
+        place: format!("nft table {TABLE}"),
         what,
         fix:
             "render the file again: tunnel-agent render edge-apiserver --way nft --service-ip IP; \
@@ -144,7 +142,7 @@ pub(super) fn data_path(facts: &Facts) -> Result<Vec<Fault>, String> {
             .map(|name| {
                 Fault {
         severity: Severity::Warning,
-        object: format!("nft table {TABLE}"),
+        place: format!("nft table {TABLE}"),
         what: format!(
             "{name} runs on this node; where it replaces kube-proxy, it translates the Service's \
              address before the table sees a connection"
@@ -174,7 +172,7 @@ pub(super) fn san(facts: &Facts) -> Result<Vec<Fault>, String> {
         match &facts.answer {
             ListenerAnswer::Certificate { has_address: false } => faults.push(Fault {
                 severity,
-                object: address.to_string(),
+                place: address.to_string(),
                 what: format!(
                     "the API server's certificate has no SAN {}, so that pods refuse it by that \
                      address",

@@ -3,15 +3,14 @@
 
 use std::time::Duration;
 
+use tunnel_doctor::{Fault, Severity};
 use tunnel_proto::identity::BACKDATED;
-use tunnel_proto::process::doctor::Severity;
 use tunnel_proto::wire::code::CloseCode;
 
 use crate::config::TransportChoice;
 use crate::doctor::credential::{CaSource, CredentialFacts, CredentialState};
 use crate::doctor::facts::Facts;
 use crate::doctor::probe::{EndpointFacts, QuicFacts, ServerFacts, TcpFacts, TlsFailure};
-use crate::doctor::report::Fault;
 
 /// An address that was dialed.
 struct Dialed<'a> {
@@ -81,7 +80,7 @@ impl Dialed<'_> {
     fn fault(&self, what: String, fix: String) -> Fault {
         Fault {
             severity: self.severity(),
-            object: self.name(),
+            place: self.name(),
             what,
             fix,
         }
@@ -127,7 +126,7 @@ pub(super) fn resolve(facts: &Facts) -> Result<Vec<Fault>, String> {
         let reason = server.endpoints.as_ref().err()?;
         Some(Fault {
             severity: facts.severity(),
-            object: server.name.clone(),
+            place: server.name.clone(),
             what: reason.clone(),
             fix: "correct --server, or the resolver of this host: getent ahosts NAME; \
                   cat /etc/resolv.conf"
@@ -354,7 +353,7 @@ pub(super) fn clock(facts: &Facts) -> Result<Vec<Fault>, String> {
         let behind = humantime::format_duration(Duration::from_secs(behind.as_secs()));
         faults.push(Fault {
             severity: Severity::Warning,
-            object: "clock".to_owned(),
+            place: "clock".to_owned(),
             what: format!("the clock of this host is at least {behind} behind"),
             fix: fix(),
         });

@@ -1,6 +1,6 @@
 use std::time::SystemTime;
 
-use tunnel_proto::process::doctor::Finding;
+use tunnel_doctor::{Finding, HostFacts, UdpBuffer};
 use tunnel_proto::process::limits::buffer_pool_fault;
 use tunnel_proto::wire::code::CloseCode;
 use tunnel_proto::wire::header::Refusal;
@@ -8,7 +8,7 @@ use tunnel_proto::wire::name::Port;
 
 use super::*;
 use crate::doctor::credential::{CaSource, CredentialFacts};
-use crate::doctor::facts::{AgentFacts, HostFacts, UdpBuffer};
+use crate::doctor::facts::AgentFacts;
 use crate::doctor::probe::{EndpointFacts, QuicFacts, ServerFacts, TcpFacts, TlsFailure};
 
 mod cloud;
@@ -333,8 +333,8 @@ fn healthy() -> Facts {
             }],
             disk: Ok(None),
             buffer_pool: None,
-            capacity: String::new(),
         },
+        capacity: String::new(),
         agent: AgentFacts {
             address: "127.0.0.1:10266".to_owned(),
             answer: AgentAnswer::Running(RunningAgent {

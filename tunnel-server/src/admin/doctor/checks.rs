@@ -2,13 +2,14 @@
 
 use std::time::Duration;
 
-use tunnel_proto::process::doctor::{Explanation, Report, Severity};
+use tunnel_doctor::{
+    Check, Explanation, Fact, Fault, FaultGroups, FaultKind, GroupedCheck, Report, Severity,
+};
 use tunnel_proto::transport::quic::UDP_BUFFER_BYTES;
 
 use super::facts::{Facts, Link, ServerAnswer};
-use super::report::{self, Fault, FaultGroups, FaultKind};
+use super::report;
 use crate::admin::render::shell;
-use crate::cluster::doctor::Fact;
 use crate::routing::clock::is_apart;
 
 mod addons;
@@ -16,12 +17,7 @@ mod cluster;
 mod control_plane;
 mod dialed;
 
-/// A check: the faults, or the reason why it cannot be done.
-type Check = fn(&Facts) -> Fact<Vec<Fault>>;
-/// A check whose faults are grouped by their kind.
-type GroupedCheck = fn(&Facts) -> Fact<FaultGroups>;
-
-const CHECKS: &[(&Explanation, Check)] = &[
+const CHECKS: &[(&Explanation, Check<Facts>)] = &[
     (&report::D01, control_plane::kubelet_path),
     (&report::D02, control_plane::resolver),
     (&report::D03, control_plane::kubelet_ca),
@@ -47,33 +43,15 @@ const CHECKS: &[(&Explanation, Check)] = &[
     (&report::D18, clock),
 ];
 
-/// Checks whose faults many objects have: one finding for each kind.
-const GROUPED_CHECKS: &[(&Explanation, GroupedCheck)] =
+const GROUPED_CHECKS: &[(&Explanation, GroupedCheck<Facts>)] =
     &[(&report::D08, cluster::node_names), (&report::D09, agents)];
 
 /// Does all checks and returns their results, sorted.
 pub(super) fn examine(facts: &Facts) -> Report {
-    let mut report = Report {
-        capacity: facts.host.capacity.clone(),
-        ..Report::default()
-    };
-    for (explanation, check) in CHECKS {
-        match check(facts) {
-            Ok(faults) => {
-                let findings = faults.into_iter().map(|fault| fault.of(explanation));
-                report.findings.extend(findings);
-            }
-            Err(reason) => report.skip(explanation.id, reason),
-        }
+    Report {
+        capacity: facts.capacity.clone(),
+        ..tunnel_doctor::examine(facts, CHECKS, GROUPED_CHECKS)
     }
-    for (explanation, check) in GROUPED_CHECKS {
-        match check(facts) {
-            Ok(groups) => report.findings.extend(groups.findings(explanation)),
-            Err(reason) => report.skip(explanation.id, reason),
-        }
-    }
-    report.sort();
-    report
 }
 
 /// D09: the agents of the edge nodes.
@@ -182,32 +160,17 @@ fn host(facts: &Facts) -> Fact<Vec<Fault>> {
     {
         return Err(facts.elsewhere());
     }
-    let (mut faults, mut unknown) = (Vec::new(), Vec::new());
-    for buffer in &facts.host.buffers {
-        let setting = buffer.setting;
-        match &buffer.bytes {
-            Ok(bytes) if *bytes < UDP_BUFFER_BYTES as u64 => faults.push(Fault {
-                severity: Severity::Warning,
-                place: setting.to_owned(),
-                what: format!(
-                    "a UDP buffer has at most {bytes} bytes; QUIC asks for {UDP_BUFFER_BYTES}"
-                ),
-                fix: format!("sysctl -w {setting}={UDP_BUFFER_BYTES}; and in /etc/sysctl.d"),
-            }),
-            Ok(_enough) => {}
-            Err(reason) => unknown.push(reason.clone()),
-        }
-    }
-    faults.extend(small_links(&facts.host.links));
-    match &facts.host.descriptors {
+    let mut found = facts.host.small_buffers(UDP_BUFFER_BYTES);
+    found.faults.extend(small_links(&facts.links));
+    match &facts.descriptors {
         Ok(files) if *files < DESCRIPTORS_MIN => {
             // A Pod cannot say how many files it needs.
-            let (severity, unit) = if facts.host.is_pod {
+            let (severity, unit) = if facts.is_pod {
                 (Severity::Info, "the container runtime")
             } else {
                 (Severity::Warning, "the server")
             };
-            faults.push(Fault {
+            found.faults.push(Fault {
                 severity,
                 place: "open files".to_owned(),
                 what: format!("the server may open {files} files, less than {DESCRIPTORS_MIN}"),
@@ -215,33 +178,17 @@ fn host(facts: &Facts) -> Fact<Vec<Fault>> {
             });
         }
         Ok(_enough) => {}
-        Err(reason) => unknown.push(reason.clone()),
+        Err(reason) => found.unknown.push(reason.clone()),
     }
-    faults.extend(facts.host.buffer_pool.iter().map(|what| Fault {
-        severity: Severity::Warning,
-        place: "limits.bufferPool".to_owned(),
-        what: what.clone(),
-        fix: "leave limits.bufferPool out, or raise the memory limit".to_owned(),
-    }));
-    match &facts.host.disk {
-        Ok(Some(what)) => faults.push(Fault {
-            severity: Severity::Error,
-            place: facts.data_dir.display().to_string(),
-            what: what.clone(),
-            fix: "free some space, or mount the file system writable".to_owned(),
-        }),
-        // The server may see another file system than this command.
-        Ok(None) => {
-            let conditions = facts.conditions().into_iter();
-            let disk = conditions.filter(|condition| condition.component == "disk");
-            faults.extend(disk.map(|condition| condition.fault(Severity::Error)));
-        }
-        Err(reason) => unknown.push(reason.clone()),
+    facts.host.add_storage(&facts.data_dir, &mut found);
+    // The server may see another file system than this command.
+    if let Ok(None) = &facts.host.disk {
+        let conditions = facts.conditions().into_iter();
+        let disk = conditions.filter(|condition| condition.component == "disk");
+        let faults = disk.map(|condition| condition.fault(Severity::Error));
+        found.faults.extend(faults);
     }
-    if faults.is_empty() && !unknown.is_empty() {
-        return Err(unknown.join("; "));
-    }
-    Ok(faults)
+    found.result()
 }
 
 /// Returns the faults of interfaces over which QUIC does not connect.

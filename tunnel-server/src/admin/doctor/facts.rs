@@ -9,19 +9,19 @@ use std::time::{Duration, SystemTime};
 
 use tokio::net::UnixStream;
 use tokio::time::{Instant, timeout};
-use tunnel_proto::process::doctor::Severity;
+use tunnel_doctor::{
+    Condition, Fact, HostFacts, NO_ANSWER, conditions, time_for_facts, waits_for, within,
+};
 use tunnel_proto::process::host::Resources;
-use tunnel_proto::process::limits::buffer_pool_fault;
-use tunnel_proto::process::{disk, meta};
+use tunnel_proto::process::meta;
 use tunnel_proto::wire::name::NodeName;
 
 use self::dialed::DialedFacts;
 use self::kubelets::KubeletProbe;
-use super::report::Fault;
 use super::survey::{NodeSurvey, SurveySettings};
 use crate::admin::pages::PageQuery;
 use crate::admin::{AdminClient, AdminError};
-use crate::cluster::doctor::{ClusterFacts, ClusterObjects, Fact};
+use crate::cluster::doctor::{ClusterFacts, ClusterObjects};
 use crate::config::{Capacity, Config, DescriptorUses};
 use crate::store::data_dir::DataDir;
 
@@ -36,6 +36,14 @@ pub(super) struct Facts {
     /// Lines of the page `/readyz?verbose`.
     pub(super) readiness: Fact<Vec<String>>,
     pub(super) host: HostFacts,
+    /// Whether the command runs in a Pod of the cluster.
+    pub(super) is_pod: bool,
+    /// Largest packets of the network interfaces.
+    pub(super) links: Vec<Link>,
+    /// Maximum number of open files of the server.
+    pub(super) descriptors: Fact<u64>,
+    /// What the process can carry, if it has the resources of this command.
+    pub(super) capacity: String,
     pub(super) cluster: Fact<ClusterFacts>,
     /// Connections to kubelets of connected edge nodes.
     pub(super) kubelets: Fact<Vec<KubeletProbe>>,
@@ -54,30 +62,6 @@ pub(super) enum ServerAnswer {
     Unknown(String),
 }
 
-/// Facts about this host.
-pub(super) struct HostFacts {
-    /// Whether the command runs in a Pod of the cluster.
-    pub(super) is_pod: bool,
-    pub(super) buffers: Vec<UdpBuffer>,
-    /// Largest packets of the network interfaces.
-    pub(super) links: Vec<Link>,
-    /// Maximum number of open files of the server.
-    pub(super) descriptors: Fact<u64>,
-    /// Why the data directory cannot be written.
-    pub(super) disk: Fact<Option<String>>,
-    /// What is wrong with the size of the buffer pool.
-    pub(super) buffer_pool: Option<String>,
-    /// What the process can carry, if it has the resources of this command.
-    pub(super) capacity: String,
-}
-
-/// The maximum size of a socket buffer.
-pub(super) struct UdpBuffer {
-    /// Name of the setting.
-    pub(super) setting: &'static str,
-    pub(super) bytes: Fact<u64>,
-}
-
 /// A network interface other than loopback.
 pub(super) struct Link {
     pub(super) name: String,
@@ -87,18 +71,25 @@ pub(super) struct Link {
 
 /// Gathers the facts within `limit`.
 pub(super) async fn gather(config: &Config, only_nodes: &[NodeName], limit: Duration) -> Facts {
-    // The report is printed within the limit too.
-    let limit = limit.saturating_sub(RESERVE).max(limit / 2);
+    let limit = time_for_facts(limit);
+    let resources = Resources::of_process();
+    let capacity = Capacity::new(&config.limits, DescriptorUses::of(config), resources);
     let end = Instant::now() + limit;
     let settings = SurveySettings {
         only_nodes: only_nodes.to_vec(),
         renewal_margin: (config.limits.certificate_life / 4).min(RENEWAL_MARGIN_MAX),
         now: SystemTime::now(),
     };
-    let (server, readiness, host, dialed, objects) = tokio::join!(
+    let (server, readiness, host, descriptors, dialed, objects) = tokio::join!(
         Box::pin(server(&config.data_dir, settings, limit)),
         Box::pin(readiness(config.meta_listen, limit)),
-        Box::pin(host(config, limit)),
+        Box::pin(HostFacts::gather(
+            &config.data_dir,
+            capacity.buffer_pool,
+            &resources,
+            limit
+        )),
+        Box::pin(within(limit, descriptors(&config.data_dir))),
         Box::pin(DialedFacts::gather(config)),
         Box::pin(within(limit, ClusterObjects::read(config))),
     );
@@ -115,51 +106,38 @@ pub(super) async fn gather(config: &Config, only_nodes: &[NodeName], limit: Dura
         server,
         readiness,
         host,
+        is_pod: config
+            .kubernetes
+            .as_ref()
+            .is_some_and(|settings| settings.in_cluster),
+        links: links(Path::new("/sys/class/net")),
+        descriptors,
+        capacity: capacity.describe(resources),
         cluster,
         kubelets,
         dialed,
     }
 }
 
-/// A condition of the running server.
-pub(super) struct Condition<'a> {
-    pub(super) component: &'a str,
-    pub(super) text: &'a str,
-}
-
-impl Condition<'_> {
-    /// Returns the fault that the condition describes.
-    pub(super) fn fault(&self, severity: Severity) -> Fault {
-        Fault {
-            severity,
-            place: format!("condition {}", self.component),
-            what: self.text.to_owned(),
-            fix: "docs/how-to/troubleshooting.md has the conditions and their causes".to_owned(),
-        }
-    }
-}
-
 impl Facts {
     /// Returns the conditions of the running server; none if they are not known.
     pub(super) fn conditions(&self) -> Vec<Condition<'_>> {
-        let lines = self.readiness.iter().flatten();
-        let conditions = lines.filter_map(|line| {
-            let (component, text) = line.strip_prefix("[!] ")?.split_once(": ")?;
-            Some(Condition { component, text })
-        });
-        conditions.collect()
+        conditions(self.readiness_page()).collect()
     }
 
     /// Returns the components for which the running server waits before it is ready.
     pub(super) fn waits_for(&self) -> Vec<&str> {
-        let lines = self.readiness.iter().flatten();
-        lines.filter_map(|line| line.strip_prefix("[-] ")).collect()
+        waits_for(self.readiness_page()).collect()
+    }
+
+    fn readiness_page(&self) -> &[String] {
+        self.readiness.as_deref().unwrap_or_default()
     }
 
     /// Returns whether the command has a cluster by a kubeconfig, perhaps on another host than the
     /// server.
     pub(super) fn is_remote(&self) -> bool {
-        self.cluster.is_ok() && !self.host.is_pod
+        self.cluster.is_ok() && !self.is_pod
     }
 
     /// Returns why what the server itself knows is not checked.
@@ -273,43 +251,6 @@ async fn readiness(meta_listen: SocketAddr, limit: Duration) -> Fact<Vec<String>
     }
 }
 
-async fn host(config: &Config, limit: Duration) -> HostFacts {
-    let data_dir = &config.data_dir;
-    let resources = Resources::of_process();
-    let capacity = Capacity::new(&config.limits, DescriptorUses::of(config), resources);
-    let path = data_dir.to_owned();
-    let disk = within(limit, async {
-        let checked = tokio::task::spawn_blocking(move || disk::check(&path)).await;
-        checked.map_err(|error| error.to_string())
-    });
-    let descriptors = within(limit, descriptors(data_dir));
-    let (disk, descriptors) = tokio::join!(disk, descriptors);
-    HostFacts {
-        is_pod: config
-            .kubernetes
-            .as_ref()
-            .is_some_and(|settings| settings.in_cluster),
-        buffers: BUFFERS.map(udp_buffer).into(),
-        links: links(Path::new("/sys/class/net")),
-        descriptors,
-        disk,
-        buffer_pool: buffer_pool_fault(capacity.buffer_pool, resources.memory),
-        capacity: capacity.describe(resources),
-    }
-}
-
-fn udp_buffer(setting: &'static str) -> UdpBuffer {
-    let path = format!("/proc/sys/{}", setting.replace('.', "/"));
-    let text = fs::read_to_string(&path).map_err(|error| format!("{path}: {error}"));
-    UdpBuffer {
-        setting,
-        bytes: text.and_then(|text| {
-            let bytes = text.trim().parse::<u64>();
-            bytes.map_err(|_error| format!("{path}: not a number"))
-        }),
-    }
-}
-
 /// Returns the network interfaces that can be read.
 fn links(folder: &Path) -> Vec<Link> {
     let entries = fs::read_dir(folder).into_iter().flatten().flatten();
@@ -345,19 +286,9 @@ fn open_files(limits: &str) -> Option<u64> {
     }
 }
 
-/// Waits for a fact, for at most `limit`.
-async fn within<T>(limit: Duration, fact: impl Future<Output = Fact<T>>) -> Fact<T> {
-    let fact = timeout(limit, fact).await;
-    fact.unwrap_or_else(|_elapsed| Err(NO_ANSWER.to_owned()))
-}
-
 /// Maximum number of network interfaces that are read.
 const LINKS_MAX: usize = 256;
-const NO_ANSWER: &str = "no answer in time";
 const NO_PROCESS: &str = "the server's process is in another container";
-const BUFFERS: [&str; 2] = ["net.core.rmem_max", "net.core.wmem_max"];
-/// Time that is left for the checks and the report.
-const RESERVE: Duration = Duration::from_secs(1);
 /// Certificates are renewed at half of their life, so the margin of a short life is a quarter.
 const RENEWAL_MARGIN_MAX: Duration = Duration::from_secs(7 * 24 * 60 * 60);
 

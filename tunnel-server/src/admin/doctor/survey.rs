@@ -4,12 +4,11 @@
 use std::collections::BTreeMap;
 use std::time::{Duration, SystemTime};
 
-use tunnel_proto::process::doctor::Severity;
+use tunnel_doctor::{Fault, FaultGroups, FaultKind, Severity};
 use tunnel_proto::process::name_list::NAMES_SHOWN_MAX;
 use tunnel_proto::wire::REPLICAS_MAX;
 use tunnel_proto::wire::name::NodeName;
 
-use super::report::{Fault, FaultGroups, FaultKind};
 use crate::admin::status::{NodeStatus, VersionSkew};
 
 /// What is looked for.

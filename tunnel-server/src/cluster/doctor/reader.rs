@@ -15,8 +15,7 @@ use crate::cluster::clock::date;
 use crate::cluster::failure::{ApiError, ApiErrorKind};
 use crate::routing::clock::ClockReading;
 
-/// A fact, or the reason why it is not known.
-pub(crate) type Fact<T> = Result<T, String>;
+pub(crate) use tunnel_doctor::Fact;
 
 /// A reader with the credentials of the command.
 pub(super) struct Reader {

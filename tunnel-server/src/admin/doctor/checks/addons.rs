@@ -3,10 +3,9 @@
 use std::path::Path;
 
 use serde_json::{Value, json};
-use tunnel_proto::process::doctor::Severity;
+use tunnel_doctor::{Fault, Severity};
 
 use crate::admin::doctor::facts::Facts;
-use crate::admin::doctor::report::Fault;
 use crate::admin::render::shell;
 use crate::cluster::doctor::{ClusterFacts, EndpointFacts, Fact, MonitorFacts};
 use crate::config::ObjectNames;

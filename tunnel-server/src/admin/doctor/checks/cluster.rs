@@ -4,12 +4,11 @@ use std::collections::{BTreeMap, BTreeSet};
 use std::net::IpAddr;
 
 use serde_json::json;
-use tunnel_proto::process::doctor::Severity;
+use tunnel_doctor::{Fault, FaultGroups, FaultKind, Severity};
 use tunnel_proto::process::name_list::NameList;
 
 use super::control_plane::dials_by_address;
 use crate::admin::doctor::facts::{Facts, ServerAnswer};
-use crate::admin::doctor::report::{Fault, FaultGroups, FaultKind};
 use crate::admin::doctor::survey::shared_address;
 use crate::admin::render::shell;
 use crate::cluster::doctor::{ClusterFacts, DNS_SERVICE, Fact, NodesFacts, ServiceFacts};

@@ -2,10 +2,9 @@
 
 use std::collections::BTreeSet;
 
-use tunnel_proto::process::doctor::Severity;
+use tunnel_doctor::{Fault, Severity};
 
 use crate::admin::doctor::facts::Facts;
-use crate::admin::doctor::report::Fault;
 use crate::cluster::doctor::{ApiServerFacts, ClusterFacts, Fact};
 
 /// How a kube-apiserver dials kubelets.

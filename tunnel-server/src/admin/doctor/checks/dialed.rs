@@ -3,11 +3,10 @@
 
 use std::time::Duration;
 
-use tunnel_proto::process::doctor::Severity;
+use tunnel_doctor::{Fault, Severity};
 
 use crate::admin::doctor::facts::kubelets::{KubeletAnswer, KubeletProbe};
 use crate::admin::doctor::facts::{Facts, ServerAnswer};
-use crate::admin::doctor::report::Fault;
 use crate::admin::render::shell;
 use crate::cluster::doctor::Fact;
 

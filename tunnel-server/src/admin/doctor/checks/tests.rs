@@ -1,11 +1,10 @@
 use std::collections::{BTreeMap, BTreeSet};
 
-use tunnel_proto::process::doctor::Finding;
+use tunnel_doctor::{Finding, HostFacts, UdpBuffer};
 
 use super::*;
 use crate::admin::doctor::facts::dialed::{Dialed, DialedFacts};
 use crate::admin::doctor::facts::kubelets::{KubeletAnswer, KubeletProbe};
-use crate::admin::doctor::facts::{HostFacts, UdpBuffer};
 use crate::admin::doctor::survey::{NodeSurvey, SurveySettings};
 use crate::admin::status::{NodeStatus, VersionSkew};
 use crate::cluster::doctor::{
@@ -117,17 +116,17 @@ fn healthy() -> Facts {
         data_dir: "/data".into(),
         server: answer(&[node("a"), node("b")]),
         readiness: Ok(vec!["[+] nodes".to_owned(), "ok".to_owned()]),
+        is_pod: true,
+        links: vec![Link {
+            name: "eth0".to_owned(),
+            mtu: MTU_MIN_BYTES,
+        }],
+        descriptors: Ok(DESCRIPTORS_MIN),
+        capacity: String::new(),
         host: HostFacts {
-            is_pod: true,
             buffers: vec![buffer("net.core.rmem_max"), buffer("net.core.wmem_max")],
-            links: vec![Link {
-                name: "eth0".to_owned(),
-                mtu: MTU_MIN_BYTES,
-            }],
-            descriptors: Ok(DESCRIPTORS_MIN),
             disk: Ok(None),
             buffer_pool: None,
-            capacity: String::new(),
         },
         cluster: Ok(healthy_cluster()),
         kubelets: Ok(vec![KubeletProbe {
@@ -306,8 +305,8 @@ fn kubeconfig_of_an_operator_needs_no_server_on_the_host() {
     let mut facts = healthy();
     facts.server = ServerAnswer::NotRunning;
     facts.readiness = Err("refused".to_owned());
-    facts.host.is_pod = false;
-    facts.host.descriptors = Ok(1024);
+    facts.is_pod = false;
+    facts.descriptors = Ok(1024);
     let report = examine(&facts);
     assert!(report.findings.is_empty(), "{report:?}");
     let reasons = report.skipped.iter().map(|skipped| &skipped.reason);
@@ -539,8 +538,8 @@ fn d18_host_is_checked() {
     ensure_only(&buffers, "D18", Severity::Warning);
     for (is_pod, severity) in [(true, Severity::Info), (false, Severity::Warning)] {
         let descriptors = findings(|facts| {
-            facts.host.is_pod = is_pod;
-            facts.host.descriptors = Ok(1024);
+            facts.is_pod = is_pod;
+            facts.descriptors = Ok(1024);
         });
         ensure_only(&descriptors, "D18", severity);
     }
@@ -548,7 +547,7 @@ fn d18_host_is_checked() {
     ensure_only(&disk, "D18", Severity::Error);
     let pool = findings(|facts| facts.host.buffer_pool = Some("too large".to_owned()));
     ensure_only(&pool, "D18", Severity::Warning);
-    let link = findings(|facts| facts.host.links[0].mtu = 1200);
+    let link = findings(|facts| facts.links[0].mtu = 1200);
     ensure_only(&link, "D18", Severity::Warning);
     let condition = findings(|facts| facts.readiness = Ok(vec!["[!] disk: full".to_owned()]));
     ensure_only(&condition, "D18", Severity::Error);

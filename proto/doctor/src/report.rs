@@ -1,4 +1,4 @@
-//! The output of the verb `doctor`: findings of the checks, and the exit code.
+//! Findings of the checks, their output, and the exit code.
 //!
 //! Texts of peers and of the cluster are printed with visible characters only, and without what
 //! looks like a secret.
@@ -10,9 +10,9 @@ use std::time::Duration;
 use serde::Serialize;
 use tokio::time::{Instant, sleep};
 
-use super::diag::redact::{redact, redacted};
-use super::name_list::NameList;
-use super::telemetry::{self, LogFormat, visible};
+use tunnel_process::diag::redact::{redact, redacted};
+use tunnel_process::name_list::NameList;
+use tunnel_process::telemetry::{self, LogFormat, visible};
 
 /// Version of the JSON documents. Raised when a field is removed or changes its meaning.
 const SCHEMA: u32 = 1;
@@ -99,7 +99,7 @@ struct ReportDocument<'a> {
 
 impl Report {
     /// Adds the reason why a check could not be done.
-    pub fn skip(&mut self, id: &'static str, reason: impl Into<String>) {
+    pub(crate) fn skip(&mut self, id: &'static str, reason: impl Into<String>) {
         let reason = reason.into();
         self.skipped.push(Skipped { id, reason });
     }
@@ -113,7 +113,7 @@ impl Report {
     }
 
     /// Sorts the findings: the most serious ones first, then by id and place.
-    pub fn sort(&mut self) {
+    pub(crate) fn sort(&mut self) {
         self.findings.sort_by(|left, right| {
             let key = |finding: &Finding| (finding.severity, finding.id);
             key(left)
