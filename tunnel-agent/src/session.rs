@@ -19,6 +19,7 @@ use tokio::sync::watch;
 use tokio::time::{Instant, sleep, sleep_until, timeout};
 use tokio_util::task::{AbortOnDropHandle, TaskTracker};
 use tracing::{Instrument, debug, debug_span, info, warn};
+use tunnel_proto::process::telemetry::LogRateLimit;
 use tunnel_proto::session::control::ControlReader;
 use tunnel_proto::session::{
     ControlSender, LivenessState, Observation, SessionMonitor, SilenceCause, Transition,
@@ -211,8 +212,6 @@ struct ActiveSession<'a> {
     cloud: Option<CloudSessionGuard>,
     /// Whether the connector knows that the server is stopping.
     is_draining: bool,
-    /// Whether an unexpected message was logged. The server may repeat such messages at will.
-    is_unexpected_logged: bool,
     /// Whether the server issues certificates on this session.
     can_renew: bool,
     /// Certificate requests without an answer on this session.
@@ -253,7 +252,6 @@ impl<'a> ActiveSession<'a> {
             rtt_due: now + FIRST_RTT_AFTER,
             cloud,
             is_draining: false,
-            is_unexpected_logged: false,
             can_renew: has_capability(CAPABILITY_RENEW),
             pending_renewals: 0,
             session,
@@ -428,7 +426,10 @@ impl<'a> ActiveSession<'a> {
             | ControlMessage::Lost(_)
             | ControlMessage::Renewed(_)
             | ControlMessage::Bye(_) => {
-                if !std::mem::replace(&mut self.is_unexpected_logged, true) {
+                // The server may repeat such messages at will.
+                static UNEXPECTED: LogRateLimit =
+                    LogRateLimit::new("unexpected messages on control streams");
+                if UNEXPECTED.admit() {
                     warn!(node = %agent, session = session.0, "unexpected message on the control stream ignored");
                 }
             }
