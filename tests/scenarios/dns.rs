@@ -15,13 +15,13 @@ use anyhow::{Context, Result, ensure};
 use prometheus_client::registry::Registry;
 use tokio::net::TcpListener;
 use tunnel_proto::process::shutdown::Shutdown;
+use tunnel_server::cluster::dns_snapshot::{persist, restore};
 use tunnel_server::config::RawConfig;
 use tunnel_server::dns::{
     Addresses, Dns, DnsInputs, DnsLimits, DnsMetrics, DnsSettings, DnsSocket, DnsSockets, Records,
     Resolvers,
 };
 use tunnel_server::store::data_dir::DataDir;
-use tunnel_server::store::dns_snapshot::{persist, restore};
 use tunnel_tests::dns::DnsClient;
 use tunnel_tests::env::{TestEnv, WAIT_TIMEOUT};
 use tunnel_tests::eventually::eventually;

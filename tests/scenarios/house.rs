@@ -53,6 +53,7 @@ fn crates_depend_on_each_other_as_the_map_says() {
             "tunnel-routing",
             &["tunnel-networks", "tunnel-proto", "tunnel-tables"][..],
         ),
+        ("tunnel-store", &["tunnel-proto", "tunnel-tables"][..]),
         (
             "tunnel-server",
             &[
@@ -60,6 +61,7 @@ fn crates_depend_on_each_other_as_the_map_says() {
                 "tunnel-doctor",
                 "tunnel-proto",
                 "tunnel-routing",
+                "tunnel-store",
                 "tunnel-tables",
             ][..],
         ),

@@ -16,6 +16,8 @@ use tunnel_proto::transport::quic::QuicKeys;
 use tunnel_proto::wire::name::{NodeName, ReplicaId};
 
 use crate::store::data_dir::DataDir;
+#[cfg(feature = "test-util")]
+use crate::store::state_store::check_value;
 
 pub mod attestation;
 mod cert_resolver;
@@ -282,6 +284,13 @@ impl fmt::Debug for LocalCa {
             .field("material", &self.material.load())
             .finish_non_exhaustive()
     }
+}
+
+/// Reads a value of the store as the kinds of rows of this module, for a fuzz target.
+#[cfg(feature = "test-util")]
+pub fn check_rows(content: &[u8]) {
+    check_value::<revocation::OrderRow>(content);
+    check_value::<tokens::StoredToken>(content);
 }
 
 #[cfg(test)]

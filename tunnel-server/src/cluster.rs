@@ -39,6 +39,7 @@ mod client;
 mod clock;
 mod conditions;
 mod credentials;
+pub mod dns_snapshot;
 pub(crate) mod doctor;
 mod events;
 mod failure;

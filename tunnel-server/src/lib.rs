@@ -21,10 +21,10 @@ pub mod metrics;
 pub mod outcome;
 pub mod routing;
 pub mod session;
-pub mod store;
 
 pub use tunnel_dns as dns;
 pub use tunnel_routing::policy;
+pub use tunnel_store as store;
 
 #[cfg(test)]
 mod testing;

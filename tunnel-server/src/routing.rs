@@ -18,12 +18,12 @@ use self::via::Via;
 pub(crate) mod clock;
 mod current_routes;
 pub mod forwarded;
-pub mod known_nodes;
 pub mod peers;
 pub mod pod_lookup;
 pub mod registry;
 pub mod via;
 
+pub use crate::store::known_nodes;
 pub use tunnel_routing::{decision, destination, dial_policy, directory, pod};
 
 /// The table of routes, and the one in use.

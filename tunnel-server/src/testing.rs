@@ -1,6 +1,5 @@
 //! Test support: the state of a server, and agents that the test plays over in-memory sessions.
 
-use std::fmt::Display;
 use std::future::Future;
 use std::sync::Arc;
 use std::time::{Duration, SystemTime};
@@ -26,7 +25,8 @@ use crate::routing::peers::{PeerAddress, PeerLimits, PeerMetrics, Peers};
 use crate::routing::registry::{CallerKey, OpenError, Opened, Registry, RegistryLimits};
 use crate::routing::routes::{NodeLabels, RouteNode, RouteSource};
 use crate::session::{SessionLimits, Sessions};
-use crate::store::data_dir::testing::Scratch;
+use crate::store::testing::Scratch;
+pub(crate) use crate::store::testing::{assert_contains, node};
 
 /// A timeout beyond every limit of the code under test.
 pub(crate) const WAIT_TIMEOUT: Duration = Duration::from_secs(600);
@@ -43,19 +43,8 @@ const REGISTRY_LIMITS: RegistryLimits = RegistryLimits {
 /// Permits for sessions.
 const SESSIONS: usize = 64;
 
-pub(crate) fn node() -> NodeName {
-    "worker-1".parse().unwrap()
-}
-
 pub(crate) fn header() -> StreamHeader {
     StreamHeader::new(StreamKind::Target(Target::Node(Port::new(9100).unwrap())))
-}
-
-/// Checks that `text` contains `part`.
-#[track_caller]
-pub(crate) fn assert_contains(text: &(impl Display + ?Sized), part: &str) {
-    let text = text.to_string();
-    assert!(text.contains(part), "{part:?} is not in {text:?}");
 }
 
 /// Waits until `holds` returns `true`.

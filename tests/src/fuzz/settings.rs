@@ -13,7 +13,6 @@ use tunnel_proto::wire::ports::PortSet;
 use tunnel_server::dns::NamePattern;
 use tunnel_server::ingress::connect::basic_auth::BasicAuthUsers;
 use tunnel_server::routing::dial_policy::DirectTarget;
-use tunnel_server::store::check_rows;
 use tunnel_server::store::data_dir::DataDir;
 
 use crate::process::ScratchDir;
@@ -112,7 +111,8 @@ pub(super) fn check_persisted(input: &[u8]) -> Result<()> {
     thread_local! {
         static DATA: Result<Data> = Data::new();
     }
-    check_rows(input);
+    tunnel_server::ca::check_rows(input);
+    tunnel_server::store::check_rows(input);
     DATA.with(|data| {
         let data = data.as_ref().ok().context("a data directory")?;
         let dir = &data.dir;

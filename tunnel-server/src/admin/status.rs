@@ -144,7 +144,7 @@ impl NodeSources {
     /// Creates the sources of a data directory with which no server runs.
     pub fn of_files(nodes: KnownNodes, revocations: Revocations) -> Self {
         let routes = Routes::default();
-        nodes.update_routes(&routes, &mut NodeMap::default());
+        routes.follow_known(nodes.snapshot(), &mut NodeMap::default());
         Self {
             nodes: Arc::new(nodes),
             routes,
@@ -499,7 +499,7 @@ mod tests {
         let sessions = &bench.sessions;
         let routes = Routes::default();
         let nodes = &sessions.nodes;
-        nodes.update_routes(&routes, &mut NodeMap::default());
+        routes.follow_known(nodes.snapshot(), &mut NodeMap::default());
         routes.set(RouteSource::Cluster, cluster.to_vec());
         let sources = NodeSources {
             nodes: sessions.nodes.clone(),

@@ -199,7 +199,7 @@ fn follow_nodes(nodes: &Arc<KnownNodes>, routes: &Routes, metrics: &Metrics, shu
     let mut changed = nodes.changed();
     let mut handled = NodeMap::default();
     let mut update = move || {
-        let table = nodes.update_routes(&routes, &mut handled);
+        let table = routes.follow_known(nodes.snapshot(), &mut handled);
         metrics.routes(table.len(), table.conflicts());
     };
     update();

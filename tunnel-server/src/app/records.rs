@@ -8,11 +8,11 @@ use prometheus_client::registry::Registry as MetricsRegistry;
 use tunnel_proto::wire::name::NodeName;
 
 use super::context::ServerContext;
+use crate::cluster::dns_snapshot::{persist, restore};
 use crate::dns::{
     Dns, DnsInputs, DnsLimits, DnsMetrics, DnsSettings, DnsSockets, Node, NodeLocation, RecordSet,
 };
 use crate::routing::known_nodes::NodeMap;
-use crate::store::dns_snapshot::{persist, restore};
 
 /// Starts the embedded DNS and the tasks that update its records, if the DNS is configured.
 pub(super) fn start(

@@ -8,6 +8,7 @@ use std::sync::Arc;
 use kube::runtime::watcher::Event;
 use tunnel_proto::process::networks::Cidr;
 use tunnel_proto::wire::name::{NodeName, Port};
+use tunnel_tables::{SharedMap, VersionedMap};
 
 use crate::config::{LabelKey, NodeLabel};
 use crate::dns::{Node as DnsNode, NodeLocation};
@@ -15,7 +16,6 @@ use crate::egress::labeled_nodes::LabeledNodes;
 #[cfg(any(test, feature = "test-util"))]
 use crate::routing::dial_policy::ClusterNetworks;
 use crate::routing::routes::RouteNode;
-use crate::store::tables::{SharedMap, VersionedMap};
 
 mod aliases;
 mod claims;

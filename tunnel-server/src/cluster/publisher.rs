@@ -276,14 +276,14 @@ mod tests {
     use serde_json::json;
     use tunnel_proto::process::meta::Readiness;
     use tunnel_proto::transport::BufferPool;
+    use tunnel_tables::visits;
 
     use super::super::nodes::{AliasRules, FactMap, NodeObject, NodeStore};
     use super::super::service::ListenerPorts;
     use super::super::snapshot;
     use super::*;
+    use crate::cluster::dns_snapshot::row_changes;
     use crate::config::{CloudNodes, CloudTargetSettings};
-    use crate::store::dns_snapshot::row_changes;
-    use crate::store::tables::visits;
     use crate::testing::POOL;
 
     struct Fixture {

@@ -6,9 +6,9 @@ use std::sync::Arc;
 
 use arc_swap::ArcSwap;
 use tunnel_proto::wire::name::NodeName;
+use tunnel_tables::SharedSet;
 
 use crate::config::{CloudNodes, CloudTargetSettings, NodeLabel};
-use crate::store::tables::SharedSet;
 
 /// The nodes with each label.
 type NodesByLabel = BTreeMap<NodeLabel, SharedSet<NodeName>>;

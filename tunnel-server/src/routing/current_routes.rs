@@ -6,7 +6,9 @@ use arc_swap::ArcSwap;
 use parking_lot::Mutex;
 use tokio::sync::watch;
 use tunnel_proto::wire::name::NodeName;
-use tunnel_routing::routes::{IsHeldElsewhere, RouteNode, RouteSource, RouteTable};
+use tunnel_routing::routes::{IsHeldElsewhere, NodeLabels, RouteNode, RouteSource, RouteTable};
+
+use crate::store::known_nodes::{KnownNode, NodeMap};
 
 /// The current route table, merged from its sources. Clones share the table.
 #[derive(Debug, Clone, Default)]
@@ -75,6 +77,18 @@ impl Routes {
         })
     }
 
+    /// Updates the known nodes that have changed since `handled`, which is `known` then.
+    pub fn follow_known(&self, known: NodeMap, handled: &mut NodeMap) -> Arc<RouteTable> {
+        let changed = known.changed_from(handled).into_iter();
+        let changed = changed.map(|name| {
+            let node = known.get(name);
+            (name.clone(), node.map(|node| known_route(name, node)))
+        });
+        let table = self.update(RouteSource::Known, changed);
+        *handled = known;
+        table
+    }
+
     fn change(&self, change: impl FnOnce(&mut RouteTable)) -> Arc<RouteTable> {
         let _changing = self.0.changing.lock();
         let mut table = RouteTable::clone(&self.0.table.load());
@@ -85,12 +99,28 @@ impl Routes {
     }
 }
 
+fn known_route(name: &NodeName, node: &KnownNode) -> RouteNode {
+    RouteNode {
+        name: name.clone(),
+        hostname: None,
+        addresses: node.addresses.clone(),
+        kubelet_port: None,
+        is_edge: true,
+        labels: NodeLabels::new(),
+    }
+}
+
 #[cfg(test)]
 mod tests {
     use std::net::IpAddr;
+    use std::time::{Duration, SystemTime};
+
+    use tunnel_routing::routes::{RouteError, SeveralNodes};
+    use tunnel_tables::visits;
 
     use super::*;
-    use tunnel_routing::routes::{NodeLabels, RouteError, SeveralNodes};
+    use crate::store::data_dir::testing::Scratch;
+    use crate::store::known_nodes::{EnrollmentKind, KnownNodes};
 
     fn name(text: &str) -> NodeName {
         text.parse().unwrap()
@@ -126,5 +156,40 @@ mod tests {
         let table = routes.set(RouteSource::Cluster, Vec::new());
         assert_eq!(table.by_address(one), Ok(name("a")));
         assert!(!table.knows(&name("b")));
+    }
+
+    #[test]
+    fn join_among_20000_nodes_visits_as_many_entries_as_among_1000() {
+        let visits = [1000, 20_000].map(|count| {
+            let scratch = Scratch::new();
+            let nodes = KnownNodes::open(&scratch.0).unwrap();
+            for number in 0..count {
+                nodes.record(&name(&format!("edge-{number:05}")), &[]);
+            }
+            let (routes, mut handled) = (Routes::default(), NodeMap::default());
+            routes.follow_known(nodes.snapshot(), &mut handled);
+            let mut visits_of = |change: &dyn Fn()| {
+                let before = visits::count();
+                change();
+                routes.follow_known(nodes.snapshot(), &mut handled);
+                visits::count() - before
+            };
+            let joined = visits_of(&|| {
+                nodes.record(&name("joined"), &["192.0.2.1".parse().unwrap()]);
+                nodes.record_enrollment(&name("joined"), EnrollmentKind::JoinToken);
+                let now = SystemTime::now();
+                nodes.record_connection(&name("joined"), now, now + Duration::from_secs(5_000));
+            });
+            assert!(routes.load().knows(&name("joined")));
+            let forgotten = visits_of(&|| assert!(nodes.forget(&name("edge-00007"))));
+            assert!(!routes.load().knows(&name("edge-00007")));
+            assert_eq!(routes.load().len(), count);
+            // A pass over all nodes is counted.
+            let before = visits::count();
+            routes.follow_known(nodes.snapshot(), &mut NodeMap::default());
+            assert!(visits::count() - before > count as u64);
+            [joined, forgotten]
+        });
+        assert_eq!(visits[0], visits[1]);
     }
 }

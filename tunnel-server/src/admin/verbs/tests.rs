@@ -61,7 +61,7 @@ fn start(scratch: &Scratch, shutdown: &Shutdown) -> AdminState {
     let (mut changed, mut handled) = (nodes.changed(), NodeMap::default());
     shutdown.spawn_service(async move {
         while changed.changed().await.is_ok() {
-            nodes.update_routes(&routes, &mut handled);
+            routes.follow_known(nodes.snapshot(), &mut handled);
         }
     });
     state.node_labels = vec!["zone".into()];

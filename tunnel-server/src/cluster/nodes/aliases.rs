@@ -8,9 +8,9 @@
 use std::collections::BTreeMap;
 
 use tunnel_proto::wire::name::NodeName;
+use tunnel_tables::SharedSet;
 
 use crate::dns::NamePattern;
-use crate::store::tables::SharedSet;
 
 /// Owner nodes by alias.
 pub(in crate::cluster) type AliasOwners = BTreeMap<Box<str>, Box<str>>;

@@ -14,7 +14,7 @@ pub(super) type Content = Arc<Zeroizing<Vec<u8>>>;
 
 /// A table of the store.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
-pub(crate) enum Table {
+pub enum Table {
     /// Orders of operators about nodes, by node.
     Orders,
     /// Join tokens of a standalone server, by id.
@@ -33,7 +33,7 @@ pub(crate) enum Table {
 
 impl Table {
     /// All tables, in the order of a dump.
-    pub(crate) const ALL: [Self; 7] = [
+    pub const ALL: [Self; 7] = [
         Self::Orders,
         Self::Tokens,
         Self::Nodes,
@@ -43,7 +43,7 @@ impl Table {
         Self::Damaged,
     ];
 
-    pub(crate) fn name(self) -> &'static str {
+    pub fn name(self) -> &'static str {
         match self {
             Self::Orders => "orders",
             Self::Tokens => "tokens",
@@ -106,14 +106,14 @@ impl Target {
 
 /// A change of one row.
 #[derive(Debug, Clone)]
-pub(crate) struct RowChange {
+pub struct RowChange {
     pub(super) key: Box<str>,
     pub(super) content: Option<Content>,
 }
 
 impl RowChange {
     /// Inserts or replaces a row.
-    pub(crate) fn upsert(key: &str, value: &impl Serialize) -> Self {
+    pub fn upsert(key: &str, value: &impl Serialize) -> Self {
         Self {
             key: key.into(),
             content: Some(encode(value)),
@@ -121,15 +121,15 @@ impl RowChange {
     }
 
     /// Inserts or replaces a row by these bytes.
-    #[cfg(test)]
-    pub(crate) fn raw(key: &str, content: &[u8]) -> Self {
+    #[cfg(any(test, feature = "test-util"))]
+    pub fn raw(key: &str, content: &[u8]) -> Self {
         Self {
             key: key.into(),
             content: Some(Content::new(content.to_vec().into())),
         }
     }
 
-    pub(crate) fn remove(key: &str) -> Self {
+    pub fn remove(key: &str) -> Self {
         Self {
             key: key.into(),
             content: None,
@@ -137,8 +137,8 @@ impl RowChange {
     }
 
     /// Returns the key, and the value unless the row is removed.
-    #[cfg(test)]
-    pub(crate) fn decoded<T: DeserializeOwned>(&self) -> (String, Option<T>) {
+    #[cfg(any(test, feature = "test-util"))]
+    pub fn decoded<T: DeserializeOwned>(&self) -> (String, Option<T>) {
         let content = self.content.as_ref();
         let value = content.map(|content| decode(content).unwrap());
         (self.key.to_string(), value)
@@ -147,24 +147,24 @@ impl RowChange {
 
 /// The values of a table, by key.
 #[derive(Debug)]
-pub(crate) struct Loaded<T> {
-    pub(crate) values: BTreeMap<String, T>,
-    pub(crate) damaged: Vec<UnreadableValue>,
+pub struct Loaded<T> {
+    pub values: BTreeMap<String, T>,
+    pub damaged: Vec<UnreadableValue>,
     /// Values that a later version wrote.
-    pub(crate) later: Vec<UnreadableValue>,
+    pub later: Vec<UnreadableValue>,
 }
 
 /// A value that cannot be read.
 #[derive(Debug, Clone)]
-pub(crate) struct UnreadableValue {
-    pub(crate) key: String,
-    pub(crate) problem: String,
+pub struct UnreadableValue {
+    pub key: String,
+    pub problem: String,
     pub(super) content: Content,
 }
 
 impl UnreadableValue {
     /// Returns the number at a JSON pointer of the value, if the value is JSON behind a version.
-    pub(crate) fn number(&self, pointer: &str) -> Option<u64> {
+    pub fn number(&self, pointer: &str) -> Option<u64> {
         let (_version, json) = self.content.split_first()?;
         let value = serde_json::from_slice::<serde_json::Value>(json).ok()?;
         value.pointer(pointer)?.as_u64()
@@ -230,7 +230,7 @@ pub(super) fn decode<T: DeserializeOwned>(content: &[u8]) -> Result<T, DecodeErr
 }
 
 /// Returns a value as JSON. What cannot be read is text.
-pub(crate) fn json_text(content: &[u8]) -> String {
+pub fn json_text(content: &[u8]) -> String {
     let value = decode::<serde_json::Value>(content);
     let value = value.unwrap_or_else(|_unreadable| String::from_utf8_lossy(content).into());
     value.to_string()
@@ -238,7 +238,7 @@ pub(crate) fn json_text(content: &[u8]) -> String {
 
 /// Reads a value, whatever becomes of it.
 #[cfg(feature = "test-util")]
-pub(crate) fn check_value<T: DeserializeOwned>(content: &[u8]) {
+pub fn check_value<T: DeserializeOwned>(content: &[u8]) {
     let _any = decode::<T>(content);
 }
 

@@ -12,10 +12,10 @@ use tunnel_proto::process::disk::FileActivity;
 use tunnel_proto::process::files;
 use tunnel_proto::transport::quic::QuicKeys;
 
-use crate::store::state_store::{OnDamage, StateStore, WeakStore};
-pub(crate) use crate::store::text::{
-    name_text, rfc3339, time_text, time_text_option, whole_seconds, wiped_text,
-};
+use crate::state_store::{OnDamage, StateStore, WeakStore};
+#[cfg(any(test, feature = "test-util"))]
+pub use crate::testing;
+pub use crate::text::{name_text, rfc3339, time_text, time_text_option, whole_seconds, wiped_text};
 
 /// The data directory of a server. Clones refer to the same directory.
 #[derive(Debug, Clone)]
@@ -109,7 +109,7 @@ impl DataDir {
     ///
     /// # Errors
     /// Returns an error with the path if the store cannot be opened.
-    pub(crate) fn store(&self, on_damage: OnDamage) -> io::Result<StateStore> {
+    pub fn store(&self, on_damage: OnDamage) -> io::Result<StateStore> {
         let mut opened = self.store.lock();
         if let Some(store) = opened.upgrade() {
             return Ok(store);
@@ -275,7 +275,7 @@ impl DataDir {
 ///
 /// # Errors
 /// Returns an error if the file cannot be replaced for another reason.
-pub(crate) fn replace_or_warn(path: &Path, content: &[u8]) -> io::Result<()> {
+pub fn replace_or_warn(path: &Path, content: &[u8]) -> io::Result<()> {
     match files::replace(path, content) {
         Err(error) if files::is_unwritable(&error) => {
             warn!(%error, "cannot save a file; the next start makes its content again");
@@ -286,7 +286,7 @@ pub(crate) fn replace_or_warn(path: &Path, content: &[u8]) -> io::Result<()> {
 }
 
 /// Returns random bytes for keys, ids and secrets.
-pub(crate) fn random<const N: usize>() -> io::Result<[u8; N]> {
+pub fn random<const N: usize>() -> io::Result<[u8; N]> {
     let mut bytes = [0; N];
     aws_lc_rs::rand::fill(&mut bytes)
         .map_err(|_unspecified| io::Error::other("the system gives no random bytes"))?;
@@ -301,42 +301,11 @@ fn damaged(path: &Path, why: impl std::fmt::Display) -> io::Error {
 }
 
 #[cfg(test)]
-pub(crate) mod testing {
-    use std::sync::atomic::{AtomicU32, Ordering};
-
-    use super::*;
-
-    /// A data directory for a test, removed on drop.
-    #[derive(Debug)]
-    pub(crate) struct Scratch(pub(crate) DataDir);
-
-    impl Scratch {
-        pub(crate) fn new() -> Self {
-            static COUNT: AtomicU32 = AtomicU32::new(0);
-            let name = format!(
-                "culvert-{}-{}",
-                std::process::id(),
-                COUNT.fetch_add(1, Ordering::Relaxed)
-            );
-            let path = std::env::temp_dir().join(name);
-            let _absent = fs::remove_dir_all(&path);
-            Self(DataDir::open(&path).unwrap())
-        }
-    }
-
-    impl Drop for Scratch {
-        fn drop(&mut self) {
-            let _best_effort = fs::remove_dir_all(self.0.path());
-        }
-    }
-}
-
-#[cfg(test)]
 mod tests {
     use std::os::unix::fs::{MetadataExt as _, PermissionsExt as _};
 
-    use super::testing::Scratch;
     use super::*;
+    use crate::testing::Scratch;
 
     #[test]
     fn directory_and_keys_are_private_and_keys_stay() {

@@ -17,7 +17,7 @@ use tokio::sync::{mpsc, watch};
 
 /// A JSON document that other processes may change. Clones refer to the same document.
 #[derive(Debug, Clone)]
-pub(crate) struct SharedDocument {
+pub struct SharedDocument {
     name: String,
     /// What an operator does about damaged content.
     repair: Option<String>,
@@ -27,9 +27,9 @@ pub(crate) struct SharedDocument {
 
 /// The task of a Secret, with the document's key there. A change that finds a full queue is refused.
 #[derive(Debug, Clone)]
-pub(crate) struct DocumentOwner {
-    pub(crate) swaps: mpsc::Sender<CompareAndSwap>,
-    pub(crate) key: &'static str,
+pub struct DocumentOwner {
+    pub swaps: mpsc::Sender<CompareAndSwap>,
+    pub key: &'static str,
 }
 
 /// Maximum duration of a change, including all retries after conflicts.
@@ -37,27 +37,27 @@ const CHANGE_TIMEOUT: Duration = Duration::from_secs(10);
 
 /// The last content of a document that its owner has observed.
 #[derive(Debug, Clone, Default)]
-pub(crate) struct ObservedContent {
+pub struct ObservedContent {
     /// Number of observations whose content differed from the previous one.
-    pub(crate) sequence: u64,
-    pub(crate) content: Option<Arc<[u8]>>,
+    pub sequence: u64,
+    pub content: Option<Arc<[u8]>>,
     /// Whether the content is gone. What was observed before stays in use.
-    pub(crate) is_lost: bool,
+    pub is_lost: bool,
 }
 
 /// A request to replace the content.
 #[derive(Debug)]
-pub(crate) struct CompareAndSwap {
-    pub(crate) key: &'static str,
+pub struct CompareAndSwap {
+    pub key: &'static str,
     /// The content is replaced only if it still equals this.
-    pub(crate) expected: Option<Arc<[u8]>>,
-    pub(crate) content: Arc<[u8]>,
-    pub(crate) done: SyncSender<CasOutcome>,
+    pub expected: Option<Arc<[u8]>>,
+    pub content: Arc<[u8]>,
+    pub done: SyncSender<CasOutcome>,
 }
 
 /// The outcome of a [`CompareAndSwap`].
 #[derive(Debug)]
-pub(crate) enum CasOutcome {
+pub enum CasOutcome {
     /// The content was written, and the observation with this number contains it.
     Written(u64),
     /// Another process changed the content to this.
@@ -68,7 +68,7 @@ pub(crate) enum CasOutcome {
 
 impl SharedDocument {
     /// Creates a document with the content that `owner` observes. `name` is used in error messages.
-    pub(crate) fn new(
+    pub fn new(
         name: String,
         observed: watch::Receiver<ObservedContent>,
         owner: DocumentOwner,
@@ -82,7 +82,7 @@ impl SharedDocument {
     }
 
     /// Returns the document with the command that repairs it, for error messages.
-    pub(crate) fn with_repair(self, command: String) -> Self {
+    pub fn with_repair(self, command: String) -> Self {
         Self {
             repair: Some(command),
             ..self
@@ -90,28 +90,28 @@ impl SharedDocument {
     }
 
     /// Returns whether somebody removed the content that was observed.
-    pub(crate) fn is_lost(&self) -> bool {
+    pub fn is_lost(&self) -> bool {
         self.observed.borrow().is_lost
     }
 
     /// Returns the document's name for error messages.
-    pub(crate) fn name(&self) -> &str {
+    pub fn name(&self) -> &str {
         &self.name
     }
 
     /// Returns the number of the current content, or `None` if there is no document.
-    pub(crate) fn version(&self) -> Option<u64> {
+    pub fn version(&self) -> Option<u64> {
         let observed = self.observed.borrow();
         observed.content.as_ref().map(|_| observed.sequence)
     }
 
     /// Returns a receiver that is notified when the content has changed.
-    pub(crate) fn changed(&self) -> watch::Receiver<ObservedContent> {
+    pub fn changed(&self) -> watch::Receiver<ObservedContent> {
         self.observed.clone()
     }
 
     /// Returns the parsed content, or `None` if there is no document.
-    pub(crate) fn read<T: DeserializeOwned>(&self) -> io::Result<Option<T>> {
+    pub fn read<T: DeserializeOwned>(&self) -> io::Result<Option<T>> {
         let content = self.observed.borrow().content.clone();
         self.parse(content.as_deref())
     }
@@ -119,7 +119,7 @@ impl SharedDocument {
     /// Replaces the content with the result of `merge`, which receives the current content. On a
     /// conflict `merge` is called again with the content of the other writer. Returns the number of
     /// the new content. Blocks the thread for at most 10 s; the change may still be made later.
-    pub(crate) fn change<T: DeserializeOwned, U: Serialize>(
+    pub fn change<T: DeserializeOwned, U: Serialize>(
         &self,
         mut merge: impl FnMut(Option<T>) -> io::Result<U>,
     ) -> io::Result<u64> {
@@ -177,7 +177,7 @@ impl SharedDocument {
     }
 
     /// Returns the error of damaged content, with the command that repairs it.
-    pub(crate) fn damaged(&self, problem: &str) -> io::Error {
+    pub fn damaged(&self, problem: &str) -> io::Error {
         let repair = self.repair.iter().map(|command| format!("; {command}"));
         let repair: String = repair.collect();
         let text = format!("{} is damaged: {problem}{repair}", self.name);
@@ -191,7 +191,7 @@ impl SharedDocument {
 
 /// Blocks the current thread. A runtime thread first hands its other tasks to another thread,
 /// because the writer may be among them.
-pub(crate) fn block_current_thread<T>(wait: impl FnOnce() -> T) -> T {
+pub fn block_current_thread<T>(wait: impl FnOnce() -> T) -> T {
     let flavor = Handle::try_current().map(|runtime| runtime.runtime_flavor());
     match flavor {
         Ok(RuntimeFlavor::MultiThread) => tokio::task::block_in_place(wait),

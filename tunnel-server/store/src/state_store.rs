@@ -37,22 +37,22 @@ mod rows;
 
 use database::{Db, DbError, FileMedium, Medium};
 use pending::{Batch, Pending};
-pub(crate) use row_set::{RowSet, follow};
+pub use row_set::{RowSet, follow};
 #[cfg(feature = "test-util")]
-pub(crate) use rows::check_value;
+pub use rows::check_value;
 use rows::{Class, Content, Target};
-pub(crate) use rows::{Loaded, RowChange, Table, UnreadableValue, json_text};
+pub use rows::{Loaded, RowChange, Table, UnreadableValue, json_text};
 
 /// The store of a data directory. Clones refer to the same store, which is closed with the last one.
 #[derive(Clone)]
-pub(crate) struct StateStore(Arc<Handle>);
+pub struct StateStore(Arc<Handle>);
 
 /// A reference that does not keep the store open.
 #[derive(Default)]
-pub(crate) struct WeakStore(Weak<Handle>);
+pub struct WeakStore(Weak<Handle>);
 
 impl WeakStore {
-    pub(crate) fn upgrade(&self) -> Option<StateStore> {
+    pub fn upgrade(&self) -> Option<StateStore> {
         self.0.upgrade().map(StateStore)
     }
 }
@@ -65,7 +65,7 @@ impl fmt::Debug for WeakStore {
 
 /// What happens to a file that is damaged as a whole.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(crate) enum OnDamage {
+pub enum OnDamage {
     /// The start stops: the file alone has orders and tokens.
     Stop,
     /// The file is set aside and created again: a Secret has the orders.
@@ -115,11 +115,7 @@ impl StateStore {
     /// # Errors
     /// Returns an error with the path if another process has the store open for 5 s, if the file
     /// cannot be read, or if it is damaged; the error then has the command that repairs it.
-    pub(crate) fn open(
-        path: &Path,
-        activity: &FileActivity,
-        on_damage: OnDamage,
-    ) -> io::Result<Self> {
+    pub fn open(path: &Path, activity: &FileActivity, on_damage: OnDamage) -> io::Result<Self> {
         let name = path.display().to_string();
         Self::with_medium(FileMedium::new(path), name, activity, on_damage)
     }
@@ -167,19 +163,19 @@ impl StateStore {
         Err(store.error(&problem))
     }
 
-    pub(crate) fn downgrade(&self) -> WeakStore {
+    pub fn downgrade(&self) -> WeakStore {
         WeakStore(Arc::downgrade(&self.0))
     }
 
     /// Reports conditions to `readiness` from then on.
-    pub(crate) fn report_to(&self, readiness: &Readiness) {
+    pub fn report_to(&self, readiness: &Readiness) {
         let mut state = self.0.shared.state.lock();
         state.readiness = Some(readiness.clone());
         state.report();
     }
 
     /// Changes rows of a table, all or none. Does not wait for the disk.
-    pub(crate) fn change(&self, table: Table, changes: Vec<RowChange>) {
+    pub fn change(&self, table: Table, changes: Vec<RowChange>) {
         if changes.is_empty() {
             return;
         }
@@ -196,7 +192,7 @@ impl StateStore {
 
     /// Replaces a file of the data directory, whose content may be secret. Does not wait for the
     /// disk.
-    pub(crate) fn replace_file(&self, path: PathBuf, content: Zeroizing<Vec<u8>>) {
+    pub fn replace_file(&self, path: PathBuf, content: Zeroizing<Vec<u8>>) {
         let mut state = self.0.shared.state.lock();
         state.add(Target::File(path), Some(Arc::new(content)));
         self.0.shared.requested.notify_one();
@@ -206,7 +202,7 @@ impl StateStore {
     ///
     /// # Errors
     /// Returns the problem. The changes stay in memory and are written when that is possible.
-    pub(crate) fn flush(&self, table: Table) -> io::Result<()> {
+    pub fn flush(&self, table: Table) -> io::Result<()> {
         let (class, shared) = (table.class(), &self.0.shared);
         let deadline = Instant::now() + ANSWER_TIMEOUT;
         let mut state = shared.state.lock();
@@ -237,7 +233,7 @@ impl StateStore {
 
     /// Returns why the last changes of a table are not on the disk, or the name of the file while
     /// they are being written.
-    pub(crate) fn unsaved(&self, table: Table) -> Option<String> {
+    pub fn unsaved(&self, table: Table) -> Option<String> {
         let state = self.0.shared.state.lock();
         let pending = &state.pending[table.class() as usize];
         (pending.count() > 0).then(|| match pending.problem() {
@@ -247,7 +243,7 @@ impl StateStore {
     }
 
     /// Returns why the last changes of a table could not be written, if the last attempt failed.
-    pub(crate) fn problem(&self, table: Table) -> Option<String> {
+    pub fn problem(&self, table: Table) -> Option<String> {
         let state = self.0.shared.state.lock();
         let problem = state.pending[table.class() as usize].problem();
         problem.map(str::to_owned)
@@ -257,16 +253,12 @@ impl StateStore {
     ///
     /// # Errors
     /// Returns an error with the path if the file cannot be read.
-    pub(crate) fn load<T: DeserializeOwned>(
-        &self,
-        table: Table,
-        prefix: &str,
-    ) -> io::Result<Loaded<T>> {
+    pub fn load<T: DeserializeOwned>(&self, table: Table, prefix: &str) -> io::Result<Loaded<T>> {
         Ok(Loaded::of(self.rows(table)?, prefix))
     }
 
     /// Reports values of later versions, which are skipped and stay on the disk.
-    pub(crate) fn skip_later(&self, table: Table, later: &[UnreadableValue]) {
+    pub fn skip_later(&self, table: Table, later: &[UnreadableValue]) {
         if later.is_empty() {
             return;
         }
@@ -286,7 +278,7 @@ impl StateStore {
 
     /// Loads rows like [`StateStore::load`]. What cannot be read is set aside, is a condition, and is
     /// observed again. Values of later versions are skipped.
-    pub(crate) fn load_observed<T: DeserializeOwned>(
+    pub fn load_observed<T: DeserializeOwned>(
         &self,
         table: Table,
         prefix: &str,
@@ -307,7 +299,7 @@ impl StateStore {
 
     /// Moves values that cannot be read to the table of damaged ones. They stay while their copies
     /// cannot be saved.
-    pub(crate) fn set_aside(&self, table: Table, damaged: Vec<UnreadableValue>) {
+    pub fn set_aside(&self, table: Table, damaged: Vec<UnreadableValue>) {
         let (Some(first), count) = (damaged.first(), damaged.len()) else {
             return;
         };
@@ -329,7 +321,7 @@ impl StateStore {
 
     /// Copies values that cannot be read to the table of damaged ones. Does not wait for the disk.
     /// Vital rows that replace the values later are written after the copies, or with them.
-    pub(crate) fn copy_aside(&self, table: Table, values: &[UnreadableValue]) {
+    pub fn copy_aside(&self, table: Table, values: &[UnreadableValue]) {
         let copies = values.iter().map(|value| {
             let key = format!("{}/{}", table.name(), value.key);
             RowChange::upsert(&key, &String::from_utf8_lossy(&value.content))
@@ -342,7 +334,7 @@ impl StateStore {
     ///
     /// # Errors
     /// Returns an error with the path if the file cannot be read or written.
-    pub(crate) fn clear(&self, table: Table) -> io::Result<()> {
+    pub fn clear(&self, table: Table) -> io::Result<()> {
         if self.0.activity.is_blocked() {
             return Err(self.error(NO_ANSWER));
         }
@@ -356,7 +348,7 @@ impl StateStore {
     ///
     /// # Errors
     /// Returns an error with the path if the file cannot be read.
-    pub(crate) fn rows(&self, table: Table) -> io::Result<Vec<(String, Content)>> {
+    pub fn rows(&self, table: Table) -> io::Result<Vec<(String, Content)>> {
         self.rows_within(table, OPEN_TIMEOUT)
     }
 
@@ -376,12 +368,12 @@ impl StateStore {
     }
 
     /// Returns what was found when the file and its rows were loaded, for operators.
-    pub(crate) fn findings(&self) -> Vec<String> {
+    pub fn findings(&self) -> Vec<String> {
         self.0.shared.state.lock().findings.clone()
     }
 
     /// Returns the error for a value without which the server does not start.
-    pub(crate) fn damaged(&self, table: Table, value: &UnreadableValue) -> io::Error {
+    pub fn damaged(&self, table: Table, value: &UnreadableValue) -> io::Error {
         let problem = format!(
             "{} of {} is damaged: {}; {REPAIR}",
             value.key,
@@ -848,7 +840,7 @@ fn with_name(name: &str, problem: &str) -> String {
 }
 
 /// Returns the first keys of a list, and the number of the others.
-pub(crate) fn listed<'a>(mut keys: impl Iterator<Item = &'a str>) -> String {
+pub fn listed<'a>(mut keys: impl Iterator<Item = &'a str>) -> String {
     let shown: Vec<_> = keys.by_ref().take(SHOWN_MAX).collect();
     let more = match keys.count() {
         0 => String::new(),

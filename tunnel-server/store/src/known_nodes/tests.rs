@@ -1,6 +1,5 @@
 use super::*;
-use crate::store::data_dir::testing::Scratch;
-use crate::store::tables::visits;
+use crate::data_dir::testing::Scratch;
 
 fn name(text: &str) -> NodeName {
     text.parse().unwrap()
@@ -112,38 +111,4 @@ fn node_added_by_a_verb_is_there_after_it_and_a_change_is_on_disk_by_itself() {
     let left = KnownNodes::open(&scratch.0).unwrap();
     let left = left.names_after(Bound::Unbounded, 10);
     assert_eq!(left, [name("worker-2")]);
-}
-
-#[test]
-fn join_among_20000_nodes_visits_as_many_entries_as_among_1000() {
-    let visits = [1000, 20_000].map(|count| {
-        let scratch = Scratch::new();
-        let nodes = KnownNodes::open(&scratch.0).unwrap();
-        for number in 0..count {
-            nodes.record(&name(&format!("edge-{number:05}")), &[]);
-        }
-        let (routes, mut handled) = (Routes::default(), NodeMap::default());
-        nodes.update_routes(&routes, &mut handled);
-        let mut visits_of = |change: &dyn Fn()| {
-            let before = visits::count();
-            change();
-            nodes.update_routes(&routes, &mut handled);
-            visits::count() - before
-        };
-        let joined = visits_of(&|| {
-            nodes.record(&name("joined"), &["192.0.2.1".parse().unwrap()]);
-            nodes.record_enrollment(&name("joined"), EnrollmentKind::JoinToken);
-            nodes.record_connection_at(&name("joined"), [at(500), at(5_000)], at(1_000));
-        });
-        assert!(routes.load().knows(&name("joined")));
-        let forgotten = visits_of(&|| assert!(nodes.forget(&name("edge-00007"))));
-        assert!(!routes.load().knows(&name("edge-00007")));
-        assert_eq!(routes.load().len(), count);
-        // A pass over all nodes is counted.
-        let before = visits::count();
-        nodes.update_routes(&routes, &mut NodeMap::default());
-        assert!(visits::count() - before > count as u64);
-        [joined, forgotten]
-    });
-    assert_eq!(visits[0], visits[1]);
 }

@@ -5,19 +5,16 @@ use std::collections::BTreeSet;
 use std::io;
 use std::net::IpAddr;
 use std::ops::Bound;
-use std::sync::Arc;
 use std::time::{Duration, SystemTime};
 
 use parking_lot::Mutex;
 use serde::{Deserialize, Serialize};
 use tokio::sync::watch;
 use tunnel_proto::wire::name::NodeName;
-use tunnel_routing::routes::{NodeLabels, RouteNode, RouteSource, RouteTable};
+use tunnel_tables::VersionedMap;
 
-use super::current_routes::Routes;
-use crate::store::data_dir::{DataDir, time_text, time_text_option, whole_seconds};
-use crate::store::state_store::{OnDamage, RowChange, StateStore, Table};
-use crate::store::tables::VersionedMap;
+use crate::data_dir::{DataDir, time_text, time_text_option, whole_seconds};
+use crate::state_store::{OnDamage, RowChange, StateStore, Table};
 
 /// The known nodes of a data directory. Changes apply in memory at once, and are on the disk soon
 /// afterwards, at the latest after [`KnownNodes::save`].
@@ -50,8 +47,7 @@ pub struct KnownNode {
     /// issued it. A certificate that was issued since may not have arrived.
     #[serde(default, with = "time_text_option")]
     pub certificate_issued: Option<SystemTime>,
-    /// How the node's agent enrolled last. `None` for a certificate of an operator, and for nodes
-    /// that a version without this field recorded.
+    /// How the node's agent enrolled last. `None` for a certificate of an operator.
     #[serde(default)]
     pub enrollment: Option<EnrollmentKind>,
 }
@@ -215,20 +211,6 @@ impl KnownNodes {
         nodes.take(limit).map(|(name, _)| name.clone()).collect()
     }
 
-    /// Updates `routes` with the nodes that have changed since `handled`, which is then the current
-    /// state.
-    pub fn update_routes(&self, routes: &Routes, handled: &mut NodeMap) -> Arc<RouteTable> {
-        let known = self.snapshot();
-        let changed = known.changed_from(handled).into_iter();
-        let changed = changed.map(|name| {
-            let node = known.get(name);
-            (name.clone(), node.map(|node| node.route(name)))
-        });
-        let table = routes.update(RouteSource::Known, changed);
-        *handled = known;
-        table
-    }
-
     pub fn snapshot(&self) -> NodeMap {
         self.nodes.lock().clone()
     }
@@ -287,17 +269,6 @@ impl KnownNode {
             certificate_not_after: None,
             certificate_issued: None,
             enrollment: None,
-        }
-    }
-
-    fn route(&self, name: &NodeName) -> RouteNode {
-        RouteNode {
-            name: name.clone(),
-            hostname: None,
-            addresses: self.addresses.clone(),
-            kubelet_port: None,
-            is_edge: true,
-            labels: NodeLabels::new(),
         }
     }
 }

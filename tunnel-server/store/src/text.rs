@@ -3,7 +3,7 @@
 use std::time::{Duration, SystemTime};
 
 /// Rounds a time down to whole seconds, as files and responses contain it.
-pub(crate) fn whole_seconds(time: SystemTime) -> SystemTime {
+pub fn whole_seconds(time: SystemTime) -> SystemTime {
     let since = time
         .duration_since(SystemTime::UNIX_EPOCH)
         .unwrap_or(Duration::ZERO);
@@ -11,39 +11,34 @@ pub(crate) fn whole_seconds(time: SystemTime) -> SystemTime {
 }
 
 /// Formats a time as RFC 3339 in UTC with whole seconds.
-pub(crate) fn rfc3339(time: SystemTime) -> String {
+pub fn rfc3339(time: SystemTime) -> String {
     humantime::format_rfc3339_seconds(whole_seconds(time)).to_string()
 }
 
 /// Serializes a [`SystemTime`] as RFC 3339 text, for `#[serde(with = ...)]`.
-pub(crate) mod time_text {
+pub mod time_text {
     use std::time::SystemTime;
 
     use serde::{Deserialize, Deserializer, Serializer, de};
 
-    pub(crate) fn serialize<S: Serializer>(
-        time: &SystemTime,
-        serializer: S,
-    ) -> Result<S::Ok, S::Error> {
+    pub fn serialize<S: Serializer>(time: &SystemTime, serializer: S) -> Result<S::Ok, S::Error> {
         serializer.serialize_str(&super::rfc3339(*time))
     }
 
-    pub(crate) fn deserialize<'de, D: Deserializer<'de>>(
-        deserializer: D,
-    ) -> Result<SystemTime, D::Error> {
+    pub fn deserialize<'de, D: Deserializer<'de>>(deserializer: D) -> Result<SystemTime, D::Error> {
         let text = String::deserialize(deserializer)?;
         humantime::parse_rfc3339(&text).map_err(de::Error::custom)
     }
 }
 
 /// Serializes an optional [`SystemTime`] like [`time_text`].
-pub(crate) mod time_text_option {
+pub mod time_text_option {
     use std::time::SystemTime;
 
     use serde::{Deserialize, Deserializer, Serializer, de};
 
     #[expect(clippy::ref_option, reason = "the form that serde calls")]
-    pub(crate) fn serialize<S: Serializer>(
+    pub fn serialize<S: Serializer>(
         time: &Option<SystemTime>,
         serializer: S,
     ) -> Result<S::Ok, S::Error> {
@@ -53,7 +48,7 @@ pub(crate) mod time_text_option {
         }
     }
 
-    pub(crate) fn deserialize<'de, D: Deserializer<'de>>(
+    pub fn deserialize<'de, D: Deserializer<'de>>(
         deserializer: D,
     ) -> Result<Option<SystemTime>, D::Error> {
         let text = Option::<String>::deserialize(deserializer)?;
@@ -63,20 +58,15 @@ pub(crate) mod time_text_option {
 }
 
 /// Serializes a [`NodeName`](tunnel_proto::wire::name::NodeName) as text.
-pub(crate) mod name_text {
+pub mod name_text {
     use serde::{Deserialize, Deserializer, Serializer, de};
     use tunnel_proto::wire::name::NodeName;
 
-    pub(crate) fn serialize<S: Serializer>(
-        name: &NodeName,
-        serializer: S,
-    ) -> Result<S::Ok, S::Error> {
+    pub fn serialize<S: Serializer>(name: &NodeName, serializer: S) -> Result<S::Ok, S::Error> {
         serializer.serialize_str(name.as_str())
     }
 
-    pub(crate) fn deserialize<'de, D: Deserializer<'de>>(
-        deserializer: D,
-    ) -> Result<NodeName, D::Error> {
+    pub fn deserialize<'de, D: Deserializer<'de>>(deserializer: D) -> Result<NodeName, D::Error> {
         let text = String::deserialize(deserializer)?;
         text.parse()
             .map_err(|error| de::Error::custom(format_args!("{text:?}: {error}")))
@@ -84,18 +74,18 @@ pub(crate) mod name_text {
 }
 
 /// Serializes a text that is wiped on drop.
-pub(crate) mod wiped_text {
+pub mod wiped_text {
     use serde::{Deserialize as _, Deserializer, Serializer};
     use zeroize::Zeroizing;
 
-    pub(crate) fn serialize<S: Serializer>(
+    pub fn serialize<S: Serializer>(
         text: &Zeroizing<String>,
         serializer: S,
     ) -> Result<S::Ok, S::Error> {
         serializer.serialize_str(text)
     }
 
-    pub(crate) fn deserialize<'de, D: Deserializer<'de>>(
+    pub fn deserialize<'de, D: Deserializer<'de>>(
         deserializer: D,
     ) -> Result<Zeroizing<String>, D::Error> {
         String::deserialize(deserializer).map(Zeroizing::new)

@@ -12,7 +12,7 @@ use super::{StateStore, block_current_thread};
 
 /// The rows of a table whose keys begin with a prefix. Only differences are written.
 #[derive(Debug)]
-pub(crate) struct RowSet<K, T> {
+pub struct RowSet<K, T> {
     store: StateStore,
     table: Table,
     prefix: &'static str,
@@ -27,7 +27,7 @@ where
 {
     /// Loads the rows. Those that cannot be read are missing, and reported as a condition. Blocks
     /// the thread.
-    pub(crate) fn load(store: &StateStore, table: Table, prefix: &'static str) -> Self {
+    pub fn load(store: &StateStore, table: Table, prefix: &'static str) -> Self {
         let stored = store.load_observed(table, prefix).into_iter();
         Self {
             store: store.clone(),
@@ -37,12 +37,12 @@ where
         }
     }
 
-    pub(crate) fn values(&self) -> &BTreeMap<K, T> {
+    pub fn values(&self) -> &BTreeMap<K, T> {
         &self.stored
     }
 
     /// Makes the rows follow `values`. Does not wait for the disk.
-    pub(crate) fn replace(&mut self, values: BTreeMap<K, T>) {
+    pub fn replace(&mut self, values: BTreeMap<K, T>) {
         let key = |key: &K| format!("{}{}", self.prefix, key.as_ref());
         let gone = self.stored.keys().filter(|key| !values.contains_key(*key));
         let mut changes: Vec<_> = gone.map(|gone| RowChange::remove(&key(gone))).collect();
@@ -56,10 +56,7 @@ where
 }
 
 /// Calls `apply`, which may take some time, for the value now and soon after each change.
-pub(crate) async fn follow<S: Clone>(
-    mut source: watch::Receiver<S>,
-    mut apply: impl FnMut(S) + Send,
-) {
+pub async fn follow<S: Clone>(mut source: watch::Receiver<S>, mut apply: impl FnMut(S) + Send) {
     loop {
         let current = source.borrow_and_update().clone();
         block_current_thread(|| apply(current));

@@ -5,7 +5,7 @@ use redb::StorageBackend;
 use redb::backends::FileBackend;
 
 use super::*;
-use crate::store::data_dir::testing::Scratch;
+use crate::data_dir::testing::Scratch;
 
 /// A disk in memory. What is written is lost with the power until it is synced.
 #[derive(Debug, Clone, Default)]
