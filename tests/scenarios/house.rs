@@ -54,9 +54,11 @@ fn crates_depend_on_each_other_as_the_map_says() {
             &["tunnel-networks", "tunnel-proto", "tunnel-tables"][..],
         ),
         ("tunnel-store", &["tunnel-proto", "tunnel-tables"][..]),
+        ("tunnel-ca", &["tunnel-proto", "tunnel-store"][..]),
         (
             "tunnel-server",
             &[
+                "tunnel-ca",
                 "tunnel-dns",
                 "tunnel-doctor",
                 "tunnel-proto",

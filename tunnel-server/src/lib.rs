@@ -11,7 +11,6 @@
 
 pub mod admin;
 pub mod app;
-pub mod ca;
 pub mod cli;
 pub mod cluster;
 pub mod config;
@@ -22,6 +21,7 @@ pub mod outcome;
 pub mod routing;
 pub mod session;
 
+pub use tunnel_ca as ca;
 pub use tunnel_dns as dns;
 pub use tunnel_routing::policy;
 pub use tunnel_store as store;

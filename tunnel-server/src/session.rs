@@ -26,6 +26,7 @@ use crate::routing::registry::Registry;
 
 mod admission;
 pub mod agent_listener;
+pub(crate) mod refused;
 mod renewal;
 pub(crate) mod saved_connections;
 mod session_loop;

@@ -97,6 +97,9 @@ pub struct Alive {
     pub is_alive: bool,
 }
 
+/// SHA-256 over the key that signs and the trusted certificates.
+pub type CaDigest = [u8; 32];
+
 /// Digests of what all servers of an installation agree on, as one server knows it.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub struct StateDigest {
@@ -104,8 +107,8 @@ pub struct StateDigest {
     pub version: u64,
     /// SHA-256 over the orders.
     pub orders: [u8; 32],
-    /// SHA-256 over the key that signs and the trusted certificates.
-    pub ca: [u8; 32],
+    /// The CA of the sender.
+    pub ca: CaDigest,
     /// The sender's wall clock when it sent the message, in milliseconds.
     pub clock: Option<SystemTime>,
 }

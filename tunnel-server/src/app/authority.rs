@@ -20,13 +20,14 @@ use tunnel_proto::transport::quic::QuicKeys;
 
 use super::context::{ProcessContext, ServerContext};
 use super::credential_watcher::{CredentialWatcher, read_roots, watch_pair};
+use crate::ca::LocalCa;
 use crate::ca::renewal::Renewals;
 use crate::ca::revocation::Revocations;
 use crate::ca::rotation::CaSecret;
 use crate::ca::tokens::TokenStore;
-use crate::ca::{LocalCa, distrusted};
 use crate::cluster::{ApiServerClock, ClusterHandle, UnknownMembership};
 use crate::config::{Config, CredentialFiles, KubeletClientCa, KubernetesSettings};
+use crate::session::refused;
 
 /// The credentials of the server and the state by which it admits agents.
 pub(super) struct Authority {
@@ -158,14 +159,17 @@ impl AgentAuth {
     /// Builds the credentials, watches their files, and closes sessions whose certificate is
     /// revoked or whose CA is removed.
     pub(super) fn build(authority: &Authority, context: &ServerContext) -> anyhow::Result<Self> {
+        let (revocations, registry) = (authority.revocations.clone(), context.registry.clone());
+        let tasks = context.shutdown.clone();
+        let close_revoked = move || refused::close_revoked(&revocations, &registry, &tasks);
         authority
             .revocations
-            .enforce(&context.registry, &context.readiness, &context.shutdown);
+            .enforce(&context.readiness, &context.shutdown, close_revoked);
         let agents = match &context.config.agent_files {
             Some(files) => Self::from_files(files, authority, &context.watcher)?,
             None => Self::from_ca(authority, context)?,
         };
-        distrusted::enforce(&agents.trust, &context.registry, &context.shutdown);
+        refused::follow_trust(&agents.trust, &context.registry, &context.shutdown);
         // Without a file, the cluster provides the CA of kubelets.
         if let KubeletClientCa::File(path) = &context.config.kubelet_client_ca {
             agents.watch_kubelet_client_ca(path, &context.watcher)?;

@@ -50,7 +50,7 @@ pub(super) fn start(inputs: SessionInputs<'_>, context: &ServerContext) -> anyho
             tokens: authority.tokens.clone(),
             nodes: context.nodes.clone(),
             attestor: inputs.attestor,
-            peers: (context.config.kubernetes.is_none()).then(|| context.peers.clone()),
+            peers: (context.config.kubernetes.is_none()).then(|| context.peers.clone() as _),
         },
     };
     let cloud = CloudEgress::new(

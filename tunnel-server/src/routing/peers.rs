@@ -50,7 +50,6 @@ mod yields;
 
 pub use address::PeerAddress;
 use address::PeerZone;
-pub use agreed::CaDigest;
 use agreed::{AgreedState, AnnouncedState};
 pub use endpoint::{OnEnroll, OnOrders, PeerEndpoint, PeerTls};
 pub use forward_policy::ForwardPolicy;

@@ -19,8 +19,8 @@ use tunnel_proto::wire::header::{StreamHeader, StreamKind};
 use tunnel_proto::wire::name::{InstanceId, NodeName, SessionId};
 use tunnel_proto::wire::{VERSION_MAX, VERSION_MIN, negotiate_version};
 
+use super::refused::{DISTRUSTED, REVOKED};
 use super::{AdmissionRate, Sessions};
-use crate::ca::distrusted::DISTRUSTED;
 use crate::config::Limit;
 use crate::routing::known_nodes::EnrollmentKind;
 use crate::routing::registry::{
@@ -265,8 +265,7 @@ impl Sessions {
     fn distrust_reason(&self, session: &Arc<dyn Session>) -> Option<(CloseCode, &'static str)> {
         let trusted = |trust: &Arc<AgentTrust>| trust.still_accepts(&session.peer_chain());
         if self.revocations.is_revoked(session.peer()) {
-            let detail = "the node's certificate was revoked";
-            Some((CloseCode::CredentialRevoked, detail))
+            Some((CloseCode::CredentialRevoked, REVOKED))
         } else if self.trust.as_ref().is_some_and(|trust| !trusted(trust)) {
             Some((CloseCode::CredentialUntrusted, DISTRUSTED))
         } else {

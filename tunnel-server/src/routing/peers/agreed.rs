@@ -8,9 +8,6 @@ use tunnel_proto::wire::peer::StateDigest;
 
 use crate::routing::clock::ClockReading;
 
-/// SHA-256 over the CA of a server, see [`StateDigest::ca`].
-pub type CaDigest = [u8; 32];
-
 /// What this server knows of what all servers agree on.
 #[derive(Debug, Clone)]
 pub(super) struct AgreedState {

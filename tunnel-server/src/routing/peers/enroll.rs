@@ -3,26 +3,21 @@
 use std::io;
 use std::time::Duration;
 
+use async_trait::async_trait;
 use tunnel_proto::transport::Stream;
 use tunnel_proto::wire::header::{StreamHeader, StreamKind};
 use tunnel_proto::wire::name::ReplicaId;
 
 use super::Peers;
+use crate::ca::enrollment::EnrollmentPeers;
 
-impl Peers {
-    /// Returns the servers that this server dials, connected or not, ordered by name.
-    pub fn dialed(&self) -> Vec<ReplicaId> {
+#[async_trait]
+impl EnrollmentPeers for Peers {
+    fn dialed(&self) -> Vec<ReplicaId> {
         self.state.lock().peers.keys().cloned().collect()
     }
 
-    /// Opens a stream for one enrollment to another server. Does not wait for the reply, which must
-    /// arrive within `reply_limit`.
-    ///
-    /// Cancel-safe: if the future is dropped early, the stream is reset.
-    ///
-    /// # Errors
-    /// Returns an error if the server is not connected, or if the stream cannot be opened.
-    pub async fn open_enrollment(
+    async fn open_enrollment(
         &self,
         replica: &ReplicaId,
         reply_limit: Duration,

@@ -14,10 +14,10 @@ use tokio::sync::{Notify, mpsc, watch};
 use tunnel_proto::timers::sleep_coalesced;
 use tunnel_proto::wire::name::ReplicaId;
 use tunnel_proto::wire::order::NodeOrder;
-use tunnel_proto::wire::peer::{PEER_MESSAGE_MAX, PeerMessage, StateDigest, StatePart};
+use tunnel_proto::wire::peer::{CaDigest, PEER_MESSAGE_MAX, PeerMessage, StateDigest, StatePart};
 
 use super::Peers;
-use super::agreed::{AgreedState, CaDigest, digest_of};
+use super::agreed::{AgreedState, digest_of};
 use super::link::LinkError;
 use crate::routing::clock::ClockReading;
 

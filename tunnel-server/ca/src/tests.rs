@@ -8,9 +8,9 @@ use tunnel_proto::identity::{PeerIdentity, spki_sha256};
 use tunnel_proto::process::files;
 use tunnel_proto::tls;
 use tunnel_proto::tls::Trust;
+use tunnel_store::testing::Scratch;
 
 use super::*;
-use crate::store::data_dir::testing::Scratch;
 
 const DAY: Duration = Duration::from_secs(24 * 60 * 60);
 

@@ -1,7 +1,7 @@
+use tunnel_store::state_store::{OnDamage, Table};
+use tunnel_store::testing::{Scratch, assert_contains};
+
 use super::*;
-use crate::store::data_dir::testing::Scratch;
-use crate::store::state_store::{OnDamage, Table};
-use crate::testing::assert_contains;
 
 const CA: [u8; 32] = [7; 32];
 const KEY: [u8; 32] = [1; 32];

@@ -6,12 +6,11 @@ use rustls_pki_types::CertificateDer;
 use tunnel_proto::identity::spki_sha256;
 use tunnel_proto::process::files;
 use tunnel_proto::tls::{self, AgentTrust};
+use tunnel_store::known_nodes::EnrollmentKind;
+use tunnel_store::testing::{Scratch, assert_contains, node};
 
 use super::*;
-use crate::ca::revocation::Revocations;
-use crate::routing::known_nodes::EnrollmentKind;
-use crate::store::data_dir::testing::Scratch;
-use crate::testing::{assert_contains, node};
+use crate::revocation::Revocations;
 use RotationAction::{Abort, Begin, ForceNext, Next};
 
 mod simulation;
@@ -224,7 +223,7 @@ fn rotation_of_another_ca_or_a_damaged_one_is_refused_by_name() {
     fs::write(dir.ca_rotation(), "{}").unwrap();
     assert_contains(&message(), "ca-rotation.json holds no usable rotation");
     // An imported CA ends the rotation.
-    crate::ca::transfer::import(dir, &other).unwrap();
+    crate::transfer::import(dir, &other).unwrap();
     let ca = LocalCa::load_or_create(dir).unwrap();
     assert_eq!(ca.spki_sha256(), other.spki_sha256);
 }

@@ -18,17 +18,18 @@ use tunnel_proto::wire::enroll::{
 use tunnel_proto::wire::frame::{self, ENROLL_MESSAGE_MAX, FrameError};
 use tunnel_proto::wire::name::ReplicaId;
 use tunnel_proto::wire::order::Order;
+use tunnel_store::known_nodes::{EnrollmentKind, KnownNodes};
 use zeroize::Zeroize as _;
 
-use crate::ca::AgentCsr;
-use crate::ca::attestation::{AttestedToken, Attestor, KeyBinding, ServiceAccountToken};
-use crate::ca::renewal::{EnrollRefusal, Renewals, refusal, revoked};
-use crate::ca::revocation::is_issued_before;
-use crate::ca::tokens::TokenStore;
-use crate::routing::known_nodes::{EnrollmentKind, KnownNodes};
-use crate::routing::peers::Peers;
+use crate::AgentCsr;
+use crate::attestation::{AttestedToken, Attestor, KeyBinding, ServiceAccountToken};
+use crate::renewal::{EnrollRefusal, Renewals, refusal, revoked};
+use crate::revocation::is_issued_before;
+use crate::tokens::TokenStore;
 
 mod forwarded;
+
+pub use forwarded::EnrollmentPeers;
 
 /// Any client that can connect to the port can cause these log messages.
 static REFUSED: LogRateLimit = LogRateLimit::new("enrollments refused");
@@ -45,7 +46,7 @@ pub struct Enrollment {
     /// Client for the review of ServiceAccount tokens. `None` outside a cluster.
     pub attestor: Option<Attestor>,
     /// Other servers, which may have created a join token. `None` in a cluster.
-    pub peers: Option<Arc<Peers>>,
+    pub peers: Option<Arc<dyn EnrollmentPeers>>,
 }
 
 impl Enrollment {
@@ -376,10 +377,9 @@ mod tests {
     use tunnel_proto::identity::PeerIdentity;
     use tunnel_proto::wire::enroll::{JoinToken, TOKEN_SECRET_BYTES};
     use tunnel_proto::wire::order::NodeOrder;
+    use tunnel_store::testing::{Scratch, node};
 
     use super::*;
-    use crate::store::data_dir::testing::Scratch;
-    use crate::testing::node;
 
     pub(super) struct Fixture {
         pub(super) enrollment: Enrollment,

@@ -1,16 +1,17 @@
 //! The client CA: signs the certificates of callers. The local CA signs those of agents and servers,
 //! so a listener that trusted it for callers would admit every agent.
 
+use std::fmt;
 use std::str::FromStr;
 use std::time::{Duration, SystemTime};
 
 use rcgen::{ExtendedKeyUsagePurpose, KeyPair};
+use tunnel_store::data_dir::DataDir;
 use zeroize::Zeroizing;
 
 use super::leaf::LeafParams;
 use super::material::{COMMON_NAME_MAX, CaMaterial};
 use super::{CaError, IssueError};
-use crate::store::data_dir::DataDir;
 
 /// The name of a caller, which is the common name of its certificate and the name of its files.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -25,22 +26,32 @@ pub struct CallerName(String);
 pub struct CallerNameError;
 
 /// A caller's certificate with its key, both PEM.
-pub(crate) struct ClientCertificate {
-    pub(crate) certificate: String,
-    pub(crate) key: Zeroizing<String>,
+pub struct ClientCertificate {
+    pub certificate: String,
+    pub key: Zeroizing<String>,
     /// Time at which the certificate expires.
-    pub(crate) not_after: SystemTime,
+    pub not_after: SystemTime,
+}
+
+impl fmt::Debug for ClientCertificate {
+    fn fmt(&self, formatter: &mut fmt::Formatter<'_>) -> fmt::Result {
+        formatter
+            .debug_struct("ClientCertificate")
+            .field("not_after", &self.not_after)
+            .finish_non_exhaustive()
+    }
 }
 
 /// The CA of callers' certificates, in the data directory.
-pub(crate) struct ClientCa(CaMaterial);
+#[derive(Debug)]
+pub struct ClientCa(CaMaterial);
 
 impl ClientCa {
     /// Loads the client CA from the data directory, or creates one there. Blocks the thread.
     ///
     /// # Errors
     /// Returns a [`CaError`] that names the file.
-    pub(crate) fn load_or_create(dir: &DataDir) -> Result<Self, CaError> {
+    pub fn load_or_create(dir: &DataDir) -> Result<Self, CaError> {
         let _changing = dir.lock_files()?;
         let (certificate, key) = (dir.client_ca_certificate(), dir.client_ca_key());
         Ok(Self(CaMaterial::load_or_create(
@@ -54,7 +65,7 @@ impl ClientCa {
     ///
     /// # Errors
     /// Returns an [`IssueError`].
-    pub(crate) fn issue(
+    pub fn issue(
         &self,
         name: &CallerName,
         life: Duration,
@@ -107,10 +118,10 @@ mod tests {
     use rustls_pki_types::{CertificateDer, UnixTime};
     use tunnel_proto::identity::caller_name;
     use tunnel_proto::tls;
+    use tunnel_store::testing::Scratch;
 
     use super::*;
-    use crate::ca::LocalCa;
-    use crate::store::data_dir::testing::Scratch;
+    use crate::LocalCa;
 
     const DAY: Duration = Duration::from_secs(86_400);
 

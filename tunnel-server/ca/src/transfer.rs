@@ -2,11 +2,11 @@
 //! PEM text with the certificates and the private key. Calls block the thread.
 
 use tunnel_proto::process::files;
+use tunnel_store::data_dir::DataDir;
 use zeroize::Zeroizing;
 
 use super::material::{CaMaterial, SourceNames};
 use super::{CaError, LocalCa, rotation};
-use crate::store::data_dir::DataDir;
 
 /// The CA of a data directory, compared with another one.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -137,9 +137,9 @@ impl PemParts {
 mod tests {
     use std::time::SystemTime;
 
+    use tunnel_store::testing::{Scratch, assert_contains};
+
     use super::*;
-    use crate::store::data_dir::testing::Scratch;
-    use crate::testing::assert_contains;
 
     #[test]
     fn exported_ca_is_the_ca_of_another_directory_after_its_import() {

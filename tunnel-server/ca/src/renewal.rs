@@ -14,10 +14,10 @@ use tunnel_proto::wire::code::EnrollCode;
 use tunnel_proto::wire::enroll::{EnrollReply, EnrollRequest, RENEW_EXPORT_BYTES, RenewalProof};
 use tunnel_proto::wire::name::NodeName;
 use tunnel_proto::wire::order::Order;
+use tunnel_store::data_dir::rfc3339;
 
-use crate::ca::revocation::{self, Revocations};
-use crate::ca::{AgentCsr, IssueError, LocalCa};
-use crate::store::data_dir::rfc3339;
+use crate::revocation::{self, Revocations};
+use crate::{AgentCsr, IssueError, LocalCa};
 
 /// Time after expiry for which a certificate may be renewed by its key alone.
 pub const RENEWAL_GRACE: Duration = Duration::from_secs(90 * 24 * 60 * 60);

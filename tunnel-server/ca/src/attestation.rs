@@ -13,9 +13,9 @@ use tunnel_proto::wire::code::EnrollCode;
 use tunnel_proto::wire::name::NodeName;
 use zeroize::Zeroizing;
 
-pub use crate::ca::key_binding::KeyBinding;
-use crate::ca::key_binding::KeyBindings;
-use crate::ca::tokens::{FAILURES_PER_MINUTE, FailureWindow};
+pub use crate::key_binding::KeyBinding;
+use crate::key_binding::KeyBindings;
+use crate::tokens::{FAILURES_PER_MINUTE, FailureWindow};
 
 /// Maximum number of queued requests. An enrollment that finds the queue full is refused and may
 /// retry.

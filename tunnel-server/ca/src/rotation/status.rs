@@ -5,10 +5,10 @@ use std::time::{Duration, SystemTime};
 
 use serde::{Deserialize, Serialize};
 use tunnel_proto::wire::name::NodeName;
+use tunnel_store::data_dir::time_text;
+use tunnel_store::known_nodes::{EnrollmentKind, KnownNode, NodeMap};
 
 use super::RotationStage;
-use crate::routing::known_nodes::{EnrollmentKind, KnownNode, NodeMap};
-use crate::store::data_dir::time_text;
 
 /// The CA of a server and the rotation in progress, if any.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]

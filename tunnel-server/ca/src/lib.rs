@@ -14,16 +14,14 @@ use tokio::sync::watch;
 use tunnel_proto::identity::Role;
 use tunnel_proto::transport::quic::QuicKeys;
 use tunnel_proto::wire::name::{NodeName, ReplicaId};
-
-use crate::store::data_dir::DataDir;
+use tunnel_store::data_dir::DataDir;
 #[cfg(feature = "test-util")]
-use crate::store::state_store::check_value;
+use tunnel_store::state_store::check_value;
 
 pub mod attestation;
 mod cert_resolver;
 pub mod client;
 mod csr;
-pub mod distrusted;
 pub mod enrollment;
 mod error;
 mod key_binding;
@@ -36,12 +34,12 @@ mod serving_names;
 pub mod tokens;
 pub mod transfer;
 
-pub use crate::ca::csr::AgentCsr;
-pub use crate::ca::serving_names::ServingNames;
 pub use cert_resolver::{IsKnown, OnIssue, RoleCertResolver};
+pub use csr::AgentCsr;
 pub use error::{CaError, IssueError};
 use leaf::{LeafKey, LeafParams, uri};
 pub use material::{CaMaterial, SourceNames};
+pub use serving_names::ServingNames;
 
 /// Default lifetime of every certificate except the CA's own. `limits.certificateLife` overrides
 /// it.
@@ -116,7 +114,7 @@ impl LocalCa {
 
     /// Returns QUIC's reset and connection-id keys for the only server that uses the CA. They are
     /// derived from the private key, so that a server that lost its data directory has the same ones.
-    pub(crate) fn quic_keys(&self) -> QuicKeys {
+    pub fn quic_keys(&self) -> QuicKeys {
         let mut bytes = [0; QuicKeys::LEN];
         for (number, chunk) in (0_u8..).zip(bytes.chunks_mut(SHA256_BYTES)) {
             let tag = self.tag("quic keys", &[&[number]]);
@@ -286,7 +284,7 @@ impl fmt::Debug for LocalCa {
     }
 }
 
-/// Reads a value of the store as the kinds of rows of this module, for a fuzz target.
+/// Reads a value of the store as the kinds of rows of this crate, for a fuzz target.
 #[cfg(feature = "test-util")]
 pub fn check_rows(content: &[u8]) {
     check_value::<revocation::OrderRow>(content);

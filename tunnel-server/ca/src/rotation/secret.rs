@@ -4,19 +4,19 @@ use std::fmt;
 use std::sync::Arc;
 
 use super::Rotation;
-use crate::ca::{CaError, CaMaterial};
+use crate::{CaError, CaMaterial};
 
 /// The CA of a stage, and the rotation in progress.
 #[derive(Debug)]
-pub(crate) struct SharedCa {
-    pub(crate) material: Arc<CaMaterial>,
-    pub(crate) rotation: Option<Rotation>,
+pub struct SharedCa {
+    pub material: Arc<CaMaterial>,
+    pub rotation: Option<Rotation>,
     /// Version of the Secret that was read. `None` for files.
-    pub(crate) version: Option<String>,
+    pub version: Option<String>,
 }
 
 /// The Secret. Calls block the thread.
-pub(crate) trait CaSecret: fmt::Debug + Send + Sync {
+pub trait CaSecret: fmt::Debug + Send + Sync {
     /// Reads and checks the content.
     fn read(&self) -> Result<SharedCa, CaError>;
 

@@ -11,17 +11,17 @@ use rcgen::PublicKeyData as _;
 use serde::{Deserialize, Serialize};
 use tunnel_proto::identity::sha256;
 use tunnel_proto::process::files;
+use tunnel_store::data_dir::{DataDir, time_text, wiped_text};
 use zeroize::Zeroizing;
 
 use super::{RotationStage, Signer};
-use crate::ca::material::read_key;
-use crate::ca::{CaError, CaMaterial, SourceNames};
-use crate::store::data_dir::{DataDir, time_text, wiped_text};
+use crate::material::read_key;
+use crate::{CaError, CaMaterial, SourceNames};
 
 /// A rotation in progress.
 #[derive(Serialize, Deserialize)]
 #[serde(rename_all = "camelCase")]
-pub(crate) struct Rotation {
+pub struct Rotation {
     pub(super) stage: RotationStage,
     /// Certificates that were issued at this time or later are those of the stage.
     #[serde(with = "time_text")]
@@ -49,11 +49,7 @@ impl Rotation {
     ///
     /// # Errors
     /// Returns an error if one CA cannot sign the other.
-    pub(crate) fn new(
-        old: &CaMaterial,
-        new: &CaMaterial,
-        now: SystemTime,
-    ) -> Result<Self, CaError> {
+    pub fn new(old: &CaMaterial, new: &CaMaterial, now: SystemTime) -> Result<Self, CaError> {
         let cross_signed = old.cross_sign(new, now)? + &new.cross_sign(old, now)?;
         Ok(Self {
             stage: RotationStage::Announced,
@@ -81,7 +77,7 @@ impl Rotation {
 
     /// Parses the rotation of a Secret and checks it against the CA of that Secret. `name` and `key`
     /// name the rotation and the CA's key in errors.
-    pub(crate) fn of_secret(
+    pub fn of_secret(
         content: &[u8],
         name: &str,
         key: &str,
@@ -114,7 +110,7 @@ impl Rotation {
     }
 
     /// Returns the persisted form.
-    pub(crate) fn to_json(&self) -> Result<Zeroizing<Vec<u8>>, CaError> {
+    pub fn to_json(&self) -> Result<Zeroizing<Vec<u8>>, CaError> {
         let content = Zeroizing::new(serde_json::to_vec(self).map_err(io::Error::other)?);
         if content.len() > ROTATION_MAX_BYTES {
             let problem = "the certificates of the CA are too large to replace it in stages";
@@ -135,7 +131,7 @@ impl Rotation {
     }
 
     /// Returns both CAs, of which the one of the stage signs.
-    pub(crate) fn material(&self) -> Result<CaMaterial, CaError> {
+    pub fn material(&self) -> Result<CaMaterial, CaError> {
         let (old, new) = (&self.old, &self.new);
         // The signer's own certificate comes before the one with the same key that the other signed.
         let both = [&old.certificates, &new.certificates, &self.cross_signed]
@@ -181,7 +177,7 @@ impl CaPem {
 }
 
 /// Brings the two files of the CA to the stage of the rotation in progress, if there is one.
-pub(in crate::ca) fn resume(dir: &DataDir) -> Result<(), CaError> {
+pub(crate) fn resume(dir: &DataDir) -> Result<(), CaError> {
     let Some(rotation) = Rotation::load(dir)? else {
         return Ok(());
     };
@@ -214,7 +210,7 @@ pub(super) fn write_ca(dir: &DataDir, material: &CaMaterial) -> Result<(), CaErr
 }
 
 /// Removes the rotation, if there is one.
-pub(in crate::ca) fn remove(dir: &DataDir) -> Result<(), CaError> {
+pub(crate) fn remove(dir: &DataDir) -> Result<(), CaError> {
     let path = dir.ca_rotation();
     match fs::remove_file(&path) {
         Ok(()) => {

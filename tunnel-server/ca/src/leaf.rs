@@ -12,10 +12,10 @@ use rustls::sign::SigningKey;
 use rustls_pki_types::PrivateKeyDer;
 use tunnel_proto::identity::BACKDATED;
 use tunnel_proto::tls;
+use tunnel_store::data_dir::whole_seconds;
 
 use super::error::{CaError, IssueError};
 use super::material::{CaMaterial, common_name, serial};
-use crate::store::data_dir::whole_seconds;
 
 /// The fields that differ between certificates signed by the CA.
 pub(super) struct LeafParams {

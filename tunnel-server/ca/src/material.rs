@@ -16,10 +16,10 @@ use tunnel_proto::identity::{self, BACKDATED, sha256, spki_sha256};
 use tunnel_proto::process::files;
 use tunnel_proto::tls;
 use tunnel_proto::wire::enroll::hex;
+use tunnel_store::data_dir::{random, whole_seconds};
 use zeroize::Zeroizing;
 
 use super::CaError;
-use crate::store::data_dir::{random, whole_seconds};
 
 /// Names of the sources of a CA in error messages: paths, or keys of a Secret.
 #[derive(Debug, Clone, Copy)]

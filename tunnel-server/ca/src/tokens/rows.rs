@@ -9,10 +9,10 @@ use parking_lot::Mutex;
 use tokio::time::Instant;
 use tracing::info;
 use tunnel_proto::process::shutdown::Shutdown;
+use tunnel_store::data_dir::DataDir;
+use tunnel_store::state_store::{OnDamage, RowChange, StateStore, Table};
 
 use super::object::{RETENTION_AFTER_EXPIRY, StoredToken, TokenObject, TokenObjects};
-use crate::store::data_dir::DataDir;
-use crate::store::state_store::{OnDamage, RowChange, StateStore, Table};
 
 /// The tokens of a store, which has one user at a time.
 #[derive(Debug)]
@@ -153,11 +153,10 @@ const CLEAN_INTERVAL: Duration = Duration::from_secs(60 * 60);
 #[cfg(test)]
 mod tests {
     use tunnel_proto::wire::order::{NodeOrder, Order};
+    use tunnel_store::testing::{Scratch, node};
 
     use super::super::TokenStore;
     use super::*;
-    use crate::store::data_dir::testing::Scratch;
-    use crate::testing::node;
 
     #[test]
     fn clock_that_was_wrong_once_removes_no_token() {

@@ -2,9 +2,11 @@
 //! agent dialed asks the other servers one after the other. A server that is asked answers from its
 //! own tokens alone, so no enrollment passes more than two servers.
 
+use std::fmt;
 use std::io;
 use std::time::{Duration, SystemTime};
 
+use async_trait::async_trait;
 use bytes::BytesMut;
 use tokio::io::{AsyncRead, AsyncWrite, AsyncWriteExt as _};
 use tokio::time::timeout;
@@ -14,13 +16,30 @@ use tunnel_proto::wire::code::EnrollCode;
 use tunnel_proto::wire::enroll::{EnrollReply, EnrollRequest, JoinToken, RENEW_EXPORT_BYTES};
 use tunnel_proto::wire::frame::{ENROLL_MESSAGE_MAX, FrameError};
 use tunnel_proto::wire::name::ReplicaId;
+use tunnel_store::known_nodes::EnrollmentKind;
 use zeroize::{Zeroize as _, Zeroizing};
 
 use super::{EnrolledBy, Enrollment, REFUSED, ReadError, read_request, send_reply};
-use crate::ca::renewal::EnrollRefusal;
-use crate::ca::tokens::unavailable;
-use crate::routing::known_nodes::EnrollmentKind;
-use crate::routing::peers::Peers;
+use crate::renewal::EnrollRefusal;
+use crate::tokens::unavailable;
+
+/// The other servers, to which enrollments are forwarded.
+#[async_trait]
+pub trait EnrollmentPeers: fmt::Debug + Send + Sync {
+    /// Returns the servers that this server dials, connected or not, ordered by name.
+    fn dialed(&self) -> Vec<ReplicaId>;
+
+    /// Opens a stream for one enrollment to another server. Does not wait for the reply, which must
+    /// arrive within `reply_limit`. Cancel-safe: if the future is dropped early, the stream is reset.
+    ///
+    /// # Errors
+    /// Returns an error if the server is not connected, or if the stream cannot be opened.
+    async fn open_enrollment(
+        &self,
+        replica: &ReplicaId,
+        reply_limit: Duration,
+    ) -> io::Result<Stream>;
+}
 
 /// What the other servers replied to an enrollment.
 enum HopReply {
@@ -112,7 +131,7 @@ impl Enrollment {
             Ok(false) => {}
             Err(refusal) => return Some(Err(refusal)),
         }
-        let (replica, reply) = match ask_all(peers, request).await {
+        let (replica, reply) = match ask_all(&**peers, request).await {
             HopReply::Replied(replica, reply) => (replica, reply),
             HopReply::Unknown => return None,
             HopReply::Unanswered(replica) => {
@@ -153,7 +172,7 @@ fn join_token(request: &EnrollRequest) -> Option<JoinToken> {
 }
 
 /// Asks the other servers in the order of their names.
-async fn ask_all(peers: &Peers, request: &EnrollRequest) -> HopReply {
+async fn ask_all(peers: &dyn EnrollmentPeers, request: &EnrollRequest) -> HopReply {
     let Ok(framed) = framed(request) else {
         return HopReply::Unknown;
     };
@@ -180,7 +199,7 @@ async fn ask_all(peers: &Peers, request: &EnrollRequest) -> HopReply {
 
 /// Sends the request to one server. Returns the reply and the stream, which is still open.
 async fn ask(
-    peers: &Peers,
+    peers: &dyn EnrollmentPeers,
     replica: &ReplicaId,
     framed: &[u8],
 ) -> io::Result<(EnrollReply, Stream)> {
@@ -212,13 +231,12 @@ mod tests {
     use tokio::io::AsyncReadExt as _;
     use tunnel_proto::wire::enroll::RenewalProof;
     use tunnel_proto::wire::frame;
+    use tunnel_store::testing::{Scratch, assert_contains, node};
 
     use super::super::tests::{Fixture, csr};
     use super::*;
-    use crate::ca::renewal::Renewals;
-    use crate::ca::revocation::OrderAction;
-    use crate::store::data_dir::testing::Scratch;
-    use crate::testing::{assert_contains, node};
+    use crate::renewal::Renewals;
+    use crate::revocation::OrderAction;
 
     fn request(token: &str, key: &KeyPair) -> EnrollRequest {
         EnrollRequest {

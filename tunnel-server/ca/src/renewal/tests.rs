@@ -1,11 +1,11 @@
 use rcgen::{CertificateParams, KeyPair};
 use rustls::sign::CertifiedKey;
 use tunnel_proto::tls::{self, sign_proof};
+use tunnel_store::data_dir::DataDir;
+use tunnel_store::testing::Scratch;
 
 use super::*;
-use crate::ca::revocation::OrderAction;
-use crate::store::data_dir::DataDir;
-use crate::store::data_dir::testing::Scratch;
+use crate::revocation::OrderAction;
 
 impl Renewals {
     /// Creates a renewal service with all of its state in a data directory.

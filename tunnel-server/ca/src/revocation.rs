@@ -21,14 +21,11 @@ use tunnel_proto::process::shutdown::Shutdown;
 use tunnel_proto::process::telemetry::LogRateLimit;
 use tunnel_proto::timers::sleep_coalesced;
 use tunnel_proto::tls::{RevocationCheck, Revoked};
-use tunnel_proto::wire::code::CloseCode;
 use tunnel_proto::wire::name::{NodeName, ReplicaId};
 use tunnel_proto::wire::order::{NodeOrder, Order};
-
-use crate::routing::registry::Registry;
-use crate::store::data_dir::{DataDir, rfc3339};
-use crate::store::document::SharedDocument;
-use crate::store::state_store::{OnDamage, RowChange, StateStore, Table, UnreadableValue, listed};
+use tunnel_store::data_dir::{DataDir, rfc3339};
+use tunnel_store::document::SharedDocument;
+use tunnel_store::state_store::{OnDamage, RowChange, StateStore, Table, UnreadableValue, listed};
 
 mod own;
 
@@ -168,7 +165,7 @@ impl Revocations {
     ///
     /// # Errors
     /// Returns an error with the name of the file or document that cannot be read or is damaged.
-    pub(crate) fn open_shared(
+    pub fn open_shared(
         dir: &DataDir,
         shared: SharedDocument,
         is_local_ca: bool,
@@ -209,7 +206,7 @@ impl Revocations {
     ///
     /// # Errors
     /// Returns an error with the path if the store cannot be read or written.
-    pub(crate) fn set_aside_damaged(rows: &StateStore) -> io::Result<Vec<String>> {
+    pub fn set_aside_damaged(rows: &StateStore) -> io::Result<Vec<String>> {
         let loaded = rows.load::<OrderRow>(Table::Orders, "")?;
         let names = loaded.damaged.iter().map(|damaged| damaged.key.clone());
         let names = names.collect();
@@ -356,7 +353,7 @@ impl Revocations {
 
     /// Sets the function that returns the digest of the orders that another server announced last, or
     /// `None` while it is not connected. Orders that were refused are a condition until it changes.
-    pub(crate) fn announced_with(
+    pub fn announced_with(
         &self,
         announced: impl Fn(&ReplicaId) -> Option<OrdersDigest> + Send + Sync + 'static,
     ) {
@@ -555,21 +552,21 @@ impl Revocations {
         })
     }
 
-    /// Closes live sessions whose certificate is revoked, as soon as this process has made or
-    /// observed the order, whether it is written or not. Writes the orders until that succeeds, and
-    /// reports a condition meanwhile.
+    /// Calls `close_revoked`, which closes live sessions whose certificate is revoked, as soon as this
+    /// process has made or observed an order, whether it is written or not, and every 5 s. Writes the
+    /// orders until that succeeds, and reports a condition meanwhile.
     pub fn enforce(
         self: &Arc<Self>,
-        registry: &Arc<Registry>,
         readiness: &Readiness,
         shutdown: &Shutdown,
+        close_revoked: impl Fn() + Send + 'static,
     ) {
         if let Some(shared) = &self.shared {
             self.follow_document(shared, shutdown);
             shutdown.spawn_service(self.clone().write_pending());
         }
-        let (revocations, registry, tasks) = (self.clone(), registry.clone(), shutdown.clone());
-        let (readiness, mut changed) = (readiness.clone(), self.version.subscribe());
+        let (revocations, readiness) = (self.clone(), readiness.clone());
+        let mut changed = self.version.subscribe();
         shutdown.spawn_service(async move {
             loop {
                 tokio::select! {
@@ -577,16 +574,7 @@ impl Revocations {
                     () = sleep_coalesced(CHECK_INTERVAL) => {}
                 }
                 readiness.set_conditions(CONDITION, revocations.conditions());
-                for agent in registry.all() {
-                    if !revocations.is_revoked(agent.session.peer()) || agent.is_closing() {
-                        continue;
-                    }
-                    info!(node = %agent.node, session = agent.id.0, "certificate is revoked, closing the session");
-                    agent.withdraw();
-                    tasks.spawn_service(async move {
-                        agent.close(CloseCode::CredentialRevoked, REVOKED).await;
-                    });
-                }
+                close_revoked();
             }
         });
     }
@@ -962,8 +950,6 @@ const FOREIGN_BYTES_MAX: usize = 256 * 1024;
 const ENTRY_BYTES: usize = 87;
 /// Nodes that the log names of those about which another server announced orders.
 const LOGGED_MAX: usize = 10;
-/// Reason of the session close.
-const REVOKED: &str = "the node's certificate was revoked";
 /// Name of the condition in `/readyz?verbose`.
 const CONDITION: &str = "unsaved orders";
 /// Interval at which a failed write is tried again, and sessions are checked that were registered

@@ -22,16 +22,16 @@ use tunnel_proto::wire::code::EnrollCode;
 use tunnel_proto::wire::enroll::{JoinToken, TOKEN_ID_LEN, TOKEN_SECRET_BYTES, TokenError, hex};
 use tunnel_proto::wire::name::NodeName;
 use tunnel_proto::wire::order::{NodeOrder, Order};
+use tunnel_store::data_dir::{DataDir, name_text, random, rfc3339, time_text, whole_seconds};
 
 use super::LocalCa;
-use crate::store::data_dir::{DataDir, name_text, random, rfc3339, time_text, whole_seconds};
 
 mod object;
 mod pace;
 mod rows;
 
 use object::LIFE_MAX;
-pub(crate) use object::{StoredToken, TokenObject, TokenObjects};
+pub use object::{StoredToken, TokenObject, TokenObjects};
 use pace::LookupPace;
 use rows::TokenRows;
 
@@ -123,13 +123,13 @@ impl TokenStore {
     ///
     /// # Errors
     /// As in [`TokenStore::open`].
-    pub(crate) fn open_cleaned(dir: &DataDir, shutdown: &Shutdown) -> io::Result<Self> {
+    pub fn open_cleaned(dir: &DataDir, shutdown: &Shutdown) -> io::Result<Self> {
         let rows = Arc::new(TokenRows::open(dir)?);
         rows::clean(rows.clone(), shutdown);
         Ok(Self::of(rows))
     }
 
-    pub(crate) fn of(objects: Arc<dyn TokenObjects>) -> Self {
+    pub fn of(objects: Arc<dyn TokenObjects>) -> Self {
         Self {
             objects,
             failures: Mutex::default(),
@@ -147,7 +147,7 @@ impl TokenStore {
     }
 
     /// Returns the store with the CA whose key marks its tokens, see [`TokenStore::is_marked`].
-    pub(crate) fn marked_by(self, ca: Arc<LocalCa>) -> Self {
+    pub fn marked_by(self, ca: Arc<LocalCa>) -> Self {
         Self {
             ca: Some(ca),
             ..self

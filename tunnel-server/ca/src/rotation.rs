@@ -27,18 +27,18 @@ use tunnel_proto::wire::enroll::hex;
 use tunnel_proto::wire::name::{NodeName, ReplicaId};
 
 use super::{CaError, CaMaterial, LocalCa};
-use crate::routing::known_nodes::KnownNodes;
-use crate::routing::peers::CaDigest;
-use crate::store::data_dir::{DataDir, rfc3339, whole_seconds};
+use tunnel_proto::wire::peer::CaDigest;
+use tunnel_store::data_dir::{DataDir, rfc3339, whole_seconds};
+use tunnel_store::known_nodes::KnownNodes;
 
 mod persisted;
 mod secret;
 mod stage;
 mod status;
 
-pub(crate) use persisted::Rotation;
+pub use persisted::Rotation;
 pub(super) use persisted::{remove, resume};
-pub(crate) use secret::{CaSecret, SharedCa};
+pub use secret::{CaSecret, SharedCa};
 pub use stage::RotationStage;
 use stage::Signer;
 pub use status::{AgentCounts, RotationProgress, RotationStatus};
@@ -113,16 +113,16 @@ pub enum RotationError {
 /// What a server observes before it enters a stage: the other servers that share the CA, as far as it
 /// knows, the clocks, and its agents.
 #[derive(Debug, Clone, Default)]
-pub(crate) struct Surroundings {
+pub struct Surroundings {
     /// The reason why it is not known which servers there are, if so.
-    pub(crate) unknown: Option<String>,
+    pub unknown: Option<String>,
     /// The servers, each with the digest of its CA if that is known.
-    pub(crate) cas: BTreeMap<ReplicaId, Option<CaDigest>>,
+    pub cas: BTreeMap<ReplicaId, Option<CaDigest>>,
     /// Differences between the clock of this server and others. By a wrong clock the certificates of
     /// agents have expired, so that the rotation would not wait for them.
-    pub(crate) clocks: Vec<String>,
+    pub clocks: Vec<String>,
     /// Nodes with a session at this server. Their certificates count whatever the clock says.
-    pub(crate) connected: BTreeSet<NodeName>,
+    pub connected: BTreeSet<NodeName>,
 }
 
 impl Surroundings {
@@ -146,7 +146,7 @@ impl Surroundings {
     }
 }
 
-pub(crate) type Observe = Arc<dyn Fn() -> Surroundings + Send + Sync>;
+pub type Observe = Arc<dyn Fn() -> Surroundings + Send + Sync>;
 
 /// Rotates the CA. Calls block the thread.
 pub struct CaRotator {
@@ -185,16 +185,12 @@ impl CaRotator {
 
     /// Creates a rotator of the CA that the servers of a cluster share. Only the agents that this
     /// server knows are counted.
-    pub(crate) fn of_secret(
-        ca: Arc<LocalCa>,
-        secret: Arc<dyn CaSecret>,
-        nodes: Arc<KnownNodes>,
-    ) -> Self {
+    pub fn of_secret(ca: Arc<LocalCa>, secret: Arc<dyn CaSecret>, nodes: Arc<KnownNodes>) -> Self {
         Self::with_store(ca, RotationStore::Secret(secret), nodes)
     }
 
     /// Sets the function that observes the surroundings. Without it there are none.
-    pub(crate) fn observing(self, observe: Observe) -> Self {
+    pub fn observing(self, observe: Observe) -> Self {
         Self { observe, ..self }
     }
 
@@ -358,7 +354,7 @@ impl CaRotator {
     ///
     /// # Errors
     /// Returns a [`CaError`] if the rotation cannot be read or written.
-    pub(crate) fn observe_followers(&self) -> Result<(), CaError> {
+    pub fn observe_followers(&self) -> Result<(), CaError> {
         self.observe_followers_at(SystemTime::now())
     }
 
@@ -530,7 +526,7 @@ fn decide(
 }
 
 /// Interval at which a server observes whether the others follow a rotation.
-pub(crate) const FOLLOWERS_INTERVAL: Duration = Duration::from_secs(30);
+pub const FOLLOWERS_INTERVAL: Duration = Duration::from_secs(30);
 /// Maximum number of servers that an error names.
 const NAMED_MAX: usize = 10;
 /// Time within which a stage is persisted, with a margin for slow disks. Certificates that are issued

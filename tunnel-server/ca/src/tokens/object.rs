@@ -7,11 +7,10 @@ use std::time::{Duration, SystemTime};
 
 use serde::{Deserialize, Serialize};
 use tunnel_proto::wire::name::NodeName;
-
-use crate::store::data_dir::{name_text, time_text, whole_seconds};
+use tunnel_store::data_dir::{name_text, time_text, whole_seconds};
 
 /// The objects of the join tokens. Calls block the thread.
-pub(crate) trait TokenObjects: fmt::Debug + Send + Sync {
+pub trait TokenObjects: fmt::Debug + Send + Sync {
     fn get(&self, id: &str) -> io::Result<Option<TokenObject>>;
 
     fn create(&self, id: &str, token: &StoredToken) -> io::Result<()>;
@@ -30,16 +29,16 @@ pub(crate) trait TokenObjects: fmt::Debug + Send + Sync {
 
 /// A token as it was read.
 #[derive(Debug)]
-pub(crate) struct TokenObject {
-    pub(crate) token: StoredToken,
+pub struct TokenObject {
+    pub token: StoredToken,
     /// What identifies this version of the object.
-    pub(crate) version: String,
+    pub version: String,
 }
 
 /// A token as its object has it.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "camelCase")]
-pub(crate) struct StoredToken {
+pub struct StoredToken {
     #[serde(with = "name_text")]
     pub(super) node: NodeName,
     pub(super) secret_sha256: String,
@@ -50,7 +49,7 @@ pub(crate) struct StoredToken {
     pub(super) generation: u64,
     /// Time of the creation: by the API server's clock in a cluster, which overrides this.
     #[serde(with = "time_text")]
-    pub(crate) created: SystemTime,
+    pub created: SystemTime,
     pub(super) ttl_seconds: u64,
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub(super) used_by: Option<String>,
@@ -59,13 +58,13 @@ pub(crate) struct StoredToken {
 }
 
 impl StoredToken {
-    pub(crate) fn expires(&self) -> SystemTime {
+    pub fn expires(&self) -> SystemTime {
         let ttl = Duration::from_secs(self.ttl_seconds).min(LIFE_MAX);
         whole_seconds(self.created.checked_add(ttl).unwrap_or(self.created))
     }
 
     /// Returns whether the token expired more than a day before `now`.
-    pub(crate) fn is_old(&self, now: SystemTime) -> bool {
+    pub fn is_old(&self, now: SystemTime) -> bool {
         self.expires() + RETENTION_AFTER_EXPIRY < now
     }
 }

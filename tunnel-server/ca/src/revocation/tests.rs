@@ -1,11 +1,10 @@
 use tokio::sync::mpsc;
 use tunnel_proto::identity::Role;
+use tunnel_store::document::{DocumentOwner, ObservedContent};
+use tunnel_store::testing::{Scratch, node};
 
 use super::OrderAction::{Reissue, Revoke, Unrevoke};
 use super::*;
-use crate::store::data_dir::testing::Scratch;
-use crate::store::document::{DocumentOwner, ObservedContent};
-use crate::testing::node;
 
 fn peer(generation: u64) -> PeerIdentity {
     PeerIdentity {
