@@ -100,7 +100,7 @@ pub(super) fn persisted() -> Result<Vec<Vec<u8>>> {
         b"\x01[\"192.0.2.1\",\"2001:db8::1\"]".to_vec(),
         b"\x01{\"order\":{\"counter\":3,\"revoked\":true,\"at\":7,\"generation\":1,\"reissuedAt\":5},\"unconfirmed\":{\"isRevoked\":true}}".to_vec(),
         b"\x01{\"node\":\"worker-1\",\"secretSha256\":\"a5\",\"ips\":[\"192.0.2.1\"],\"counter\":1,\"generation\":0,\"created\":\"2025-01-01T00:00:00Z\",\"ttlSeconds\":60,\"revoked\":false}".to_vec(),
-        b"\x01{\"addresses\":[\"192.0.2.1\"],\"firstSeen\":\"2025-01-01T00:00:00Z\",\"enrollment\":\"joinToken\"}".to_vec(),
+        b"\x01{\"addresses\":[\"192.0.2.1\"],\"firstSeen\":\"2025-01-01T00:00:00Z\",\"lastSeen\":null,\"certificateNotAfter\":null,\"certificateIssued\":null,\"enrollment\":\"joinToken\"}".to_vec(),
         b"\x02{}".to_vec(),
     ])
 }

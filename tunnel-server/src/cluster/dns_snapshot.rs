@@ -55,9 +55,9 @@ pub(crate) fn row_changes(records: &RecordSet, persisted: &RecordSet) -> Vec<Row
     let changed = records.changed_from(persisted).into_iter();
     let changed = changed.map(|name| (records.get(&name), persisted.get(&name), name));
     let changed = changed.filter(|(record, before, _name)| record != before);
-    let rows = changed.map(|(record, _before, name)| match record {
-        Some(addresses) => RowChange::upsert(name.as_str(), &addresses.iter().collect::<Vec<_>>()),
-        None => RowChange::remove(name.as_str()),
+    let rows = changed.map(|(record, _before, name)| {
+        let addresses = record.map(|addresses| addresses.iter().collect::<Vec<_>>());
+        RowChange::of(name.as_str(), addresses.as_ref())
     });
     rows.collect()
 }

@@ -94,11 +94,8 @@ impl Snapshot {
 pub(super) fn row_changes(nodes: &NodeSet, persisted: &NodeSet) -> Vec<RowChange> {
     let changed = nodes.changed_from(persisted).into_iter();
     let rows = changed.map(|(name, node)| {
-        let key = format!("{NODES}{name}");
-        match node {
-            Some(node) => RowChange::upsert(&key, &PersistedNode::of(node)),
-            None => RowChange::remove(&key),
-        }
+        let node = node.map(PersistedNode::of);
+        RowChange::of(&format!("{NODES}{name}"), node.as_ref())
     });
     rows.collect()
 }

@@ -31,24 +31,22 @@ pub struct KnownNodes {
 pub struct KnownNode {
     /// Addresses that an operator assigned to the node, in order. Addresses that an agent claims
     /// are not included.
-    #[serde(default)]
     pub addresses: Vec<IpAddr>,
     /// Time at which the node became known.
     #[serde(with = "time_text")]
     pub first_seen: SystemTime,
     /// Time of the last connection or of its last sign of life, with a resolution of about ten
     /// minutes.
-    #[serde(default, with = "time_text_option")]
+    #[serde(with = "time_text_option")]
     pub last_seen: Option<SystemTime>,
     /// End of the certificate that the node used for its last connection or was issued since.
-    #[serde(default, with = "time_text_option")]
+    #[serde(with = "time_text_option")]
     pub certificate_not_after: Option<SystemTime>,
     /// Issue time of the certificate that the node used for its last connection, if the local CA
     /// issued it. A certificate that was issued since may not have arrived.
-    #[serde(default, with = "time_text_option")]
+    #[serde(with = "time_text_option")]
     pub certificate_issued: Option<SystemTime>,
     /// How the node's agent enrolled last. `None` for a certificate of an operator.
-    #[serde(default)]
     pub enrollment: Option<EnrollmentKind>,
 }
 
@@ -87,10 +85,7 @@ impl KnownNodes {
     pub fn open(dir: &DataDir) -> io::Result<Self> {
         let store = dir.store(OnDamage::Stop)?;
         let mut nodes = NodeMap::default();
-        let loaded = store.load(Table::Nodes, "")?;
-        store.skip_later(Table::Nodes, &loaded.later);
-        store.set_aside(Table::Nodes, loaded.damaged);
-        for (name, node) in loaded.values {
+        for (name, node) in store.load_readable(Table::Nodes, "")? {
             // The names were names when they were written.
             if let Ok(name) = name.parse() {
                 nodes.insert(name, node);
@@ -240,17 +235,11 @@ impl KnownNodes {
         }
         let addresses = |node: Option<KnownNode>| node.map(|node| node.addresses);
         let is_routed_otherwise = addresses(before) != addresses(after.clone());
-        let row = match after {
-            Some(known) => {
-                let row = RowChange::upsert(node.as_str(), &known);
-                nodes.insert(node.clone(), known);
-                row
-            }
-            None => {
-                nodes.remove(node);
-                RowChange::remove(node.as_str())
-            }
-        };
+        let row = RowChange::of(node.as_str(), after.as_ref());
+        match after {
+            Some(known) => nodes.insert(node.clone(), known),
+            None => drop(nodes.remove(node)),
+        }
         // Under the lock, so that an older state never replaces a newer one.
         self.store.change(Table::Nodes, vec![row]);
         drop(nodes);

@@ -257,8 +257,24 @@ impl StateStore {
         Ok(Loaded::of(self.rows(table)?, prefix))
     }
 
+    /// Loads rows like [`StateStore::load`]. What cannot be read is set aside and is a condition. Values
+    /// of later versions are skipped.
+    ///
+    /// # Errors
+    /// Returns an error with the path if the file cannot be read.
+    pub fn load_readable<T: DeserializeOwned>(
+        &self,
+        table: Table,
+        prefix: &str,
+    ) -> io::Result<BTreeMap<String, T>> {
+        let loaded = self.load(table, prefix)?;
+        self.skip_later(table, &loaded.later);
+        self.set_aside(table, loaded.damaged);
+        Ok(loaded.values)
+    }
+
     /// Reports values of later versions, which are skipped and stay on the disk.
-    pub fn skip_later(&self, table: Table, later: &[UnreadableValue]) {
+    fn skip_later(&self, table: Table, later: &[UnreadableValue]) {
         if later.is_empty() {
             return;
         }
@@ -276,25 +292,17 @@ impl StateStore {
         state.find(finding);
     }
 
-    /// Loads rows like [`StateStore::load`]. What cannot be read is set aside, is a condition, and is
-    /// observed again. Values of later versions are skipped.
+    /// Loads rows like [`StateStore::load_readable`], or none if the file cannot be read, which is a
+    /// condition: what was observed is observed again.
     pub fn load_observed<T: DeserializeOwned>(
         &self,
         table: Table,
         prefix: &str,
     ) -> BTreeMap<String, T> {
-        match self.load(table, prefix) {
-            Ok(loaded) => {
-                self.skip_later(table, &loaded.later);
-                self.set_aside(table, loaded.damaged);
-                loaded.values
-            }
-            Err(error) => {
-                let mut state = self.0.shared.state.lock();
-                state.find(error.to_string());
-                BTreeMap::new()
-            }
-        }
+        self.load_readable(table, prefix).unwrap_or_else(|error| {
+            self.0.shared.state.lock().find(error.to_string());
+            BTreeMap::new()
+        })
     }
 
     /// Moves values that cannot be read to the table of damaged ones. They stay while their copies

@@ -26,7 +26,7 @@ pub(in super::super) fn token(id: &str, days: u64) -> Result<Value> {
     let content = json!({
         "node": "worker-1", "secretSha256": "00".repeat(32), "counter": 0, "generation": 0,
         // Only the API server's time counts.
-        "created": "1970-01-01T00:00:00Z", "ttlSeconds": 3600,
+        "created": "1970-01-01T00:00:00Z", "ttlSeconds": 3600, "revoked": false,
     });
     let content = ByteString(content.to_string().into_bytes());
     Ok(json!({

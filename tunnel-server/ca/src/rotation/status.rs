@@ -18,11 +18,9 @@ pub struct RotationStatus {
     pub signer: String,
     pub in_progress: Option<RotationProgress>,
     /// Number of other servers that share the CA. Their agents are not counted.
-    #[serde(default)]
     pub other_servers: usize,
     /// The agents of the stage that this action ended, if it was forced or was the last one: pending
     /// agents stay behind, and so do those without a valid certificate.
-    #[serde(default)]
     pub left_behind: Option<AgentCounts>,
 }
 

@@ -53,7 +53,6 @@ pub struct StoredToken {
     pub(super) ttl_seconds: u64,
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub(super) used_by: Option<String>,
-    #[serde(default)]
     pub(super) revoked: bool,
 }
 

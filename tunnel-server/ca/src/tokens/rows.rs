@@ -25,13 +25,8 @@ impl TokenRows {
     /// Loads the tokens. One that cannot be read is set aside: its agent needs another one.
     pub(super) fn open(dir: &DataDir) -> io::Result<Self> {
         let store = dir.store(OnDamage::Stop)?;
-        let loaded = store.load(Table::Tokens, "")?;
-        store.skip_later(Table::Tokens, &loaded.later);
-        store.set_aside(Table::Tokens, loaded.damaged);
-        Ok(Self {
-            store,
-            tokens: Mutex::new(loaded.values),
-        })
+        let tokens = Mutex::new(store.load_readable(Table::Tokens, "")?);
+        Ok(Self { store, tokens })
     }
 
     fn set_if(&self, id: &str, expected: Option<&StoredToken>, token: Option<StoredToken>) -> bool {
@@ -39,16 +34,10 @@ impl TokenRows {
         if tokens.get(id) != expected {
             return false;
         }
-        let row = match token {
-            Some(token) => {
-                let row = RowChange::upsert(id, &token);
-                tokens.insert(id.to_owned(), token);
-                row
-            }
-            None => {
-                tokens.remove(id);
-                RowChange::remove(id)
-            }
+        let row = RowChange::of(id, token.as_ref());
+        match token {
+            Some(token) => tokens.insert(id.to_owned(), token),
+            None => tokens.remove(id),
         };
         // Under the lock, so that an older token never replaces a newer one.
         self.store.change(Table::Tokens, vec![row]);

@@ -112,12 +112,17 @@ pub struct RowChange {
 }
 
 impl RowChange {
-    /// Inserts or replaces a row.
-    pub fn upsert(key: &str, value: &impl Serialize) -> Self {
+    /// Inserts or replaces a row, or removes it if there is no value.
+    pub fn of(key: &str, value: Option<&impl Serialize>) -> Self {
         Self {
             key: key.into(),
-            content: Some(encode(value)),
+            content: value.map(|value| encode(value)),
         }
+    }
+
+    /// Inserts or replaces a row.
+    pub fn upsert(key: &str, value: &impl Serialize) -> Self {
+        Self::of(key, Some(value))
     }
 
     /// Inserts or replaces a row by these bytes.
