@@ -32,17 +32,18 @@ use tunnel_store::data_dir::{DataDir, rfc3339, whole_seconds};
 use tunnel_store::known_nodes::KnownNodes;
 
 mod persisted;
-mod secret;
 mod stage;
 mod status;
+mod store;
 
 pub use persisted::Rotation;
-pub(super) use persisted::{remove, resume};
-pub use secret::{CaSecret, SharedCa};
+pub(super) use persisted::{remove, resume, write_ca};
 pub use stage::RotationStage;
 use stage::Signer;
 pub use status::{AgentCounts, RotationProgress, RotationStatus};
 use status::{count, longest_remaining};
+use store::CaFiles;
+pub use store::{CaStore, SharedCa};
 
 /// A request of an operator.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
@@ -151,7 +152,9 @@ pub type Observe = Arc<dyn Fn() -> Surroundings + Send + Sync>;
 /// Rotates the CA. Calls block the thread.
 pub struct CaRotator {
     ca: Arc<LocalCa>,
-    store: RotationStore,
+    store: Arc<dyn CaStore>,
+    /// Time within which a stage is persisted and followed.
+    followed_within: Duration,
     nodes: Arc<KnownNodes>,
     observe: Observe,
     /// Held during a change, so that changes do not overlap.
@@ -168,36 +171,26 @@ struct Followers {
     lagged: Option<SystemTime>,
 }
 
-/// Where the rotation is persisted.
-#[derive(Debug)]
-enum RotationStore {
-    /// Files of a standalone server.
-    Files(DataDir),
-    /// Secret of all servers of a cluster.
-    Secret(Arc<dyn CaSecret>),
-}
-
 impl CaRotator {
     /// Creates the rotator of a standalone server.
     pub fn new(ca: Arc<LocalCa>, dir: DataDir, nodes: Arc<KnownNodes>) -> Self {
-        Self::with_store(ca, RotationStore::Files(dir), nodes)
+        let files = Arc::new(CaFiles {
+            ca: ca.clone(),
+            dir,
+        });
+        Self {
+            followed_within: PERSISTED_WITHIN,
+            ..Self::of_secret(ca, files, nodes)
+        }
     }
 
     /// Creates a rotator of the CA that the servers of a cluster share. Only the agents that this
     /// server knows are counted.
-    pub fn of_secret(ca: Arc<LocalCa>, secret: Arc<dyn CaSecret>, nodes: Arc<KnownNodes>) -> Self {
-        Self::with_store(ca, RotationStore::Secret(secret), nodes)
-    }
-
-    /// Sets the function that observes the surroundings. Without it there are none.
-    pub fn observing(self, observe: Observe) -> Self {
-        Self { observe, ..self }
-    }
-
-    fn with_store(ca: Arc<LocalCa>, store: RotationStore, nodes: Arc<KnownNodes>) -> Self {
+    pub fn of_secret(ca: Arc<LocalCa>, secret: Arc<dyn CaStore>, nodes: Arc<KnownNodes>) -> Self {
         Self {
             ca,
-            store,
+            store: secret,
+            followed_within: FOLLOWED_WITHIN,
             nodes,
             observe: Arc::new(Surroundings::default),
             changing: Mutex::default(),
@@ -205,22 +198,18 @@ impl CaRotator {
         }
     }
 
+    /// Sets the function that observes the surroundings. Without it there are none.
+    pub fn observing(self, observe: Observe) -> Self {
+        Self { observe, ..self }
+    }
+
     /// Returns the CA of the current stage and the rotation in progress, if any.
     fn load(&self) -> Result<SharedCa, CaError> {
-        match &self.store {
-            RotationStore::Files(dir) => Ok(SharedCa {
-                material: self.ca.material.load_full(),
-                rotation: Rotation::load(dir)?,
-                version: None,
-            }),
-            RotationStore::Secret(secret) => {
-                let stored = secret.read()?;
-                if !stored.material.continues(&self.ca.material.load()) {
-                    return Err(CaError::OtherCa);
-                }
-                Ok(stored)
-            }
+        let stored = self.store.read()?;
+        if !stored.material.continues(&self.ca.material.load()) {
+            return Err(CaError::OtherCa);
         }
+        Ok(stored)
     }
 
     /// Returns the stage and what the next one waits for.
@@ -315,29 +304,13 @@ impl CaRotator {
         now: SystemTime,
     ) -> Result<Rotation, RotationError> {
         let material = Arc::new(rotation.material()?);
-        let (_changing, followed_within) = match &self.store {
-            RotationStore::Files(dir) => {
-                let lock = dir.lock_files().map_err(CaError::from)?;
-                (Some(lock), PERSISTED_WITHIN)
-            }
-            RotationStore::Secret(_) => (None, FOLLOWED_WITHIN),
-        };
         // Until all servers follow the stage, the CA of the previous stage signs.
-        let followed = whole_seconds(now) + followed_within;
+        let followed = whole_seconds(now) + self.followed_within;
         // Certificates of the previous stage are older, also when that was short.
         let since = followed.max(rotation.since + Duration::from_secs(1));
         self.begin_at(&mut rotation, since);
         // No certificate of a stage exists that a crash would undo.
-        match &self.store {
-            RotationStore::Files(dir) => {
-                rotation.save(dir)?;
-                self.ca.replace(material.clone());
-                persisted::write_ca(dir, &material)?;
-            }
-            RotationStore::Secret(secret) => {
-                self.replace(secret.as_ref(), material, Some(&rotation), version)?;
-            }
-        }
+        self.replace(material, Some(&rotation), version)?;
         Ok(rotation)
     }
 
@@ -375,16 +348,7 @@ impl CaRotator {
         let since = whole_seconds(lagged) + FOLLOWERS_INTERVAL + FOLLOWED_WITHIN;
         if since > rotation.since + FOLLOWERS_INTERVAL {
             self.begin_at(&mut rotation, since);
-            let is_written = match &self.store {
-                RotationStore::Files(dir) => {
-                    let _changing = dir.lock_files()?;
-                    rotation.save(dir)?;
-                    true
-                }
-                RotationStore::Secret(secret) => {
-                    secret.replace(material, Some(&rotation), version)?
-                }
-            };
+            let is_written = self.store.replace(material, Some(&rotation), version)?;
             if !is_written {
                 return Ok(());
             }
@@ -420,27 +384,17 @@ impl CaRotator {
         version: Option<String>,
     ) -> Result<(), RotationError> {
         let material = Arc::new(rotation.ca(signer).material()?);
-        match &self.store {
-            RotationStore::Files(dir) => {
-                let _changing = dir.lock_files().map_err(CaError::from)?;
-                persisted::write_ca(dir, &material)?;
-                remove(dir)?;
-                self.ca.replace(material);
-                Ok(())
-            }
-            RotationStore::Secret(secret) => self.replace(secret.as_ref(), material, None, version),
-        }
+        self.replace(material, None, version)
     }
 
-    /// Writes the Secret, and uses its CA without waiting for the watch.
+    /// Writes the store, and uses its CA without waiting for a watch.
     fn replace(
         &self,
-        secret: &dyn CaSecret,
         material: Arc<CaMaterial>,
         rotation: Option<&Rotation>,
         version: Option<String>,
     ) -> Result<(), RotationError> {
-        if !secret.replace(material.clone(), rotation, version)? {
+        if !self.store.replace(material.clone(), rotation, version)? {
             return Err(RotationError::Changed);
         }
         self.ca.replace(material);

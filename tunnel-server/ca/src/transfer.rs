@@ -90,12 +90,7 @@ pub fn import(dir: &DataDir, material: &CaMaterial) -> Result<(), CaError> {
     let _changing = dir.lock_files()?;
     // A rotation would resume with the previous CA.
     rotation::remove(dir)?;
-    // A crash between the two writes leaves a certificate without its key, which the next start
-    // reports. A key without its certificate would become another CA.
-    let certificates = material.certificates_pem().as_bytes();
-    files::replace(&dir.ca_certificate(), certificates)?;
-    files::replace(&dir.ca_key(), material.key_pem().as_bytes())?;
-    Ok(())
+    rotation::write_ca(dir, material)
 }
 
 /// The blocks of a PEM text.

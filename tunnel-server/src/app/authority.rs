@@ -23,7 +23,7 @@ use super::credential_watcher::{CredentialWatcher, read_roots, watch_pair};
 use crate::ca::LocalCa;
 use crate::ca::renewal::Renewals;
 use crate::ca::revocation::Revocations;
-use crate::ca::rotation::CaSecret;
+use crate::ca::rotation::CaStore;
 use crate::ca::tokens::TokenStore;
 use crate::cluster::{ApiServerClock, ClusterHandle, UnknownMembership};
 use crate::config::{Config, CredentialFiles, KubeletClientCa, KubernetesSettings};
@@ -33,7 +33,7 @@ use crate::session::refused;
 pub(super) struct Authority {
     pub(super) ca: Arc<LocalCa>,
     /// The Secret of the CA, or `None` for a standalone server.
-    pub(super) ca_secret: Option<Arc<dyn CaSecret>>,
+    pub(super) ca_secret: Option<Arc<dyn CaStore>>,
     pub(super) tokens: Arc<TokenStore>,
     pub(super) revocations: Arc<Revocations>,
     pub(super) keys: QuicKeys,

@@ -23,7 +23,7 @@ use tunnel_proto::process::shutdown::Shutdown;
 use super::client::ClusterHandle;
 use super::conditions::Condition;
 use super::objects::Object;
-use crate::ca::rotation::CaSecret;
+use crate::ca::rotation::CaStore;
 use crate::ca::tokens::TokenStore;
 use crate::ca::{CaError, CaMaterial, LocalCa};
 use crate::config::KubernetesSettings;
@@ -51,7 +51,7 @@ pub(crate) struct SharedState {
     /// The CA. Replaced when the Secret changes.
     pub(crate) ca: Arc<LocalCa>,
     /// The Secret of the CA, to rotate it.
-    pub(crate) ca_secret: Arc<dyn CaSecret>,
+    pub(crate) ca_secret: Arc<dyn CaStore>,
     pub(crate) tokens: TokenStore,
     pub(crate) revocations: SharedDocument,
 }

@@ -194,9 +194,10 @@ pub(crate) fn resume(dir: &DataDir) -> Result<(), CaError> {
     write_ca(dir, &rotation.material()?)
 }
 
-/// Replaces the two files of the CA if they differ. The certificates come first: they always
-/// include that of the key.
-pub(super) fn write_ca(dir: &DataDir, material: &CaMaterial) -> Result<(), CaError> {
+/// Replaces the two files of the CA if they differ. The certificates come first: those of a rotation
+/// include that of either key, and after a crash between the writes of another CA the next start
+/// reports a certificate without its key. A key without its certificate would become another CA.
+pub(crate) fn write_ca(dir: &DataDir, material: &CaMaterial) -> Result<(), CaError> {
     let certificates = material.certificates_pem().as_bytes();
     if files::read(&dir.ca_certificate())?.as_deref() != Some(certificates) {
         files::replace(&dir.ca_certificate(), certificates)?;

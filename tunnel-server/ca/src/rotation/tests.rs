@@ -286,7 +286,7 @@ impl MemorySecret {
     }
 }
 
-impl CaSecret for MemorySecret {
+impl CaStore for MemorySecret {
     fn read(&self) -> Result<SharedCa, CaError> {
         let material = self.material.lock().clone();
         let check = |content: &Vec<u8>| Rotation::of_secret(content, "", "", &material);

@@ -13,7 +13,7 @@ use super::super::failure::{ApiError, ApiErrorKind};
 use super::super::objects::{Object, REPLACES_CA_ANNOTATION};
 use super::ca::{Plan, plan, put};
 use super::cluster_objects::{ClusterObjects, wait};
-use crate::ca::rotation::{CaSecret, Rotation, SharedCa};
+use crate::ca::rotation::{CaStore, Rotation, SharedCa};
 use crate::ca::{CaError, CaMaterial};
 
 /// The CA Secret, for a thread that may block.
@@ -38,7 +38,7 @@ impl RotatedSecret {
     }
 }
 
-impl CaSecret for RotatedSecret {
+impl CaStore for RotatedSecret {
     fn read(&self) -> Result<SharedCa, CaError> {
         let (cluster_objects, name) = (self.cluster_objects.clone(), self.name.clone());
         self.wait(async move {

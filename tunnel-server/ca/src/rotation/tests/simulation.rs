@@ -54,7 +54,7 @@ struct SecretOfServer {
     number: usize,
 }
 
-impl CaSecret for SecretOfServer {
+impl CaStore for SecretOfServer {
     fn read(&self) -> Result<SharedCa, CaError> {
         let condition = self.shared.lock()[self.number].1;
         if condition.has_api {
