@@ -28,8 +28,9 @@ use crate::revocation::is_issued_before;
 use crate::tokens::TokenStore;
 
 mod forwarded;
+mod peers;
 
-pub use forwarded::EnrollmentPeers;
+pub use peers::EnrollmentPeers;
 
 /// Any client that can connect to the port can cause these log messages.
 static REFUSED: LogRateLimit = LogRateLimit::new("enrollments refused");

@@ -27,10 +27,12 @@ mod error;
 mod key_binding;
 mod leaf;
 mod material;
+mod persisted_rotation;
 pub mod renewal;
 pub mod revocation;
 pub mod rotation;
 mod serving_names;
+mod stage;
 pub mod tokens;
 pub mod transfer;
 
@@ -80,7 +82,7 @@ impl LocalCa {
     /// Returns a [`CaError`] that names the file.
     pub fn load_or_create(dir: &DataDir) -> Result<Self, CaError> {
         let _changing = dir.lock_files()?;
-        rotation::resume(dir)?;
+        persisted_rotation::resume(dir)?;
         let material =
             CaMaterial::load_or_create(&dir.ca_certificate(), &dir.ca_key(), material::CA_NAME)?;
         Self::new(Arc::new(material))

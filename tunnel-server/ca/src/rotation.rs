@@ -25,21 +25,18 @@ use serde::{Deserialize, Serialize};
 use tracing::info;
 use tunnel_proto::wire::enroll::hex;
 use tunnel_proto::wire::name::{NodeName, ReplicaId};
-
-use super::{CaError, CaMaterial, LocalCa};
 use tunnel_proto::wire::peer::CaDigest;
 use tunnel_store::data_dir::{DataDir, rfc3339, whole_seconds};
 use tunnel_store::known_nodes::KnownNodes;
 
-mod persisted;
-mod stage;
+pub use crate::persisted_rotation::Rotation;
+pub use crate::stage::RotationStage;
+use crate::stage::Signer;
+use crate::{CaError, CaMaterial, LocalCa};
+
 mod status;
 mod store;
 
-pub use persisted::Rotation;
-pub(super) use persisted::{remove, resume, write_ca};
-pub use stage::RotationStage;
-use stage::Signer;
 pub use status::{AgentCounts, RotationProgress, RotationStatus};
 use status::{count, longest_remaining};
 use store::CaFiles;

@@ -6,7 +6,7 @@ use tunnel_store::data_dir::DataDir;
 use zeroize::Zeroizing;
 
 use super::material::{CaMaterial, SourceNames};
-use super::{CaError, LocalCa, rotation};
+use super::{CaError, LocalCa, persisted_rotation};
 
 /// The CA of a data directory, compared with another one.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -89,8 +89,8 @@ pub fn compare(dir: &DataDir, other: &CaMaterial) -> Result<StoredCa, CaError> {
 pub fn import(dir: &DataDir, material: &CaMaterial) -> Result<(), CaError> {
     let _changing = dir.lock_files()?;
     // A rotation would resume with the previous CA.
-    rotation::remove(dir)?;
-    rotation::write_ca(dir, material)
+    persisted_rotation::remove(dir)?;
+    persisted_rotation::write_ca(dir, material)
 }
 
 /// The blocks of a PEM text.

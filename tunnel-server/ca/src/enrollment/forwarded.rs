@@ -2,11 +2,9 @@
 //! agent dialed asks the other servers one after the other. A server that is asked answers from its
 //! own tokens alone, so no enrollment passes more than two servers.
 
-use std::fmt;
 use std::io;
 use std::time::{Duration, SystemTime};
 
-use async_trait::async_trait;
 use bytes::BytesMut;
 use tokio::io::{AsyncRead, AsyncWrite, AsyncWriteExt as _};
 use tokio::time::timeout;
@@ -19,27 +17,10 @@ use tunnel_proto::wire::name::ReplicaId;
 use tunnel_store::known_nodes::EnrollmentKind;
 use zeroize::{Zeroize as _, Zeroizing};
 
+use super::peers::EnrollmentPeers;
 use super::{EnrolledBy, Enrollment, REFUSED, ReadError, read_request, send_reply};
 use crate::renewal::EnrollRefusal;
 use crate::tokens::unavailable;
-
-/// The other servers, to which enrollments are forwarded.
-#[async_trait]
-pub trait EnrollmentPeers: fmt::Debug + Send + Sync {
-    /// Returns the servers that this server dials, connected or not, ordered by name.
-    fn dialed(&self) -> Vec<ReplicaId>;
-
-    /// Opens a stream for one enrollment to another server. Does not wait for the reply, which must
-    /// arrive within `reply_limit`. Cancel-safe: if the future is dropped early, the stream is reset.
-    ///
-    /// # Errors
-    /// Returns an error if the server is not connected, or if the stream cannot be opened.
-    async fn open_enrollment(
-        &self,
-        replica: &ReplicaId,
-        reply_limit: Duration,
-    ) -> io::Result<Stream>;
-}
 
 /// What the other servers replied to an enrollment.
 enum HopReply {

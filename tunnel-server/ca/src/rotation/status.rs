@@ -8,7 +8,7 @@ use tunnel_proto::wire::name::NodeName;
 use tunnel_store::data_dir::time_text;
 use tunnel_store::known_nodes::{EnrollmentKind, KnownNode, NodeMap};
 
-use super::RotationStage;
+use crate::stage::RotationStage;
 
 /// The CA of a server and the rotation in progress, if any.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]

@@ -6,7 +6,7 @@ use std::sync::Arc;
 
 use tunnel_store::data_dir::DataDir;
 
-use super::{Rotation, persisted};
+use crate::persisted_rotation::{self, Rotation};
 use crate::{CaError, CaMaterial, LocalCa};
 
 /// The CA of a stage, and the rotation in progress.
@@ -61,11 +61,11 @@ impl CaStore for CaFiles {
                 rotation.save(&self.dir)?;
                 // The stage is persisted, so its CA signs even if the next files cannot be written.
                 self.ca.replace(material.clone());
-                persisted::write_ca(&self.dir, &material)?;
+                persisted_rotation::write_ca(&self.dir, &material)?;
             }
             None => {
-                persisted::write_ca(&self.dir, &material)?;
-                persisted::remove(&self.dir)?;
+                persisted_rotation::write_ca(&self.dir, &material)?;
+                persisted_rotation::remove(&self.dir)?;
             }
         }
         Ok(true)

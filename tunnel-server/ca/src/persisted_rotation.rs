@@ -14,8 +14,8 @@ use tunnel_proto::process::files;
 use tunnel_store::data_dir::{DataDir, time_text, wiped_text};
 use zeroize::Zeroizing;
 
-use super::{RotationStage, Signer};
 use crate::material::read_key;
+use crate::stage::{RotationStage, Signer};
 use crate::{CaError, CaMaterial, SourceNames};
 
 /// A rotation in progress.
