@@ -380,10 +380,9 @@ const HELP: &[(&str, &str, &str)] = &[
     (
         SERVER,
         "render",
-        "egress-selector apiserver coredns prometheus agent dnat-cleanup",
+        "egress-selector apiserver coredns prometheus agent",
     ),
     (SERVER, "render coredns", "--output --force --check"),
-    (SERVER, "render dnat-cleanup", "iptables-save nft"),
     (
         SERVER,
         "doctor",

@@ -4,8 +4,9 @@
 use std::path::Path;
 
 use anyhow::{Context, Result, ensure};
+use tunnel_tests::guides::{blocks, page};
 use tunnel_tests::netns::Namespace;
-use tunnel_tests::process::{Finished, Program, ScratchDir};
+use tunnel_tests::process::{Program, ScratchDir};
 use tunnel_tests::tools::{Tool, or_skip, require};
 
 #[tokio::test]
@@ -80,7 +81,8 @@ async fn check_compares_a_complete_pod() -> Result<()> {
 
 /// The rules are laid as yurt-tunnel lays them, next to those of others.
 #[tokio::test]
-async fn cleanup_of_iptables_leaves_the_table_as_it_was_without_yurt_tunnel() -> Result<()> {
+async fn cleanup_of_the_migration_guide_leaves_the_table_as_it_was_without_yurt_tunnel()
+-> Result<()> {
     let tools = require(&[Tool::Iptables, Tool::IptablesSave]);
     let namespace = tools.and_then(|()| Namespace::new("dnat", Path::new("/etc/hosts")));
     let namespace = namespace.and_then(|namespace| namespace.script(OTHERS).map(|_| namespace));
@@ -91,61 +93,25 @@ async fn cleanup_of_iptables_leaves_the_table_as_it_was_without_yurt_tunnel() ->
     namespace.script(YURT_TUNNEL)?;
     let with_rules = saved(&namespace)?;
     ensure!(with_rules.contains("TUNNEL-PORT-9100"), "{with_rules}");
-    let script = cleanup(&with_rules).await?.ok()?;
-    let script = format!("{SEARCH_PATH}{script}");
+    let blocks = blocks(&page("docs/how-to/migrate.md")?);
+    let cleanup = blocks
+        .iter()
+        .find(|block| block.text.contains("TUNNEL-PORT"));
+    let cleanup = &cleanup.context("no commands in the guide")?.text;
+    let script = format!("{SEARCH_PATH}conntrack() {{ echo \"$@\"; }}\n{cleanup}");
     // The script may run twice.
-    for _run in 0..2 {
-        namespace.script(&script)?;
+    for translations in [TRANSLATIONS, ""] {
+        let printed = namespace.script(&script)?;
+        ensure!(printed == translations, "{printed}");
         let after = saved(&namespace)?;
         ensure!(after == before, "{after}\nis not\n{before}");
     }
-    let again = cleanup(&saved(&namespace)?).await?;
-    ensure!(
-        again.out.is_empty() && again.err.contains("nothing to do"),
-        "{again}"
-    );
     Ok(())
-}
-
-#[tokio::test]
-async fn cleanup_of_nft_leaves_the_ruleset_as_it_was_without_yurt_tunnel() -> Result<()> {
-    let tools = require(&[Tool::Nft]);
-    let namespace = tools.and_then(|()| Namespace::new("dnat", Path::new("/etc/hosts")));
-    let namespace = namespace.and_then(|namespace| namespace.script(NFT_OTHERS).map(|_| namespace));
-    let Some(namespace) = or_skip(namespace) else {
-        return Ok(());
-    };
-    let before = namespace.script(NFT_LIST)?;
-    namespace.script(NFT_YURT_TUNNEL)?;
-    let with_rules = namespace.script(NFT_LIST)?;
-    let script = cleanup(&with_rules).await?.ok()?;
-    // The program may be outside of the search path.
-    let script = format!("nft() {{ \"$NFT\" \"$@\"; }}\n{script}");
-    for _run in 0..2 {
-        namespace.script(&script)?;
-        let after = namespace.script(NFT_LIST)?;
-        ensure!(after == before, "{after}\nis not\n{before}");
-    }
-    Ok(())
-}
-
-#[tokio::test]
-async fn cleanup_refuses_rules_of_others_that_lead_to_the_chains() -> Result<()> {
-    let rule = "-A PREROUTING -j TUNNEL-PORT";
-    let saved = format!("*nat\n:TUNNEL-PORT - [0:0]\n{rule}\nCOMMIT\n");
-    let refused = cleanup(&saved).await?;
-    ensure!(refused.out.is_empty(), "{refused}");
-    refused.ensure_failed(1, &[rule])
 }
 
 fn render(text: &str, flags: &[&str]) -> Result<Program> {
     let program = Program::ours("tunnel-server")?.args(["render", text]);
     Ok(program.args(flags.iter().copied()))
-}
-
-async fn cleanup(rules: &str) -> Result<Finished> {
-    let program = render("dnat-cleanup", &[])?;
-    program.run_with(rules.as_bytes()).await
 }
 
 /// Returns table nat without the lines that contain the time.
@@ -184,21 +150,11 @@ for port in 10250 9100; do
 done
 "#;
 
-const NFT_OTHERS: &str = r#"
-"$NFT" add table ip nat
-"$NFT" 'add chain ip nat OUTPUT { type nat hook output priority -100; }'
-"$NFT" add rule ip nat OUTPUT ip daddr 10.0.0.1 tcp dport 80 counter accept
-"#;
-
-const NFT_YURT_TUNNEL: &str = r#"
-"$NFT" add chain ip nat TUNNEL-PORT
-"$NFT" add chain ip nat TUNNEL-PORT-10250
-"$NFT" insert rule ip nat OUTPUT meta l4proto tcp counter jump TUNNEL-PORT
-"$NFT" add rule ip nat TUNNEL-PORT tcp dport 10250 counter jump TUNNEL-PORT-10250
-"$NFT" add rule ip nat TUNNEL-PORT-10250 tcp dport 10250 counter dnat to 192.168.33.220:10263
-"#;
-
-const NFT_LIST: &str = r#""$NFT" -a list ruleset"#;
+/// What is removed from the connection tracking.
+const TRANSLATIONS: &str = "\
+-D -p tcp --orig-port-dst 10250 --reply-src 192.168.33.220 --reply-port-src 10263
+-D -p tcp --orig-port-dst 9100 --reply-src 192.168.33.220 --reply-port-src 10263
+";
 
 /// The static pod of kube-apiserver, shortened.
 const POD: &str = "\

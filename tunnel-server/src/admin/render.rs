@@ -5,9 +5,7 @@ mod agent;
 mod apiserver;
 mod check;
 mod coredns;
-mod dnat_cleanup;
 mod egress_selector;
-mod netfilter;
 mod output;
 mod prometheus;
 mod values;
@@ -15,9 +13,8 @@ mod values;
 pub use agent::AgentArgs;
 pub use apiserver::ApiserverArgs;
 pub use coredns::CorednsArgs;
-pub use dnat_cleanup::DnatCleanupArgs;
 pub use egress_selector::EgressSelectorArgs;
-pub use output::{OutputArgs, RenderError, WriteArgs};
+pub use output::{OutputArgs, RenderError};
 pub use prometheus::{PrometheusArgs, ScrapeMethod, ScrapeObject};
 pub use values::{
     CorefilePath, CorefilePathError, ResolverAddress, ResolverAddressError, ServerAddress,
@@ -27,7 +24,7 @@ pub use values::{
 pub(in crate::admin) use values::shell;
 
 use check::Format;
-use output::{finish, write_or_print};
+use output::finish;
 
 /// Print texts for other programs.
 #[derive(Debug, Clone, clap::Subcommand)]
@@ -43,12 +40,6 @@ pub enum RenderVerb {
     Prometheus(Box<PrometheusArgs>),
     /// The systemd unit of an agent, with the commands for its join token
     Agent(AgentArgs),
-    /// Shell commands that remove yurt-tunnel's NAT rules and their connection tracking entries
-    ///
-    /// Reads the output of iptables-save, ip6tables-save or `nft -a list ruleset` on standard
-    /// input: iptables-save -t nat | tunnel-server render dnat-cleanup. Prints nothing if the
-    /// rules have been removed.
-    DnatCleanup(DnatCleanupArgs),
 }
 
 impl RenderVerb {
@@ -69,9 +60,6 @@ impl RenderVerb {
                 finish(&arguments.text()?, Format::Yaml, &arguments.output)
             }
             Self::Agent(arguments) => finish(&arguments.text(), Format::Lines, &arguments.output),
-            Self::DnatCleanup(arguments) => {
-                write_or_print(&dnat_cleanup::from_stdin()?, &arguments.write)
-            }
         }
     }
 }

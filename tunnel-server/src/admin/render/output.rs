@@ -9,23 +9,15 @@ use tunnel_proto::process::telemetry;
 
 use super::check::{self, Format};
 
-/// The file to write.
+/// The file to write or to compare.
 #[derive(Debug, Clone, Default, clap::Args)]
-pub struct WriteArgs {
+pub struct OutputArgs {
     /// File to write, with mode 0644; without it the text is printed
     #[arg(short, long, value_name = "FILE")]
     pub output: Option<PathBuf>,
     /// Overwrite the file of --output
     #[arg(long, requires = "output")]
     pub force: bool,
-}
-
-/// The file to write or to compare.
-#[derive(Debug, Clone, Default, clap::Args)]
-pub struct OutputArgs {
-    /// File to write, instead of printing the text.
-    #[command(flatten)]
-    pub write: WriteArgs,
     /// Compare this file with the text: print what the file lacks, and exit with code 1 if
     /// anything is missing. The file may have more, as a complete Pod or Corefile does
     #[arg(long, value_name = "FILE", conflicts_with = "output")]
@@ -43,31 +35,23 @@ pub enum RenderError {
     Differs(PathBuf),
     #[error("{} is not valid YAML: {reason}", .path.display())]
     NotYaml { path: PathBuf, reason: String },
-    #[error("cannot use standard input or output")]
+    #[error("cannot write to standard output")]
     Io(#[from] io::Error),
     /// The flags cannot be combined.
     #[error("{0}")]
     Usage(&'static str),
-    /// A rule of another program jumps to a chain of yurt-tunnel, so the chain cannot be removed.
-    #[error(
-        "{0:?} leads to a chain of yurt-tunnel but is not a rule of yurt-tunnel; remove it first"
-    )]
-    ForeignRule(String),
-    #[error("the rules of nft have no handles; list them with 'nft -a list ruleset'")]
-    NoHandle,
 }
 
 impl RenderError {
-    /// Returns 64 if the flags or the input are wrong, else 1.
+    /// Returns 64 if the flags are wrong, else 1.
     pub fn exit_code(&self) -> u8 {
         match self {
-            Self::Usage(_) | Self::NoHandle => 64,
+            Self::Usage(_) => 64,
             Self::File { .. }
             | Self::FileExists(_)
             | Self::Differs(_)
             | Self::NotYaml { .. }
-            | Self::Io(_)
-            | Self::ForeignRule(_) => 1,
+            | Self::Io(_) => 1,
         }
     }
 }
@@ -75,7 +59,7 @@ impl RenderError {
 /// Prints or writes a text, or compares a file with it.
 pub(super) fn finish(text: &str, format: Format, output: &OutputArgs) -> Result<(), RenderError> {
     let Some(path) = &output.check else {
-        return write_or_print(text, &output.write);
+        return write_or_print(text, output);
     };
     let content = fs::read_to_string(path).map_err(|source| RenderError::File {
         path: path.clone(),
@@ -98,11 +82,11 @@ pub(super) fn finish(text: &str, format: Format, output: &OutputArgs) -> Result<
     Err(RenderError::Differs(path.clone()))
 }
 
-pub(super) fn write_or_print(text: &str, write: &WriteArgs) -> Result<(), RenderError> {
-    let Some(path) = &write.output else {
+fn write_or_print(text: &str, output: &OutputArgs) -> Result<(), RenderError> {
+    let Some(path) = &output.output else {
         return Ok(telemetry::print(text.as_bytes())?);
     };
-    let written = if write.force {
+    let written = if output.force {
         replace(path, text)
     } else {
         create(path, text)

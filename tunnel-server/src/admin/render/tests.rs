@@ -199,7 +199,6 @@ fn text(words: &[&str]) -> String {
         RenderVerb::Coredns(arguments) => arguments.text(),
         RenderVerb::Prometheus(arguments) => arguments.text().unwrap(),
         RenderVerb::Agent(arguments) => arguments.text(),
-        RenderVerb::DnatCleanup(_) => panic!("reads standard input"),
     }
 }
 
