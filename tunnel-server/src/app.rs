@@ -120,7 +120,6 @@ impl App {
             agents: &agents,
             authority: &authority,
             attestor: cluster.attestor.clone(),
-            advertised: advertised.clone(),
             capacity,
             own_ports,
         };

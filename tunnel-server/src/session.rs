@@ -42,8 +42,6 @@ pub struct Sessions {
     pub metrics: Metrics,
     /// Shutdown signals and the tasks that they cover.
     pub shutdown: Shutdown,
-    /// Addresses of this server that agents can dial, bounded.
-    pub advertised: Vec<String>,
     pub limits: SessionLimits,
     /// Connections that the next process resets if this one is killed.
     pub(crate) saved_connections: Option<SavedConnections>,

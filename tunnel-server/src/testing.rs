@@ -139,7 +139,6 @@ impl Bench {
             nodes: Arc::new(KnownNodes::open(&scratch.0).unwrap()),
             metrics: Metrics::new(&mut counters, BufferPool::new(POOL)),
             shutdown: Shutdown::new(),
-            advertised: vec![ADVERTISED.into()],
             limits: SessionLimits {
                 handshake: Duration::from_secs(5),
                 streams: 4,

@@ -170,27 +170,6 @@ codes! {
     }
 }
 
-impl RefusalCode {
-    /// Returns the nearest code that every release knows.
-    pub(super) fn compatible(self) -> Self {
-        match self {
-            // An older server tries the next server that holds the node.
-            Self::AgentSuspect | Self::AgentLost => Self::Draining,
-            Self::AgentTimeout => Self::Internal,
-            Self::BadHeader
-            | Self::Policy
-            | Self::TargetRefused
-            | Self::TargetTimeout
-            | Self::TooManyStreams
-            | Self::Draining
-            | Self::Internal
-            | Self::NotHere
-            | Self::UnknownTarget
-            | Self::Unknown(_) => self,
-        }
-    }
-}
-
 impl CloseCode {
     /// Returns whether the agent should retry. The other codes need an operator.
     pub fn is_retryable(self) -> bool {

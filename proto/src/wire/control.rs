@@ -35,8 +35,8 @@ pub enum ControlMessage {
     Drain {
         /// Time for the open streams.
         deadline: Duration,
-        /// The agent dials another server at a random moment within this time. Zero from older
-        /// servers.
+        /// The agent dials another server at a random moment within this time. Zero without another
+        /// server.
         move_within: Duration,
     },
     /// Agent: asks the server to open no more streams.
@@ -92,13 +92,11 @@ pub struct Welcome {
     pub capabilities: Vec<String>,
     /// Maximum number of streams that the server may have open at once.
     pub streams_per_agent: u32,
-    /// The replicas that accept sessions, as `HOST:PORT`, this replica first.
-    pub replicas: Vec<String>,
     /// Time limit for the agent to dial a target.
     pub target_dial_timeout: Duration,
     /// The name of this replica. `None` from older servers.
     pub replica_id: Option<ReplicaId>,
-    /// All replicas, this one included. Empty from older servers.
+    /// All replicas, this one included.
     pub members: Vec<Member>,
 }
 
@@ -138,7 +136,6 @@ impl ControlMessage {
                 session_id: welcome.session.0,
                 capabilities: welcome.capabilities.clone(),
                 streams_per_agent: welcome.streams_per_agent,
-                replicas: welcome.replicas.clone(),
                 target_dial_timeout_millis: millis(welcome.target_dial_timeout),
                 replica_id: welcome
                     .replica_id
@@ -208,7 +205,6 @@ impl ControlMessage {
                 session: SessionId(welcome.session_id),
                 capabilities: sanitize_lines(welcome.capabilities),
                 streams_per_agent: welcome.streams_per_agent,
-                replicas: sanitize_lines(welcome.replicas),
                 target_dial_timeout: Duration::from_millis(welcome.target_dial_timeout_millis),
                 replica_id: match welcome.replica_id.as_str() {
                     "" => None,

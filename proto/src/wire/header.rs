@@ -49,7 +49,7 @@ pub enum StreamKind {
         node: NodeName,
         /// The port, as the node's agent sees it.
         target: Target,
-        /// Whether the caller has presented a certificate. `false` from older servers.
+        /// Whether the caller has presented a certificate.
         is_verified: bool,
     },
     /// Between servers: an enrollment with a join token of the accepting server.
@@ -250,19 +250,11 @@ impl StreamReply {
                 dialed: dialed.clone(),
                 ..pb::StreamReply::default()
             },
-            Self::Refused(refusal) => {
-                let (exact, compatible) = (refusal.code, refusal.code.compatible());
-                pb::StreamReply {
-                    code: compatible.number(),
-                    detail: refusal.detail.clone(),
-                    exact_code: if exact == compatible {
-                        0
-                    } else {
-                        exact.number()
-                    },
-                    ..pb::StreamReply::default()
-                }
-            }
+            Self::Refused(refusal) => pb::StreamReply {
+                code: refusal.code.number(),
+                detail: refusal.detail.clone(),
+                ..pb::StreamReply::default()
+            },
         };
         frame::encode(&message, STREAM_MESSAGE_MAX, out)
     }
@@ -278,13 +270,7 @@ impl StreamReply {
             0 => Self::Accepted {
                 dialed: one_line(&message.dialed),
             },
-            code => {
-                let code = match RefusalCode::from_number(message.exact_code) {
-                    RefusalCode::Unknown(_) => RefusalCode::from_number(code),
-                    exact => exact,
-                };
-                Self::refused(code, &message.detail)
-            }
+            code => Self::refused(RefusalCode::from_number(code), &message.detail),
         })
     }
 }
@@ -340,28 +326,6 @@ mod tests {
         assert!(target(3, "a b", 80).is_err());
         assert!(StreamHeader::decode(&[]).is_err());
         assert!(StreamHeader::decode(&[0xff, 0xff]).is_err());
-    }
-
-    #[test]
-    fn code_that_a_peer_does_not_know_has_a_code_that_it_knows_next_to_it() {
-        for (exact, compatible) in [
-            (RefusalCode::AgentSuspect, RefusalCode::Draining),
-            (RefusalCode::AgentLost, RefusalCode::Draining),
-            (RefusalCode::AgentTimeout, RefusalCode::Internal),
-        ] {
-            let mut framed = BytesMut::new();
-            let reply = StreamReply::refused(exact, "no");
-            reply.encode(&mut framed).unwrap();
-            let frame = frame::take(&mut framed, STREAM_MESSAGE_MAX).unwrap();
-            let mut message = pb::StreamReply::decode(frame.unwrap()).unwrap();
-            assert_eq!(StreamReply::decode(&message.encode_to_vec()), Ok(reply));
-            // An older peer ignores the field, and a later one may send another number in it.
-            for unknown in [0, 300] {
-                message.exact_code = unknown;
-                let older = StreamReply::decode(&message.encode_to_vec());
-                assert_eq!(older, Ok(StreamReply::refused(compatible, "no")));
-            }
-        }
     }
 
     #[test]

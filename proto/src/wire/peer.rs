@@ -60,7 +60,7 @@ pub struct Holds {
     /// Nodes that the sender no longer holds.
     pub removed: Vec<NodeName>,
     /// Whether the next message continues the new list. Until the last message of the list, nodes
-    /// of the previous list count. `false` from older servers.
+    /// of the previous list count.
     pub has_more: bool,
 }
 

@@ -148,7 +148,6 @@ fn welcome() -> Welcome {
         session: SessionId(1),
         capabilities: vec![CAPABILITY_RENEW.to_owned()],
         streams_per_agent: 64,
-        replicas: Vec::new(),
         target_dial_timeout: TIMEOUT,
         replica_id: None,
         members: Vec::new(),

@@ -33,7 +33,6 @@ fn control_messages() -> Result<Vec<ControlMessage>> {
             session: SessionId(9),
             capabilities: vec!["renew".into()],
             streams_per_agent: 256,
-            replicas: vec!["a:1".into(), "b:2".into()],
             target_dial_timeout: Duration::from_secs(5),
             replica_id: Some("server-0".parse()?),
             members: vec![Member {

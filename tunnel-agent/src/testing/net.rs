@@ -166,7 +166,6 @@ pub(crate) fn welcome() -> Welcome {
         session: SessionId(1),
         capabilities: vec![],
         streams_per_agent: 64,
-        replicas: vec![],
         target_dial_timeout: AGES,
         replica_id: None,
         members: vec![],

@@ -18,7 +18,6 @@ use crate::ca::attestation::Attestor;
 use crate::ca::enrollment::Enrollment;
 use crate::config::{Capacity, Limits};
 use crate::egress::CloudEgress;
-use crate::routing::peers::listed_addresses;
 use crate::session::agent_listener::{AgentListener, TcpHandler};
 use crate::session::saved_connections::SavedConnections;
 use crate::session::{AdmissionRate, SessionLimits, Sessions};
@@ -29,7 +28,6 @@ pub(super) struct SessionInputs<'a> {
     pub(super) agents: &'a AgentAuth,
     pub(super) authority: &'a Authority,
     pub(super) attestor: Option<Attestor>,
-    pub(super) advertised: Vec<String>,
     pub(super) capacity: Capacity,
     /// Ports of this server's listeners over TCP.
     pub(super) own_ports: Vec<Port>,
@@ -71,7 +69,6 @@ pub(super) fn start(inputs: SessionInputs<'_>, context: &ServerContext) -> anyho
         nodes: context.nodes.clone(),
         metrics: context.metrics.clone(),
         shutdown: context.shutdown.clone(),
-        advertised: listed_addresses(&inputs.advertised),
         limits: SessionLimits {
             handshake: limits.handshake_timeout,
             streams: limits.streams_per_agent,

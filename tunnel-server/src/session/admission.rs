@@ -302,7 +302,6 @@ impl Sessions {
             session: id,
             capabilities: self.capabilities(session, &hello.node_name),
             streams_per_agent: self.limits.streams,
-            replicas: self.advertised.clone(),
             target_dial_timeout: self.limits.target_dial,
             replica_id: Some(self.peers.own().clone()),
             members: members.borrow_and_update().to_vec(),

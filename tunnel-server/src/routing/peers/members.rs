@@ -25,7 +25,7 @@ impl LeftOut {
 }
 
 /// Returns the addresses of one server that agents and other servers receive.
-pub fn listed_addresses(addresses: &[String]) -> Vec<String> {
+pub(super) fn listed_addresses(addresses: &[String]) -> Vec<String> {
     addresses
         .iter()
         .filter(|address| address.len() <= ADDRESS_LENGTH_MAX)
@@ -130,7 +130,6 @@ mod tests {
             session: SessionId(u64::MAX),
             capabilities: vec!["renew".into()],
             streams_per_agent: u32::MAX,
-            replicas: listed_addresses(&long_addresses()),
             target_dial_timeout: Duration::from_secs(5),
             replica_id: Some(members[0].id.clone()),
             members,

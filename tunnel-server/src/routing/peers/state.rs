@@ -118,8 +118,7 @@ impl Peers {
     }
 
     /// Applies what another server announced. A new list replaces the previous one with its last
-    /// message, and that of an older server, which has no mark for it, with its first message. Does
-    /// nothing after [`Peers::remove`], which may run while a message is handled.
+    /// message. Does nothing after [`Peers::remove`], which may run while a message is handled.
     pub(crate) fn apply(&self, replica: &ReplicaId, holds: Holds) {
         let mut state = self.state.lock();
         if !state.peers.contains_key(replica) {
