@@ -24,14 +24,14 @@ tunnel_proto::metrics! {
         sessions: Family<StateLabels, Gauge> = "sessions",
             "Servers that the agent holds or wants a session with, by state of the session",
             with_series(SessionState::ALL.iter().map(|&state| StateLabels { state }));
-        session_connected: Family<TransportLabels, Gauge> = "session_connected",
+        sessions_connected: Family<TransportLabels, Gauge> = "sessions_connected",
             "Sessions to servers that are ready, by transport",
             with_series(TRANSPORTS.map(|transport| TransportLabels {
                 transport: StaticLabel(transport.label()),
             }));
         sessions_suspect: Gauge = "sessions_suspect",
             "Ready sessions whose server is silent, or reports that this agent is silent";
-        promotions: Counter = "promotions", "Number of upgrades from h2 to QUIC";
+        upgrades: Counter = "upgrades", "Number of upgrades from h2 to QUIC";
         fallbacks: Counter = "fallbacks", "Number of fallbacks from QUIC to h2";
         connect_attempts: Family<ConnectLabels, Counter> = "connect_attempts",
             "Session dials, by transport and result", with_series(connect_labels());
@@ -57,8 +57,6 @@ tunnel_proto::metrics! {
 
         not_after: Gauge = "certificate_not_after_timestamp_seconds",
             "Unix time at which the agent's certificate expires";
-        deprecated_not_after: Gauge = "certificate_not_after_seconds",
-            "Deprecated: use tunnel_agent_certificate_not_after_timestamp_seconds";
         unsaved: Gauge = "certificate_unsaved",
             "1 while the certificate in use could not be written to the data directory";
         files_unusable: Gauge = "certificate_files_unusable",
@@ -129,7 +127,7 @@ impl Metrics {
     /// Counts a ready session until the guard is dropped.
     pub(crate) fn session(&self, transport: TransportKind) -> GaugeGuard {
         let transport = StaticLabel(transport.label());
-        let sessions = &self.0.session_connected;
+        let sessions = &self.0.sessions_connected;
         GaugeGuard::new(&sessions.get_or_create(&TransportLabels { transport }))
     }
 
@@ -140,7 +138,7 @@ impl Metrics {
 
     /// Counts an upgrade from h2 to QUIC.
     pub(crate) fn promotion(&self) {
-        self.0.promotions.inc();
+        self.0.upgrades.inc();
     }
 
     pub(crate) fn fallback(&self) {
@@ -220,7 +218,7 @@ impl Metrics {
     /// Returns the number of fallbacks to h2 and of upgrades to QUIC.
     #[cfg(test)]
     pub(crate) fn transport_changes(&self) -> (u64, u64) {
-        (self.0.fallbacks.get(), self.0.promotions.get())
+        (self.0.fallbacks.get(), self.0.upgrades.get())
     }
 
     /// Counts a renewal: `issued`, or the reason of the failure.
@@ -246,7 +244,6 @@ impl Metrics {
             .map_or(0, |since| since.as_secs());
         let seconds = i64::try_from(seconds).unwrap_or(i64::MAX);
         self.0.not_after.set(seconds);
-        self.0.deprecated_not_after.set(seconds);
     }
 }
 
@@ -362,7 +359,7 @@ impl StreamEnd {
     pub(crate) fn label(self) -> &'static str {
         match self {
             Self::Ok => "ok",
-            Self::ReaderClosed => "reader_left",
+            Self::ReaderClosed => "reader_closed",
             Self::CutByPeer => "cut_by_peer",
             Self::CutByTarget => "cut_by_target",
             Self::CutByCaller => "cut_by_caller",
@@ -450,7 +447,7 @@ mod tests {
         for line in [
             "tunnel_agent_sessions{state=\"connected\"} 1",
             "tunnel_agent_sessions{state=\"suspect\"} 0",
-            "tunnel_agent_session_connected{transport=\"quic\"} 1",
+            "tunnel_agent_sessions_connected{transport=\"quic\"} 1",
             "tunnel_agent_streams_open 0",
             "tunnel_agent_streams_total{result=\"refused_by_policy\"} 1",
             "tunnel_agent_stream_bytes_total{direction=\"to_target\"} 5",
@@ -458,10 +455,9 @@ mod tests {
             "tunnel_agent_connect_attempts_total{transport=\"quic\",result=\"no_answer\"} 1",
             "tunnel_agent_connect_attempts_total{transport=\"h2\",result=\"ready\"} 1",
             "tunnel_agent_fallbacks_total 1",
-            "tunnel_agent_promotions_total 1",
+            "tunnel_agent_upgrades_total 1",
             "tunnel_agent_sessions_suspect 1",
             "tunnel_agent_certificate_not_after_timestamp_seconds 9",
-            "tunnel_agent_certificate_not_after_seconds 9",
             "tunnel_agent_log_lines_dropped_total{kind=\"access\"} 0",
         ] {
             assert!(text.contains(&format!("{line}\n")), "{line} not in\n{text}");
@@ -481,7 +477,7 @@ mod tests {
             "tunnel_agent_dials_total{result=\"timeout\"}",
             "tunnel_agent_renewals_total{result=\"returned\"}",
             "tunnel_agent_renewals_total{result=\"bad_proof\"}",
-            "tunnel_agent_session_connected{transport=\"h2\"}",
+            "tunnel_agent_sessions_connected{transport=\"h2\"}",
             "tunnel_agent_stream_bytes_total{direction=\"from_target\"}",
             "tunnel_agent_streams_total{result=\"ok\"}",
             "tunnel_agent_streams_total{result=\"refused_by_policy\"}",

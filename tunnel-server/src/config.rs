@@ -123,11 +123,6 @@ pub struct Config {
 /// Returns a [`ConfigError`] if the file cannot be read or parsed, or with all errors of the
 /// settings.
 pub fn load(flags: RawConfig, file: Option<&Path>) -> Result<Config, ConfigError> {
-    // A list of who may do something is not ignored because its name has changed.
-    if std::env::var_os(RENAMED_VARIABLE).is_some() {
-        let text = format!("{RENAMED_VARIABLE}: use TUNNEL_SERVER_DELEGATION_ALLOWED_CALLERS");
-        return Err(ConfigError(vec![text]));
-    }
     let (lower, warning) = match file {
         Some(path) => {
             let invalid = |error: &dyn Display| format!("--config: {}: {error}", path.display());
@@ -146,9 +141,6 @@ pub fn load(flags: RawConfig, file: Option<&Path>) -> Result<Config, ConfigError
     config.warnings.extend(warning);
     Ok(config)
 }
-
-/// The former name of a variable.
-const RENAMED_VARIABLE: &str = "TUNNEL_SERVER_BORROW_ALLOWED_CALLERS";
 
 impl TryFrom<RawConfig> for Config {
     type Error = ConfigError;

@@ -131,8 +131,6 @@ tunnel_proto::metrics! {
 
         certificate_not_after: Gauge<f64, AtomicU64> = "certificate_not_after_timestamp_seconds",
             "Unix time at which the server's own certificate expires";
-        deprecated_certificate_not_after: Gauge<f64, AtomicU64> = "certificate_not_after_seconds",
-            "Deprecated: use tunnel_server_certificate_not_after_timestamp_seconds";
         credential_reloads: Family<ReloadLabel, Counter> = "credential_reloads",
             "Number of reloads of certificate files, by result";
         credential_files_unusable: Family<FilesLabel, Gauge> = "credential_files_unusable",
@@ -140,9 +138,6 @@ tunnel_proto::metrics! {
         credential_not_after: Family<FilesLabel, Gauge<f64, AtomicU64>>
             = "credential_not_after_timestamp_seconds",
             "Unix time at which a configured certificate expires";
-        deprecated_credential_not_after: Family<FilesLabel, Gauge<f64, AtomicU64>>
-            = "credential_not_after_seconds",
-            "Deprecated: use tunnel_server_credential_not_after_timestamp_seconds";
 
         limits_reached: Family<LimitLabel, Counter> = "limits_reached",
             "Number of times a configured limit was reached, by limit",
@@ -355,8 +350,6 @@ impl Metrics {
     pub fn certificate(&self, not_after: SystemTime) {
         let not_after = unix_seconds(not_after);
         self.families.certificate_not_after.set(not_after);
-        let deprecated = &self.families.deprecated_certificate_not_after;
-        deprecated.set(not_after);
     }
 
     /// Records the expiry of another certificate that the server was given.
@@ -364,14 +357,10 @@ impl Metrics {
         let labels = FilesLabel {
             files: StaticLabel(files),
         };
-        for credentials in [
-            &self.families.credential_not_after,
-            &self.families.deprecated_credential_not_after,
-        ] {
-            credentials
-                .get_or_create(&labels)
-                .set(unix_seconds(not_after));
-        }
+        let credentials = &self.families.credential_not_after;
+        credentials
+            .get_or_create(&labels)
+            .set(unix_seconds(not_after));
     }
 }
 
@@ -426,9 +415,7 @@ mod tests {
             "tunnel_server_streams_total{result=\"no_agent\"} 0",
             "tunnel_server_credential_reloads_total{files=\"agent_ca\",result=\"failed\"} 0",
             "tunnel_server_certificate_not_after_timestamp_seconds 9.0",
-            "tunnel_server_certificate_not_after_seconds 9.0",
             "tunnel_server_credential_not_after_timestamp_seconds{files=\"https_certificate\"} 9.0",
-            "tunnel_server_credential_not_after_seconds{files=\"https_certificate\"} 9.0",
         ] {
             assert!(text.lines().any(|shown| shown == line), "{line}:\n{text}");
         }

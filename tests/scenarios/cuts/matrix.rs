@@ -488,14 +488,14 @@ impl Site {
 
     fn check_codes(&self, cell: Cell, lines: &Lines) -> Result<()> {
         let of_caller = match (self.kind, cell.cut) {
-            (Kind::Cloud, Cut::Target) if cell.is_half_closed => "reader_left",
+            (Kind::Cloud, Cut::Target) if cell.is_half_closed => "reader_closed",
             (Kind::Cloud, Cut::Caller) => "cut_by_caller",
             (Kind::Cloud, Cut::Target | Cut::Session | Cut::Link) => "cut_by_peer",
             (_, Cut::Caller) => "caller_gone",
             (_, Cut::Target | Cut::Session | Cut::Link) => "cut",
         };
         let of_target = match cell.cut {
-            Cut::Target if cell.is_half_closed => "reader_left",
+            Cut::Target if cell.is_half_closed => "reader_closed",
             Cut::Caller | Cut::Session | Cut::Link => "cut_by_peer",
             Cut::Target => "cut_by_target",
         };

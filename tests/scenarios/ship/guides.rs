@@ -154,7 +154,7 @@ async fn standalone_tutorial_runs_as_it_stands() -> Result<()> {
     let finished = program.run().await?;
     let shown = finished.to_string();
     finished.ok()?;
-    ensure!(shown.contains("tunnel_agent_session_connected"), "{shown}");
+    ensure!(shown.contains("tunnel_agent_sessions_connected"), "{shown}");
     let folder = scratch.path().join("tunnel");
     ensure!(!folder.exists(), "it leaves its folder");
     Ok(())

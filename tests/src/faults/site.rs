@@ -156,7 +156,7 @@ impl Site {
     }
 
     async fn agent_is_alone(&self) -> bool {
-        let connected = self.agent_metric("tunnel_agent_session_connected").await;
+        let connected = self.agent_metric("tunnel_agent_sessions_connected").await;
         connected.is_ok_and(|count| count == 0)
     }
 

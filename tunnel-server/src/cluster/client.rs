@@ -75,7 +75,7 @@ impl ClusterHandle {
         let metrics = ClusterMetrics::new(registry);
         Self {
             connection,
-            conditions: Conditions::new(readiness.clone(), metrics.clone()),
+            conditions: Conditions::new(readiness.clone()),
             metrics,
         }
     }

@@ -1,5 +1,5 @@
 //! Conditions that an operator should fix. A condition is logged once, and shown in
-//! `/readyz?verbose` and a metric for as long as it lasts.
+//! `/readyz?verbose` and the metric `tunnel_conditions` for as long as it lasts.
 
 use std::collections::BTreeMap;
 use std::sync::Arc;
@@ -8,7 +8,6 @@ use parking_lot::Mutex;
 use tracing::{info, warn};
 use tunnel_proto::process::meta::Readiness;
 
-use super::metrics::ClusterMetrics;
 use super::objects::Object;
 
 /// Maximum number of lines stored per condition. Further lines are only counted.
@@ -18,15 +17,13 @@ const LINES_MAX: usize = 32;
 #[derive(Debug, Clone)]
 pub(super) struct Conditions {
     readiness: Readiness,
-    metrics: ClusterMetrics,
     by_condition: Arc<Mutex<BTreeMap<&'static str, Vec<String>>>>,
 }
 
 impl Conditions {
-    pub(super) fn new(readiness: Readiness, metrics: ClusterMetrics) -> Self {
+    pub(super) fn new(readiness: Readiness) -> Self {
         Self {
             readiness,
-            metrics,
             by_condition: Arc::default(),
         }
     }
@@ -65,7 +62,6 @@ impl Conditions {
                 by_condition.insert(name, lines.clone());
             }
         }
-        self.metrics.conditions(name, count);
         self.readiness.set_conditions(name, lines);
     }
 

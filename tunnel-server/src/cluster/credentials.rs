@@ -238,12 +238,10 @@ mod tests {
     use std::path::PathBuf;
 
     use parking_lot::Mutex;
-    use prometheus_client::registry::Registry as MetricsRegistry;
     use tokio::io::{AsyncReadExt as _, AsyncWriteExt as _};
     use tokio::net::TcpListener;
     use tunnel_proto::process::meta::Readiness;
 
-    use super::super::metrics::ClusterMetrics;
     use super::*;
     use crate::config::{Config as ServerConfig, Environment, RawConfig};
     use crate::store::data_dir::testing::Scratch;
@@ -338,8 +336,7 @@ mod tests {
         let following = FollowingClient::open(&settings).await.unwrap();
         let client = following.client.clone();
         let (readiness, hour) = (Readiness::default(), Duration::from_secs(3600));
-        let metrics = ClusterMetrics::new(&mut MetricsRegistry::default());
-        let conditions = Conditions::new(readiness.clone(), metrics);
+        let conditions = Conditions::new(readiness.clone());
         let current = following.current.clone();
         following.follow(&settings, hour, conditions, &shutdown);
         let sends = async |token: &str| {

@@ -23,8 +23,6 @@ tunnel_proto::metrics! {
             "Writes to the cluster by result: ok, conflict, forbidden, throttled, invalid, too_large, timeout, unavailable";
         watch_failures: Family<WriteLabel, Counter> = "kubernetes_watch_failures",
             "Failures to list or watch by kind";
-        conditions: Family<ObjectLabel, Gauge> = "kubernetes_problems",
-            "Conditions that /readyz?verbose lists, by condition";
         records: Gauge = "kubernetes_records", "Names with a record";
         records_bytes: Gauge = "kubernetes_records_bytes", "Size of the records in the ConfigMap";
         records_left_out: Gauge = "kubernetes_records_left_out",
@@ -76,15 +74,6 @@ impl ClusterMetrics {
             .inc();
     }
 
-    /// Records the number of lines of a condition.
-    pub(super) fn conditions(&self, condition: &'static str, count: usize) {
-        self.conditions
-            .get_or_create(&ObjectLabel {
-                object: StaticLabel(condition),
-            })
-            .set(i64::try_from(count).unwrap_or(i64::MAX));
-    }
-
     pub(super) fn records(&self, names: usize, bytes: usize) {
         self.records.set(i64::try_from(names).unwrap_or(i64::MAX));
         self.records_bytes
@@ -104,5 +93,4 @@ pub fn register_example_metrics(root: &mut Registry) {
     metrics.synced(Object::Nodes);
     metrics.record_write(Object::Nodes, "ok");
     metrics.watch_failed(Object::Nodes, ApiErrorKind::Conflict);
-    metrics.conditions("peers", 0);
 }

@@ -355,7 +355,7 @@ mod tests {
                 agents: None,
                 route_metrics: Metrics::new(&mut MetricsRegistry::default(), BufferPool::new(POOL)),
                 service: "kube-system/service".to_owned(),
-                conditions: Conditions::new(Readiness::default(), metrics.clone()),
+                conditions: Conditions::new(Readiness::default()),
                 metrics,
                 desired: watch::Sender::default(),
                 handled_nodes: 0,

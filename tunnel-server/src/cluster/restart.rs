@@ -71,18 +71,15 @@ const STABLE_AFTER: Duration = Duration::from_secs(60);
 
 #[cfg(test)]
 mod tests {
-    use prometheus_client::registry::Registry;
     use tokio::time::Instant;
     use tunnel_proto::process::meta::Readiness;
 
-    use super::super::metrics::ClusterMetrics;
     use super::*;
 
     #[tokio::test(start_paused = true)]
     async fn task_starts_again_after_a_panic_with_a_longer_pause_and_says_so() {
         let readiness = Readiness::default();
-        let metrics = ClusterMetrics::new(&mut Registry::default());
-        let conditions = Conditions::new(readiness.clone(), metrics);
+        let conditions = Conditions::new(readiness.clone());
         let mut starts: Vec<Instant> = Vec::new();
         let mut panics = 0;
         let shown = readiness.clone();

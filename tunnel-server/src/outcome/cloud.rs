@@ -45,7 +45,7 @@ impl CloudResult {
     pub fn label(self) -> &'static str {
         match self {
             Self::Ok => "ok",
-            Self::ReaderClosed => "reader_left",
+            Self::ReaderClosed => "reader_closed",
             Self::CutByAgent => "cut_by_peer",
             Self::CutByTarget => "cut_by_target",
             Self::ReaderStalled => "reader_stalled",

@@ -8,7 +8,6 @@ use tunnel_proto::process::meta::Readiness;
 use tunnel_proto::transport::BufferPool;
 
 use super::*;
-use crate::cluster::metrics::ClusterMetrics;
 use crate::cluster::testing::{ApiServer, api_server};
 use crate::store::data_dir::testing::Scratch;
 use crate::testing::{POOL, assert_contains};
@@ -26,7 +25,7 @@ struct Fixture {
 fn fixture(scratch: Scratch) -> Fixture {
     let (client, server) = api_server();
     let mut counters = prometheus_client::registry::Registry::default();
-    let conditions = Conditions::new(Readiness::default(), ClusterMetrics::new(&mut counters));
+    let conditions = Conditions::new(Readiness::default());
     let targets = TargetTls::new(None).unwrap();
     let signing = KubeletClientCertificateTask {
         api: Api::all(client),

@@ -38,7 +38,7 @@ fn followed() -> (ApiServer, Versions, Readiness, Shutdown) {
         let metrics = ClusterMetrics::default();
         let context = WatchContext {
             object: Object::Ports,
-            conditions: Conditions::new(readiness, metrics.clone()),
+            conditions: Conditions::new(readiness),
             metrics,
             throttle: Throttle::default(),
         };
@@ -250,7 +250,7 @@ async fn first_lists_of_nodes_after_an_expiry_are_spread_and_those_of_single_obj
             let metrics = ClusterMetrics::default();
             let mut errors = WatchErrors::new(WatchContext {
                 object,
-                conditions: Conditions::new(Readiness::default(), metrics.clone()),
+                conditions: Conditions::new(Readiness::default()),
                 metrics,
                 throttle: Throttle::default(),
             });

@@ -36,7 +36,7 @@ impl Fixture {
         let records_map = watch::Sender::default();
         let (lead, leadership) = leadership();
         let metrics = ClusterMetrics::default();
-        let conditions = Conditions::new(Readiness::default(), metrics.clone());
+        let conditions = Conditions::new(Readiness::default());
         let mut writers = Writers {
             maps: Api::namespaced(client.clone(), NAMESPACE),
             services: services(client.clone(), NAMESPACE),
@@ -319,7 +319,7 @@ async fn only_the_leader_follows_the_map() {
     let metrics = ClusterMetrics::default();
     let context = WatchContext {
         object: Object::Records,
-        conditions: Conditions::new(Readiness::default(), metrics.clone()),
+        conditions: Conditions::new(Readiness::default()),
         metrics,
         throttle: Throttle::default(),
     };
