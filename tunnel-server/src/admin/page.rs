@@ -55,6 +55,7 @@ use facts::{
 use html::PageHead;
 use request::{Format, NodesQuery, PageAccess, PageRefusal, PageRequest, View};
 use throughput::ThroughputSampler;
+use visible::VisibleText;
 
 /// What the status page reads.
 pub(crate) struct PageSources {
@@ -296,7 +297,10 @@ impl StatusPage {
             schema_version: SCHEMA_VERSION,
             blocking: readiness.read().0,
             conditions: conditions
-                .map(|(component, text)| ConditionFacts { component, text })
+                .map(|(component, text)| ConditionFacts {
+                    component,
+                    text: VisibleText::new(text),
+                })
                 .collect(),
         }
     }

@@ -7,6 +7,7 @@ use serde::Serialize;
 
 use super::request::NodesQuery;
 use super::throughput::Throughput;
+use super::visible::VisibleText;
 use crate::admin::status::{NodeStatus, NodeTotals};
 use crate::ingress::recent_requests::RecentRequest;
 use crate::routing::peers::{PeerState, PeerStatus};
@@ -77,13 +78,13 @@ pub(super) struct RequestFacts {
     /// Time of the end, RFC 3339.
     pub(super) at: String,
     pub(super) listener: &'static str,
-    pub(super) peer: String,
-    pub(super) caller: String,
-    pub(super) request: String,
+    pub(super) peer: VisibleText,
+    pub(super) caller: VisibleText,
+    pub(super) request: VisibleText,
     pub(super) port: Option<u16>,
     pub(super) status: Option<u16>,
     pub(super) code: &'static str,
-    pub(super) error: String,
+    pub(super) error: VisibleText,
     pub(super) bytes_in: u64,
     pub(super) bytes_out: u64,
     pub(super) elapsed_seconds: f64,
@@ -94,13 +95,13 @@ impl From<RecentRequest> for RequestFacts {
         Self {
             at: rfc3339(request.at),
             listener: request.listener,
-            peer: request.peer.to_string(),
-            caller: request.caller.into(),
-            request: request.request.into(),
+            peer: VisibleText::new(request.peer.to_string()),
+            caller: VisibleText::new(request.caller),
+            request: VisibleText::new(request.request),
             port: request.port.map(|port| port.get()),
             status: request.status,
             code: request.outcome.label(),
-            error: request.error.into(),
+            error: VisibleText::new(request.error),
             bytes_in: request.bytes_in,
             bytes_out: request.bytes_out,
             elapsed_seconds: request.elapsed.as_secs_f64(),
@@ -120,13 +121,13 @@ pub(super) struct ServersDocument {
 
 #[derive(Debug, Serialize)]
 pub(super) struct ServerFacts {
-    pub(super) name: String,
+    pub(super) name: VisibleText,
     /// `HOST:PORT` that this server dials.
-    pub(super) address: String,
+    pub(super) address: VisibleText,
     /// `connected`, `connecting` or `leaving`.
     pub(super) state: &'static str,
     /// The zone of the server, if it is known.
-    pub(super) zone: Option<String>,
+    pub(super) zone: Option<VisibleText>,
     /// Number of nodes that the server holds.
     pub(super) nodes: usize,
     /// Time of the last change between connected and not connected, RFC 3339.
@@ -136,14 +137,14 @@ pub(super) struct ServerFacts {
 impl From<PeerStatus> for ServerFacts {
     fn from(peer: PeerStatus) -> Self {
         Self {
-            name: peer.id.to_string(),
-            address: peer.address,
+            name: VisibleText::new(peer.id.as_str()),
+            address: VisibleText::new(peer.address),
             state: match peer.state {
                 PeerState::Connected => "connected",
                 PeerState::Connecting => "connecting",
                 PeerState::Leaving => "leaving",
             },
-            zone: peer.zone.map(|zone| zone.to_string()),
+            zone: peer.zone.map(|zone| VisibleText::new(zone.as_str())),
             nodes: peer.nodes,
             since: rfc3339(peer.since),
         }
@@ -163,7 +164,7 @@ pub(super) struct ConditionsDocument {
 #[derive(Debug, Serialize)]
 pub(super) struct ConditionFacts {
     pub(super) component: &'static str,
-    pub(super) text: String,
+    pub(super) text: VisibleText,
 }
 
 /// The part of the list that a page shows.

@@ -51,8 +51,8 @@ pub(super) fn render(document: &Document, mut head: PageHead) -> askama::Result<
     match document {
         Document::Nodes(document) => NodesHtml::new(document, head).render(),
         Document::Node(document) => NodeHtml::new(document, head).render(),
-        Document::Servers(document) => ServersHtml::new(document, head).render(),
-        Document::Conditions(document) => ConditionsHtml::new(document, head).render(),
+        Document::Servers(document) => ServersHtml { head, document }.render(),
+        Document::Conditions(document) => ConditionsHtml { head, document }.render(),
     }
 }
 
@@ -80,7 +80,7 @@ impl<'a> NodesHtml<'a> {
         let (page, pages) = (document.page, document.pages);
         Self {
             head,
-            search: VisibleText::new(&document.search),
+            search: VisibleText::new(document.search.as_str()),
             totals: totals(&document.totals),
             rows: document.nodes.iter().map(NodeRow::new).collect(),
             previous: if page > 1 {
@@ -100,17 +100,17 @@ impl<'a> NodesHtml<'a> {
 
 #[derive(Template)]
 #[template(path = "node.html")]
-struct NodeHtml {
+struct NodeHtml<'a> {
     head: PageHead,
     row: NodeRow,
     replica: VisibleText,
     version: VisibleText,
     address: VisibleText,
-    requests: Vec<RequestRow>,
+    requests: &'a [RequestFacts],
 }
 
-impl NodeHtml {
-    fn new(document: &NodeDocument, head: PageHead) -> Self {
+impl<'a> NodeHtml<'a> {
+    fn new(document: &'a NodeDocument, head: PageHead) -> Self {
         let status = &document.node.status;
         Self {
             head,
@@ -118,33 +118,16 @@ impl NodeHtml {
             replica: VisibleText::or_dash(status.replica.as_deref()),
             version: VisibleText::or_dash(status.version.as_deref()),
             address: VisibleText::or_dash(status.address.as_deref()),
-            requests: document.requests.iter().map(RequestRow::new).collect(),
+            requests: &document.requests,
         }
     }
 }
 
 #[derive(Template)]
 #[template(path = "servers.html")]
-struct ServersHtml {
+struct ServersHtml<'a> {
     head: PageHead,
-    rows: Vec<ServerRow>,
-}
-
-impl ServersHtml {
-    fn new(document: &ServersDocument, head: PageHead) -> Self {
-        let rows = document.servers.iter().map(|server| ServerRow {
-            name: VisibleText::new(&server.name),
-            state: server.state,
-            nodes: server.nodes,
-            zone: VisibleText::or_dash(server.zone.as_deref()),
-            address: VisibleText::new(&server.address),
-            since: server.since.clone(),
-        });
-        Self {
-            head,
-            rows: rows.collect(),
-        }
-    }
+    document: &'a ServersDocument,
 }
 
 #[derive(Template)]
@@ -152,21 +135,6 @@ impl ServersHtml {
 struct ConditionsHtml<'a> {
     head: PageHead,
     document: &'a ConditionsDocument,
-    rows: Vec<ConditionRow>,
-}
-
-impl<'a> ConditionsHtml<'a> {
-    fn new(document: &'a ConditionsDocument, head: PageHead) -> Self {
-        let rows = document.conditions.iter().map(|condition| ConditionRow {
-            component: condition.component,
-            text: VisibleText::new(&condition.text),
-        });
-        Self {
-            head,
-            rows: rows.collect(),
-            document,
-        }
-    }
 }
 
 /// A node as its row in the list shows it.
@@ -198,7 +166,7 @@ impl NodeRow {
         });
         let throughput = facts.throughput.as_ref();
         Self {
-            name: VisibleText::new(&status.node),
+            name: VisibleText::new(status.node.as_str()),
             link: name.map(|name| name.to_string()).unwrap_or_default(),
             state: state(status),
             transport: VisibleText::or_dash(status.transport.as_deref()),
@@ -212,58 +180,6 @@ impl NodeRow {
             certificate_until: VisibleText::or_dash(status.certificate_not_after.as_deref()),
         }
     }
-}
-
-/// A request as its row in the list shows it.
-#[derive(Debug)]
-struct RequestRow {
-    at: String,
-    listener: &'static str,
-    peer: VisibleText,
-    caller: VisibleText,
-    request: VisibleText,
-    port: String,
-    status: String,
-    code: &'static str,
-    error: VisibleText,
-    bytes_in: u64,
-    bytes_out: u64,
-    elapsed: String,
-}
-
-impl RequestRow {
-    fn new(facts: &RequestFacts) -> Self {
-        Self {
-            at: facts.at.clone(),
-            listener: facts.listener,
-            peer: VisibleText::new(&facts.peer),
-            caller: VisibleText::or_dash(Some(&facts.caller)),
-            request: VisibleText::new(&facts.request),
-            port: facts.port.map_or_else(dash, |port| port.to_string()),
-            status: facts.status.map_or_else(dash, |status| status.to_string()),
-            code: facts.code,
-            error: VisibleText::or_dash(Some(&facts.error)),
-            bytes_in: facts.bytes_in,
-            bytes_out: facts.bytes_out,
-            elapsed: format!("{:.3}", facts.elapsed_seconds),
-        }
-    }
-}
-
-#[derive(Debug)]
-struct ServerRow {
-    name: VisibleText,
-    state: &'static str,
-    nodes: usize,
-    zone: VisibleText,
-    address: VisibleText,
-    since: String,
-}
-
-#[derive(Debug)]
-struct ConditionRow {
-    component: &'static str,
-    text: VisibleText,
 }
 
 /// Returns the state of a node in one word. `connected` is a node that another server carries.

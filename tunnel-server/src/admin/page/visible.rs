@@ -2,33 +2,40 @@
 
 use std::fmt::{self, Write as _};
 
-/// A text for a page. Characters that are invisible or change the direction of other text are
-/// written as `\u{202e}`. The template escapes the markup.
-#[derive(Debug, Clone, Default, PartialEq, Eq)]
+use serde::Serialize;
+
+/// A text of a peer or a caller. A page shows characters that are invisible or change the direction of
+/// other text as `\u{202e}`, and the template escapes the markup. JSON has the text as it is.
+#[derive(Debug, Clone, Default, PartialEq, Eq, Serialize)]
+#[serde(transparent)]
 pub(super) struct VisibleText(String);
 
 impl VisibleText {
-    pub(super) fn new(text: &str) -> Self {
-        let mut visible = String::with_capacity(text.len());
-        for character in text.chars() {
-            if is_invisible(character) {
-                let _infallible = write!(visible, "{}", character.escape_unicode());
-            } else {
-                visible.push(character);
-            }
-        }
-        Self(visible)
+    pub(super) fn new(text: impl Into<String>) -> Self {
+        Self(text.into())
     }
 
     /// Returns the text, or `-` if there is none.
     pub(super) fn or_dash(text: Option<&str>) -> Self {
         Self::new(text.filter(|text| !text.is_empty()).unwrap_or("-"))
     }
+
+    /// Returns whether there is no text.
+    pub(super) fn is_empty(&self) -> bool {
+        self.0.is_empty()
+    }
 }
 
 impl fmt::Display for VisibleText {
     fn fmt(&self, formatter: &mut fmt::Formatter<'_>) -> fmt::Result {
-        formatter.write_str(&self.0)
+        for character in self.0.chars() {
+            if is_invisible(character) {
+                write!(formatter, "{}", character.escape_unicode())?;
+            } else {
+                formatter.write_char(character)?;
+            }
+        }
+        Ok(())
     }
 }
 
