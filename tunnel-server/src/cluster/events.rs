@@ -10,7 +10,6 @@ use kube::api::{ObjectMeta, PostParams};
 use kube::{Api, Resource as _};
 
 use super::failure::ApiError;
-use crate::cluster::conditions::Condition;
 
 /// Maximum size of a note (Kubernetes `pkg/apis/core/validation/events.go`, `NoteLengthLimit`).
 const NOTE_MAX_BYTES: usize = 1024;
@@ -36,40 +35,15 @@ impl EventRecorder {
         }
     }
 
-    /// Publishes the lines of a condition of the ConfigMap with this name, unless they equal the
-    /// last published ones. `map` is the observed ConfigMap.
+    /// Publishes the lines of a condition of the ConfigMap with this name, unless they equal those that
+    /// were last published with the `reason`. `map` is the observed ConfigMap.
     pub(super) async fn publish(
         &mut self,
-        condition: Condition,
+        reason: &'static str,
         lines: &[String],
         name: &str,
         map: Option<&ConfigMap>,
     ) -> Result<(), ApiError> {
-        let reason = match condition {
-            Condition::PortLists => "BadPorts",
-            Condition::RecordsSize => "RecordsTooLarge",
-            Condition::Credentials
-            | Condition::Task(_)
-            | Condition::NodeList
-            | Condition::NodeNames
-            | Condition::NodeClaims
-            | Condition::ServiceNetworks
-            | Condition::Service
-            | Condition::KubeletClientCa
-            | Condition::KubeletClientCertificate
-            | Condition::Watching(_)
-            | Condition::Writing(_)
-            | Condition::CaSecret
-            | Condition::CaBundle
-            | Condition::Revocations
-            | Condition::Tokens
-            | Condition::ServingNames
-            | Condition::ServiceRanges
-            | Condition::PeerEndpoints
-            | Condition::PodLookup => {
-                return Ok(());
-            }
-        };
         if lines.is_empty() {
             self.published.remove(reason);
             return Ok(());

@@ -327,16 +327,11 @@ impl Writers {
         let publishing = async {
             let names = &self.names;
             self.events
-                .publish(
-                    Condition::PortLists,
-                    &ports,
-                    &names.ports_config_map,
-                    ports_map,
-                )
+                .publish("BadPorts", &ports, &names.ports_config_map, ports_map)
                 .await?;
             self.events
                 .publish(
-                    Condition::RecordsSize,
+                    "RecordsTooLarge",
                     &size,
                     &names.nodes_config_map,
                     records_map,
