@@ -17,7 +17,7 @@ use std::time::Duration;
 
 use bytes::Bytes;
 use http::{Method, Request, Response, StatusCode};
-use http_body_util::{BodyExt, Empty, Limited};
+use http_body_util::{BodyExt, Full, Limited};
 use hyper::body::Incoming;
 use hyper::service::service_fn;
 use hyper_util::rt::{TokioIo, TokioTimer};
@@ -466,12 +466,26 @@ async fn exchange(
     host: &str,
     path: &str,
 ) -> io::Result<(StatusCode, String)> {
-    let (mut sender, connection) = hyper::client::conn::http1::handshake(TokioIo::new(socket))
-        .await
-        .map_err(io::Error::other)?;
     let request = Request::get(path)
         .header(http::header::HOST, host)
-        .body(Empty::<Bytes>::new())
+        .body(Full::default())
+        .map_err(io::Error::other)?;
+    let (status, body) = send_request(socket, request, RESPONSE_MAX_BYTES).await?;
+    Ok((status, String::from_utf8_lossy(&body).into_owned()))
+}
+
+/// Sends a request over a connection of its own, and returns the response, of at most `max_bytes`.
+/// Cancel-safe.
+///
+/// # Errors
+/// When there is no response, or a longer one.
+pub async fn send_request(
+    socket: impl AsyncRead + AsyncWrite + Unpin + Send,
+    request: Request<Full<Bytes>>,
+    max_bytes: usize,
+) -> io::Result<(StatusCode, Bytes)> {
+    let (mut sender, connection) = hyper::client::conn::http1::handshake(TokioIo::new(socket))
+        .await
         .map_err(io::Error::other)?;
     let exchange = async move {
         let response = sender
@@ -479,14 +493,11 @@ async fn exchange(
             .await
             .map_err(io::Error::other)?;
         let status = response.status();
-        let body = Limited::new(response.into_body(), RESPONSE_MAX_BYTES)
+        let body = Limited::new(response.into_body(), max_bytes)
             .collect()
             .await
             .map_err(io::Error::other)?;
-        Ok((
-            status,
-            String::from_utf8_lossy(&body.to_bytes()).into_owned(),
-        ))
+        Ok((status, body.to_bytes()))
     };
     // The connection ends with its sender. The result of the exchange contains any error of the
     // connection.

@@ -6,11 +6,11 @@ use std::time::Duration;
 
 use bytes::Bytes;
 use http::{Method, Request, StatusCode};
-use http_body_util::{BodyExt, Full, Limited};
-use hyper_util::rt::TokioIo;
+use http_body_util::Full;
 use serde::Serialize;
 use serde::de::DeserializeOwned;
 use tokio::net::UnixStream;
+use tunnel_proto::process::meta::send_request;
 use tunnel_proto::wire::name::{NameError, NodeName};
 
 use super::{
@@ -34,11 +34,11 @@ pub enum AdminError {
     #[error("cannot reach the running server at {0}")]
     Unreachable(PathBuf, #[source] io::Error),
     #[error("connection to the running server was lost")]
-    ConnectionLost(#[source] hyper::Error),
+    ConnectionLost(#[source] io::Error),
     /// The server did not answer in time.
     #[error("the running server gave no answer in {} s", RESPONSE_TIMEOUT.as_secs())]
     Timeout,
-    /// The response cannot be parsed, or is too large.
+    /// The response cannot be parsed.
     #[error("cannot read the answer of the running server: {0}")]
     InvalidResponse(String),
     #[error("{problem}")]
@@ -191,31 +191,14 @@ impl AdminClient {
         let socket = UnixStream::connect(&self.path)
             .await
             .map_err(|error| AdminError::Unreachable(self.path.clone(), error))?;
-        let (mut sender, connection) = hyper::client::conn::http1::handshake(TokioIo::new(socket))
-            .await
-            .map_err(AdminError::ConnectionLost)?;
         let request = Request::builder()
             .method(method)
             .uri(path)
             .header(http::header::HOST, "tunnel-server")
             .body(Full::new(Bytes::from(body)))
             .map_err(|error| AdminError::InvalidResponse(error.to_string()))?;
-        let exchange = async move {
-            let answer = sender
-                .send_request(request)
-                .await
-                .map_err(AdminError::ConnectionLost)?;
-            let status = answer.status();
-            let body = Limited::new(answer.into_body(), RESPONSE_MAX_BYTES)
-                .collect()
-                .await
-                .map_err(|error| AdminError::InvalidResponse(error.to_string()))?;
-            // Dropping the sender closes the connection.
-            drop(sender);
-            Ok::<_, AdminError>((status, body.to_bytes()))
-        };
-        let (answered, _connection_ended) = tokio::join!(exchange, connection);
-        let (status, body) = answered?;
+        let answered = send_request(socket, request, RESPONSE_MAX_BYTES).await;
+        let (status, body) = answered.map_err(AdminError::ConnectionLost)?;
         if status.is_success() {
             return Ok(body);
         }
