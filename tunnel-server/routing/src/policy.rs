@@ -5,7 +5,6 @@ use std::collections::BTreeSet;
 use std::sync::Arc;
 
 use arc_swap::ArcSwap;
-use http::Method;
 use tunnel_proto::wire::header::Target;
 use tunnel_proto::wire::name::{NodeName, Port};
 use tunnel_proto::wire::ports::PortSet;
@@ -178,8 +177,6 @@ impl AccessCaller<'_> {
 pub struct Access<'a, D> {
     pub caller: AccessCaller<'a>,
     pub destination: RequestedDestination<D>,
-    /// Method of an HTTP request, or `None` for a byte stream. No rule depends on the method.
-    pub verb: Option<&'a Method>,
 }
 
 /// A destination that the policy allows.

@@ -107,7 +107,6 @@ pub struct NodesPage {
     /// Whether there are several servers, so that nodes have the name of one.
     pub has_replicas: bool,
     /// Token of the next page; absent on the last one.
-    #[serde(default)]
     pub r#continue: Option<String>,
 }
 
@@ -136,7 +135,6 @@ impl RevocationsPage {
 pub struct RevocationsPage {
     pub revocations: Vec<RevocationInfo>,
     /// Token of the next page; absent on the last one.
-    #[serde(default)]
     pub r#continue: Option<String>,
 }
 

@@ -31,21 +31,18 @@ pub struct NodeStatus {
     pub connected: bool,
     /// Whether the node is reached through the tunnel. In a cluster these are the Nodes with the
     /// label of `--edge-label`, and the nodes that have or had an agent.
-    #[serde(default, rename = "edge")]
+    #[serde(rename = "edge")]
     pub is_edge: bool,
     /// Name of the server that carries requests to the node, if there are several servers. If it is
     /// another one, the fields up to the bytes are empty: only that server knows them.
-    #[serde(default)]
     pub replica: Option<String>,
     /// Zone of that server, if it is known.
-    #[serde(default)]
     pub zone: Option<String>,
     /// Transport of the active session. The fields up to the certificate's expiry describe that
     /// session too.
     pub transport: Option<String>,
     /// `live`, or `suspect` while the agent does not respond. Requests to a suspect agent are
     /// refused until it answers, unless another server holds the node.
-    #[serde(default)]
     pub state: Option<String>,
     /// Source address of the agent's session.
     pub address: Option<String>,
@@ -56,20 +53,15 @@ pub struct NodeStatus {
     /// Time of the agent's last sign of life at this server, RFC 3339. Empty if another server
     /// carries requests to the node. After a restart of the server it is up to ten minutes too
     /// early.
-    #[serde(default)]
     pub last_seen: Option<String>,
     /// How the last session with this server ended, or why the last one was refused. Empty if that
     /// was before the start of the server.
-    #[serde(default)]
     pub last_close: Option<CloseStatus>,
     /// Time at which the node was revoked, RFC 3339. Empty if it is not revoked.
-    #[serde(default)]
     pub revoked_at: Option<String>,
     /// How the agent enrolled last, if this server knows.
-    #[serde(default)]
     pub enrollment: Option<EnrollmentKind>,
     /// How the version of the agent differs from the version of this server.
-    #[serde(default)]
     pub version_skew: Option<VersionSkew>,
     /// Smoothed round-trip time, in milliseconds.
     pub rtt_millis: Option<u64>,
@@ -83,17 +75,13 @@ pub struct NodeStatus {
     /// Expiry of the agent's certificate, RFC 3339.
     pub certificate_not_after: Option<String>,
     /// Addresses that an operator or the cluster assigned to the node. Routing uses only these.
-    #[serde(default)]
     pub addresses: Vec<IpAddr>,
     /// Address that the agent reports as its own when its session begins. Routing does not use it.
-    #[serde(default)]
     pub claimed_address: Option<String>,
     /// Addresses of the node that other nodes have too, each with the names of at most 10
     /// nodes that have it.
-    #[serde(default)]
     pub address_conflicts: BTreeMap<IpAddr, Vec<String>>,
     /// The labels of `--node-label` that the Node object has.
-    #[serde(default)]
     pub labels: NodeLabels,
 }
 

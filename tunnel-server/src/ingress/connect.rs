@@ -112,10 +112,6 @@ pub(super) async fn forward(
             request: &proxy_request,
             dialer: &proxy.direct,
         },
-        verb: match proxy_request.kind {
-            RequestKind::Connect => None,
-            RequestKind::Read => Some(request.method()),
-        },
     };
     let route = route(&caller.ingress, access, access_log).await?;
     match proxy_request.kind {

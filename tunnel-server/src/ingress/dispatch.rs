@@ -4,7 +4,7 @@
 
 use std::sync::Arc;
 
-use http::{Method, Request};
+use http::Request;
 use hyper::body::Incoming;
 use tokio::io::{AsyncRead, AsyncWrite};
 use tracing::debug;
@@ -35,8 +35,6 @@ use crate::routing::registry::CallerKey;
 pub(super) struct IngressRequest<'a> {
     pub(super) caller: AccessCaller<'a>,
     pub(super) target: IngressTarget<'a>,
-    /// Method of an HTTP request, or `None` for a byte stream.
-    pub(super) verb: Option<&'a Method>,
 }
 
 /// The part of a request that names its target.
@@ -105,7 +103,6 @@ pub(super) async fn route(
     let access = Access {
         caller: request.caller,
         destination,
-        verb: request.verb,
     };
     Ok(authorize(&ingress.policy.load(), access)?)
 }

@@ -579,7 +579,6 @@ impl Caller {
                 has_delegation: self.has_delegation,
             },
             target: self.target(&request),
-            verb: Some(request.method()),
         };
         let route = route(&self.ingress, access, access_log).await?;
         let exchange = Exchange {

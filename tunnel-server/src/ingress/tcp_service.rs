@@ -58,7 +58,6 @@ async fn open(
     let request = IngressRequest {
         caller,
         target: IngressTarget::TcpService(&service.destination),
-        verb: None,
     };
     let route = route(ingress, request, access_log).await?;
     let params = TunnelParams {

@@ -18,7 +18,6 @@ fn answer(caller: AccessCaller<'_>, destination: RequestedDestination<()>) -> St
     let access = Access {
         caller,
         destination,
-        verb: Some(&Method::GET),
     };
     match authorize(&policy(), access) {
         Ok(Authorized::Agent(target)) if target.keeps_host => {

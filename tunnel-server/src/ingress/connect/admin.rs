@@ -117,7 +117,6 @@ impl AdminTunnels {
                 request: &proxy_request,
                 dialer: &self.proxy.direct,
             },
-            verb: None,
         };
         let route = route(&self.ingress, access, access_log).await?;
         let params = TunnelParams {

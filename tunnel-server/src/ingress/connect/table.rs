@@ -22,7 +22,6 @@ pub(crate) fn authorize_anonymous<D>(
     let access = Access {
         caller: AccessCaller::ANONYMOUS,
         destination,
-        verb: None,
     };
     Ok(authorize(policy, access)?)
 }

@@ -139,7 +139,6 @@ fn nodes_go_through_their_agents_and_all_else_is_the_servers_to_dial() {
         let access = Access {
             caller: AccessCaller::ANONYMOUS,
             destination: requested,
-            verb: None,
         };
         authorize(&policy, access).map_err(|denied| denied.kind())
     };
