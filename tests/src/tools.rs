@@ -7,6 +7,8 @@ use std::io::Write;
 use std::path::{Path, PathBuf};
 use std::process::Command;
 
+use anyhow::{Context, Result};
+
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Tool {
     SystemdAnalyze,
@@ -197,10 +199,11 @@ impl std::error::Error for Skip {}
 /// and counts at its end, since with nextest each test is a process of its own.
 ///
 /// # Panics
-/// Panics if `CULVERT_NO_SKIPS` is set, for machines that must have every program.
+/// Panics if `CULVERT_NO_SKIPS` is set, for machines that must have every program, and if the skip
+/// cannot be recorded.
 #[expect(
     clippy::panic,
-    reason = "where skips are forbidden, a skip is a failed test"
+    reason = "a skip that is forbidden, or that nobody would see, is a failed test"
 )]
 pub fn or_skip<T>(needed: Result<T, Skip>) -> Option<T> {
     let skip = match needed {
@@ -212,11 +215,9 @@ pub fn or_skip<T>(needed: Result<T, Skip>) -> Option<T> {
     }
     let test = running_test();
     let line = format!("skipped: {test}: {skip}\n");
-    let mut stderr = std::io::stderr().lock();
-    // A test that cannot be recorded as skipped still reports it in its own output.
-    let _ = stderr.write_all(line.as_bytes());
+    let _ = std::io::stderr().write_all(line.as_bytes());
     if let Err(error) = record(&test, &line) {
-        let _ = writeln!(stderr, "cannot record the skip: {error}");
+        panic!("cannot record the skip: {error:#}");
     }
     None
 }
@@ -247,13 +248,11 @@ pub fn target_dir() -> Option<PathBuf> {
         .map(Path::to_owned)
 }
 
-fn record(test: &str, line: &str) -> std::io::Result<()> {
-    let Some(target) = target_dir() else {
-        return Ok(());
-    };
+fn record(test: &str, line: &str) -> Result<()> {
+    let target = target_dir().context("no folder with CACHEDIR.TAG above the test program")?;
     let folder = target.join("test-skips");
     fs::create_dir_all(&folder)?;
-    fs::write(folder.join(test.replace("::", ".")), line)
+    Ok(fs::write(folder.join(test.replace("::", ".")), line)?)
 }
 
 fn running_test() -> String {
