@@ -1,12 +1,12 @@
 #!/usr/bin/env python3
-"""Prints a Markdown table of the code's size and shape, long functions, and circles of files and of folders.
+"""Prints a Markdown table of the code's size, long functions, circles of files, and folders that
+use each other.
 
-`--compare REV` adds a column for a git revision. `--list` prints short doc blocks and tuples as
-parameters, too. With `--check` the exit code is 1 if the work tree exceeds a bound. Goals are not
-enforced.
+`--compare REV` adds a column for a git revision. With `--check` the exit code is 1 if files of the
+work tree use each other in a circle. Sizes are a report: no value of them fails.
 
-Product is `src` of the crates below proto, tunnel-server and tunnel-agent without the items and files behind
-`cfg(test)` or the feature `test-util`. The script matches text and does not expand macros.
+Product is `src` of the crates in proto, tunnel-server and tunnel-agent without the items and files
+behind `cfg(test)` or the feature `test-util`. The script matches text and does not expand macros.
 """
 
 import argparse
@@ -20,26 +20,11 @@ import tempfile
 from bisect import bisect_left
 from pathlib import Path
 
-# `--check` enforces the bounds.
-BOUNDS = {
-    "functions with a tuple as parameter": 0,
-    "unwrap and expect per 1,000 product lines": 0.5,
-    "doc blocks of three words or fewer, product": 0,
-    "entries of tunnel-server/src": 17,
-    "circles of files": 0,
-    "circles of folders": 0,
-}
-# Goals are printed only.
-GOALS = {
-    "all tests per product line": 1.5,
-    "product files: p90 of lines": 330,
-    "functions: p99 of lines": 55,
-    "functions: max of lines": 80,
-}
-PRODUCT_FOLDERS = ("proto", "tunnel-server", "tunnel-agent")  # each of one or more crates
-TEST_FOLDERS = ("src", "scenarios", "bench", "demo")
-LONG_FUNCTION = GOALS["functions: max of lines"]
-SHORT_DOC_WORDS = 3
+PRODUCT = ("proto", "tunnel-server", "tunnel-agent")
+TEST_FOLDERS = {"harness": "src", "scenario": "scenarios", "benchmark": "bench", "demo": "demo",
+                "simulation": "scale"}
+LONG_FUNCTION = 80
+CIRCLES = "circles of files"
 
 # A comment, a string or a character. A lifetime has no closing quote and does not match.
 OPAQUE = re.compile(
@@ -51,7 +36,6 @@ PUB = r"(?:pub(?:\([^)]*\))?\s+)?"
 TEST_ITEM = re.compile(rf"(?:#\[[^\n]*\]\s*)+(?:{PUB}mod\s+(\w+)\s*(?=;))?")
 USE = re.compile(rf"({PUB})\buse\s+([^;]+);")
 PATH = re.compile(r"(?<![\w:])(?<!\(in )\w+(?:::\w+)+")
-TUPLE = re.compile(r"(?<!:):\s*(?:&\s*)?(?:'\w+\s+)?(?:mut\s+)?\((.*)\)$", re.S)
 
 
 def blank(text):
@@ -91,28 +75,17 @@ def split_commas(code):
     return [" ".join(item.split()) for item in items if item.strip()]
 
 
-def is_tuple(parameter):
-    """Returns whether the type of `name: Type` is a tuple or a reference to one."""
-    types = TUPLE.search(parameter)
-    return types is not None and len(split_commas(types[1])) > 1
-
-
 class Source:
     """A file. In `code`, spaces replace comments, strings, characters and test items."""
 
-    def __init__(self, root, folder, path):
+    def __init__(self, root, path):
         text = path.read_text()
         self.path = path.relative_to(root).as_posix()
-        inside = path.relative_to(folder).with_suffix("").parts
+        parts = path.relative_to(root).with_suffix("").parts
+        inside = parts[parts.index("src") + 1:] if "src" in parts else parts
         self.module = () if inside == ("lib",) else inside
         self.ends = [newline.start() for newline in re.finditer("\n", text)]
         self.lines = len(self.ends)
-        self.docs = {}  # last line -> (first line, text)
-        for token in OPAQUE.finditer(text):
-            if token.group().startswith("///"):
-                line = self.line(token.start())
-                first, before = self.docs.pop(line - 1, (line, ""))
-                self.docs[line] = (first, f"{before} {token.group()[3:].strip()}".strip())
         self.code = blank_matches(OPAQUE, text)
         self.test_lines, self.test_modules = set(), []
         self.blank_tests(text)
@@ -136,7 +109,7 @@ class Source:
             self.code = self.code[:start] + blank(self.code[start:end + 1]) + self.code[end + 1:]
 
     def functions(self):
-        """Yields name, line, number of lines and tuple parameters of each function with a body."""
+        """Yields name, line and number of lines of each function with a body."""
         for head in re.finditer(r"\bfn\s+(\w+)\s*", self.code):
             start = head.end()
             if self.code[start] == "<":  # generics: a bound `Fn(A) -> B` contains brackets
@@ -146,8 +119,7 @@ class Source:
             if self.code[body] == "{":
                 first = self.line(head.start())
                 last = self.line(closing(self.code, body))
-                parameters = split_commas(self.code[start + 1:end])
-                yield head[1], first, last - first + 1, [*filter(is_tuple, parameters)]
+                yield head[1], first, last - first + 1
 
 
 def use_leaves(tree, prefix=()):
@@ -215,18 +187,8 @@ def references(sources):
     return edges
 
 
-def between_folders(edges):
-    """Returns {(folder, folder): example} of references between files, with `x.rs` in the folder `x`."""
-    folders = {}
-    for (source, target), example in edges.items():
-        arc = tuple(re.match(r"(?:.*?/)?src/(\w+)", path)[1] for path in (source, target))
-        if arc[0] != arc[1]:
-            folders.setdefault(arc, f"{example} -> {target}")
-    return folders
-
-
 def find_circles(edges):
-    """Returns the arcs of each strongly connected component with more than one file, or folder."""
+    """Returns the arcs of each strongly connected component with more than one file."""
     reach = {source: {source} for source, _ in edges}
     changed = True
     while changed:
@@ -240,8 +202,26 @@ def find_circles(edges):
             for _, _, group in reversed(groups)]
 
 
+def folder_pairs(edges):
+    """Returns each two folders or files at the top of a crate that use each other, with examples."""
+    def top(path):
+        parts = Path(path).with_suffix("").parts
+        return "/".join(parts[:parts.index("src") + 2])
+    between = {}
+    for (source, target), example in sorted(edges.items()):
+        between.setdefault((top(source), top(target)), f"{example} -> {target}")
+    return {pair: [example, between[pair[::-1]]] for pair, example in between.items()
+            if pair[0] < pair[1] and pair[::-1] in between}
+
+
+def product_crates(root):
+    """Returns the folders of the product's crates, which may be nested."""
+    return sorted(manifest.parent for folder in PRODUCT
+                  for manifest in (root / folder).rglob("Cargo.toml"))
+
+
 def read_sources(root, folder):
-    return [Source(root, root / folder, path) for path in sorted((root / folder).rglob("*.rs"))]
+    return [Source(root, path) for path in sorted((root / folder).rglob("*.rs"))]
 
 
 def spread(name, values):
@@ -255,11 +235,9 @@ def spread(name, values):
 
 def measure(root):
     """Returns the rows of the table and the lists by title."""
-    product, unit_tests, circles, folder_circles = [], [], [], []
-    manifests = [manifest for folder in PRODUCT_FOLDERS
-                 for manifest in sorted((root / folder).rglob("Cargo.toml"))]
-    for manifest in manifests:
-        sources = read_sources(root, manifest.with_name("src"))
+    product, unit_tests, circles, pairs = [], [], [], {}
+    for crate in product_crates(root):
+        sources = read_sources(root, crate / "src")
         test_modules = {(*source.module, name)
                         for source in sources for name in source.test_modules}
         code = [source for source in sources
@@ -268,62 +246,42 @@ def measure(root):
         unit_tests += [source for source in sources if source not in code]
         edges = references(code)
         circles += find_circles(edges)
-        folder_circles += find_circles(between_folders(edges))
-    folders = [read_sources(root, f"tests/{name}") for name in TEST_FOLDERS]
-    harness, scenarios, bench, demo = [sum(source.lines for source in folder)
-                                       for folder in folders]
+        pairs |= folder_pairs(edges)
+    folders = {f"{name} lines (tests/{folder})":
+               sum(source.lines for source in read_sources(root, f"tests/{folder}"))
+               for name, folder in TEST_FOLDERS.items()}
 
-    short = {True: [], False: []}
-    for source in sum(folders, product + unit_tests):
-        for line, text in source.docs.values():
-            if len(text.split()) <= SHORT_DOC_WORDS:
-                is_product = source in product and line not in source.test_lines
-                short[is_product].append(f"{source.path}:{line}: {text}")
-    functions = [(f"{source.path}:{line} {name}", lines, tuples)
-                 for source in product for name, line, lines, tuples in source.functions()]
-    long = [f"{where}, {lines} lines" for where, lines, _ in functions if lines > LONG_FUNCTION]
-    tuples = [f"{where}({', '.join(types)})" for where, _, types in functions if types]
-
+    functions = [(f"{source.path}:{line} {name}", lines)
+                 for source in product for name, line, lines in source.functions()]
+    long = [f"{where}, {lines} lines" for where, lines in functions if lines > LONG_FUNCTION]
     sizes = [source.lines - len(source.test_lines) for source in product]
     unit = sum(len(source.test_lines) for source in product) + sum(s.lines for s in unit_tests)
-    tests = unit + harness + scenarios + bench + demo
     panics = sum(len(re.findall(r"\.unwrap\(\)|\.expect\(", source.code)) for source in product)
-    entries = (root / "tunnel-server/src").iterdir()
     rows = {
         "product lines": sum(sizes),
         "unit test lines": unit,
-        "harness lines (tests/src)": harness,
-        "scenario lines (tests/scenarios)": scenarios,
-        "benchmark lines (tests/bench)": bench,
-        "demo lines (tests/demo)": demo,
-        "all tests per product line": round(tests / sum(sizes), 2),
+        **folders,
+        "all tests per product line": round((unit + sum(folders.values())) / sum(sizes), 2),
         **spread("product files", sizes),
-        **spread("functions", [lines for _, lines, _ in functions]),
+        **spread("functions", [lines for _, lines in functions]),
         f"functions above {LONG_FUNCTION} lines": len(long),
-        "functions with a tuple as parameter": len(tuples),
         "unwrap and expect per 1,000 product lines": round(1000 * panics / sum(sizes), 2),
-        "doc blocks of three words or fewer, product": len(short[True]),
-        "doc blocks of three words or fewer, tests": len(short[False]),
-        "entries of tunnel-server/src": len({path.stem for path in entries}),
-        "circles of files": len(circles),
-        "files in circles": sum(len({a for a, _ in arcs}) for arcs in circles),
-        "circles of folders": len(folder_circles),
+        "crates": len(product_crates(root)),
+        "pairs of folders that use each other": len(pairs),
+        CIRCLES: len(circles),
     }
     lists = {f"Functions above {LONG_FUNCTION} lines": long}
+    for (first, second), examples in sorted(pairs.items()):
+        lists[f"{first} and {second} use each other"] = examples
     for number, arcs in enumerate(circles, 1):
         files = sorted({source for source, _ in arcs})
         title = f"Circle {number} of {len(files)} files: {', '.join(files)}"
         lists[title] = [f"{example} -> {target}" for (_, target), example in arcs.items()]
-    for number, arcs in enumerate(folder_circles, 1):
-        names = sorted({source for source, _ in arcs})
-        lists[f"Circle {number} of folders: {', '.join(names)}"] = [*arcs.values()]
-    details = {"Functions with a tuple as parameter": tuples,
-               "Short doc blocks, product": short[True], "Short doc blocks, tests": short[False]}
-    return rows, lists, details
+    return rows, lists
 
 
 def measure_revision(root, revision):
-    archive = subprocess.run(["git", "-C", root, "archive", revision, *PRODUCT_FOLDERS, "tests"],
+    archive = subprocess.run(["git", "-C", root, "archive", revision, *PRODUCT, "tests"],
                              check=True, stdout=subprocess.PIPE).stdout
     with tempfile.TemporaryDirectory() as folder:
         tarfile.open(fileobj=io.BytesIO(archive)).extractall(folder, filter="data")
@@ -333,24 +291,21 @@ def measure_revision(root, revision):
 def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--compare", metavar="REV", help="add a column for a git revision")
-    parser.add_argument("--list", action="store_true", help="print short doc blocks and tuples")
-    parser.add_argument("--check", action="store_true", help="exit with 1 if a bound is exceeded")
+    parser.add_argument("--check", action="store_true", help="exit with 1 if there is a circle")
     args = parser.parse_args()
     root = Path(__file__).resolve().parent.parent
-    rows, lists, details = measure(root)
+    rows, lists = measure(root)
     before = measure_revision(root, args.compare) if args.compare else None
 
-    headings = ["", *([args.compare] if before else []), "work tree", "bound", "goal"]
+    headings = ["", *([args.compare] if before else []), "work tree"]
     print(f"| {' | '.join(headings)} |\n|---|{'---:|' * (len(headings) - 1)}")
     for name, value in rows.items():
-        limits = [f"{limits.get(name, '')}{' (exceeded)' * (value > limits.get(name, math.inf))}"
-                  for limits in (BOUNDS, GOALS)]
-        numbers = [*([before[name]] if before else []), value, *limits]
+        numbers = [*([before.get(name, 0)] if before else []), value]
         cells = [f"{number:,}" if isinstance(number, int) else str(number) for number in numbers]
         print(f"| {' | '.join([name, *cells])} |")
-    for title, lines in (lists | (details if args.list else {})).items():
+    for title, lines in lists.items():
         print(f"\n{title}:\n" + "\n".join(f"- {line}" for line in lines or ["none"]))
-    if args.check and any(rows[name] > bound for name, bound in BOUNDS.items()):
+    if args.check and rows[CIRCLES]:
         sys.exit(1)
 
 

@@ -67,8 +67,8 @@ fn sources() -> Result<Vec<String>> {
     let files = files_below(&["proto", "tunnel-server", "tunnel-agent"])?;
     let is_product = |file: &std::path::PathBuf| {
         let path = file.to_string_lossy();
-        let path = path.rsplit_once("/src/").map_or(&*path, |(_, path)| path);
-        path.ends_with(".rs") && !path.contains("test")
+        let below = path.rsplit_once("/src/").map(|(_, below)| below);
+        below.is_some_and(|below| below.ends_with(".rs") && !below.contains("test"))
     };
     let files = files.into_iter().filter(is_product);
     Ok(files

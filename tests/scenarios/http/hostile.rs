@@ -75,9 +75,9 @@ impl Site {
         let host = format!("worker-1:{}", target.addr().port());
         let patience = scaled(WAIT_TIMEOUT + Duration::from_secs(5));
         let met = timeout(patience, self.meet(behavior, &target, endpoint, &host));
-        let (met, beside) = tokio::join!(met, self.healthy_answer(None));
+        let (met, second) = tokio::join!(met, self.healthy_answer(None));
         met.context("no end in time")??;
-        beside.context("another caller at the same time")?;
+        second.context("another caller at the same time")?;
         let gone = async || (target.traffic().open() == 0).then_some(());
         let gone = eventually("the target's connections are gone", WAIT_TIMEOUT, gone);
         gone.await;

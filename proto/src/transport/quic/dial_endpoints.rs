@@ -108,12 +108,12 @@ mod tests {
         let first = endpoints.dial(server(1)).unwrap();
         let other = endpoints.dial(server(2)).unwrap();
         assert_eq!(port(&first), port(&other));
-        let beside = endpoints.dial(server(1)).unwrap();
-        assert_ne!(port(&first), port(&beside), "the path may be dropped");
+        let second = endpoints.dial(server(1)).unwrap();
+        assert_ne!(port(&first), port(&second), "the path may be dropped");
         let v6 = endpoints.dial(SocketAddr::from((Ipv6Addr::LOCALHOST, 9)));
         assert_ne!(port(&first), port(&v6.unwrap()));
         // A retry after a failed dial, while another session uses the socket, and without one.
-        drop((first, beside));
+        drop((first, second));
         let again = endpoints.dial(server(1)).unwrap();
         assert_ne!(port(&again), port(&other));
         drop((again, other));
