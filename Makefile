@@ -9,7 +9,7 @@ MINUTES ?= 30
 SEED ?= 1
 
 # The packages that `make test` builds. Another selection would have other features, and cargo would compile crates again.
-PACKAGES := -p tunnel-ca -p tunnel-dns -p tunnel-doctor -p tunnel-networks -p tunnel-process -p tunnel-proto -p tunnel-routing -p tunnel-store -p tunnel-tables -p tunnel-server -p tunnel-agent -p tunnel-tests
+PACKAGES := -p tunnel-ca -p tunnel-dns -p tunnel-doctor -p tunnel-networks -p tunnel-process -p tunnel-proto -p tunnel-routing -p tunnel-scale -p tunnel-store -p tunnel-tables -p tunnel-server -p tunnel-agent -p tunnel-tests
 
 .DEFAULT_GOAL := help
 .PHONY: help demo check test test-all faults soak bench bench-compare bench-guards lint audit docs tools static images images-test packages packages-test upgrade-test dist dist-test arm64-test cluster-test release manifests install-yaml chart

@@ -26,7 +26,6 @@ pub mod netns;
 pub mod process;
 pub mod prometheus;
 pub mod reference;
-pub mod scale;
 pub mod scripted;
 pub mod spdy;
 pub mod stats;

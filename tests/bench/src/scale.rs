@@ -6,7 +6,7 @@ use std::time::Duration;
 
 use anyhow::Result;
 use clap::ValueEnum;
-use tunnel_tests::scale::{ScaleCase, ScaleOptions, ScaleReport, simulate};
+use tunnel_scale::{ScaleCase, ScaleOptions, ScaleReport, simulate};
 
 /// The simulations to run: every combination of the values.
 #[derive(Debug, clap::Args)]

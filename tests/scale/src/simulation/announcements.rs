@@ -10,8 +10,8 @@ use tunnel_proto::wire::name::ReplicaId;
 use tunnel_proto::wire::peer::{Holds, PeerMessage};
 
 use super::{Event, Simulation};
-use crate::scale::model::{LIST_LINGER, ONE_WAY, PEER_DELAY, ScaleCase};
-use crate::scale::server::Phase;
+use crate::model::{LIST_LINGER, ONE_WAY, PEER_DELAY, ScaleCase};
+use crate::server::Phase;
 
 impl Simulation {
     /// Announces a change of an agent after `wait`, or with an earlier one.

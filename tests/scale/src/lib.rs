@@ -2,7 +2,7 @@
 //!
 //! The decisions are those of the product: the directory of the servers, the assignment of replicas
 //! to agents, their backoff, their search and the spread of a drain, and the messages between
-//! servers, which are encoded. A model replaces the network and the handshakes, see `scale/model.rs`.
+//! servers, which are encoded. A model replaces the network and the handshakes, see `model.rs`.
 //! `bench scale` prints the reports.
 
 use anyhow::{Result, ensure};

@@ -6,9 +6,9 @@ use rand::RngExt as _;
 use tunnel_proto::wire::code::CloseCode;
 
 use super::{Event, Simulation};
-use crate::scale::agent::{Address, Plan};
-use crate::scale::model::{ADMISSION, BATCH, HANDSHAKE_TIMEOUT, ONE_WAY, POLL};
-use crate::scale::server::{Phase, SimDial};
+use crate::agent::{Address, Plan};
+use crate::model::{ADMISSION, BATCH, HANDSHAKE_TIMEOUT, ONE_WAY, POLL};
+use crate::server::{Phase, SimDial};
 
 impl Simulation {
     pub(super) fn dial(&mut self, agent: usize, plan: Plan, address: &Address) {

@@ -4,11 +4,11 @@ use anyhow::Result;
 use rand::RngExt as _;
 
 use super::{Change, Event, Simulation};
-use crate::scale::model::{
+use crate::model::{
     ENDPOINTS_DELAY, HOST_LOST_AFTER, ONE_WAY, PEER_DEAD, PEER_RETRY, PEER_SUSPECT, READY_AFTER,
     SUSPECT_MAX, SUSPECT_MIN, ScaleCase,
 };
-use crate::scale::server::{Phase, SimServer};
+use crate::server::{Phase, SimServer};
 
 impl Simulation {
     pub(super) fn create_server(&mut self, again: Option<usize>) -> Result<usize> {

@@ -4,7 +4,7 @@ use tunnel_proto::wire::name::ReplicaId;
 use tunnel_server::routing::directory::LinkState;
 
 use super::Simulation;
-use crate::scale::server::Phase;
+use crate::server::Phase;
 
 impl Simulation {
     /// Checks whether callers at a server reach the nodes that another one had.
