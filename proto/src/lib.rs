@@ -8,7 +8,8 @@
 //!
 //! Features:
 //! - `io` (default): everything except [`wire`].
-//! - `test-util`: the in-process transport and the suite that every transport must pass.
+//! - `test-util`: the in-process transport, the suite that every transport must pass, and bounds of
+//!   tests by the speed of the machine.
 
 #![warn(missing_docs)]
 
@@ -16,6 +17,8 @@ pub mod wire;
 
 #[cfg(feature = "io")]
 mod buffers;
+#[cfg(any(test, feature = "test-util"))]
+pub mod calibration;
 #[cfg(feature = "io")]
 pub mod dial;
 #[cfg(feature = "io")]

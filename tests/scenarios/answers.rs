@@ -9,7 +9,7 @@ use tokio::time::timeout;
 use tunnel_tests::checks::{ensure_refused, ensure_status};
 use tunnel_tests::client::{ByteStream, Endpoint, Exchange, HttpReply, RawRequest, request};
 use tunnel_tests::env::{NodeEnv, TestEnv, WAIT_TIMEOUT};
-use tunnel_tests::eventually::eventually;
+use tunnel_tests::eventually::{eventually, scaled};
 use tunnel_tests::targets::{
     EchoTarget, Exporter, FakeKubelet, HostileAction, HostileTarget, SilentTarget,
 };
@@ -305,7 +305,7 @@ async fn lost_agent_answers_502() -> Result<()> {
         anyhow::Ok(())
     };
     let both = async { tokio::join!(get(&env, "worker-1:9100", "/"), lost) };
-    let (reply, lost) = timeout(Duration::from_secs(60), both).await?;
+    let (reply, lost) = timeout(scaled(Duration::from_secs(60)), both).await?;
     lost?;
     check(&reply?, 502, "agent_lost", &["worker-1", "9100"]);
     Ok(())

@@ -5,10 +5,9 @@ use std::time::Duration;
 
 use anyhow::{Result, ensure};
 use tokio::time::Instant;
-use tunnel_server::config::RawConfig;
 use tunnel_tests::client::{RawRequest, request};
 use tunnel_tests::env::{NodeEnv, TestEnv, WAIT_TIMEOUT};
-use tunnel_tests::eventually::eventually;
+use tunnel_tests::eventually::{eventually, scaled};
 use tunnel_tests::gear::rounds;
 use tunnel_tests::targets::Exporter;
 
@@ -74,8 +73,9 @@ async fn server_that_stops_as_an_answer_ends_loses_none_of_it_each_time() -> Res
 
 #[tokio::test(flavor = "multi_thread")]
 async fn server_that_is_not_ready_answers_new_calls_until_the_drain_delay_is_over() -> Result<()> {
-    let delay = |settings: &mut RawConfig| settings.drain_delay = Some("2s".into());
-    let site = NodeEnv::start_with(delay).await?;
+    let delay = scaled(DELAY);
+    let setting = format!("{}ms", delay.as_millis());
+    let site = NodeEnv::start_with(|settings| settings.drain_delay = Some(setting)).await?;
     let readyz = RawRequest::get("localhost", "/readyz");
     let began = Instant::now();
     site.env.drain_server();
@@ -85,7 +85,7 @@ async fn server_that_is_not_ready_answers_new_calls_until_the_drain_delay_is_ove
         anyhow::Ok(())
     })
     .await;
-    while began.elapsed() < DELAY / 2 {
+    while began.elapsed() < delay / 2 {
         let reply = site.get("/metrics").await?;
         ensure!(reply.status == 200, "{}: {}", reply.status, reply.text());
     }
@@ -93,7 +93,7 @@ async fn server_that_is_not_ready_answers_new_calls_until_the_drain_delay_is_ove
         site.get("/metrics").await.is_err().then_some(())
     })
     .await;
-    ensure!(began.elapsed() >= DELAY, "{:?}", began.elapsed());
+    ensure!(began.elapsed() >= delay, "{:?}", began.elapsed());
     Ok(())
 }
 

@@ -16,7 +16,7 @@ use tunnel_proto::wire::control::Hello;
 use tunnel_tests::checks::{ensure_contains, ensure_status};
 use tunnel_tests::client::RawRequest;
 use tunnel_tests::env::{Agent, NodeEnv, TestEnv, WAIT_TIMEOUT, server_address};
-use tunnel_tests::eventually::eventually;
+use tunnel_tests::eventually::{eventually, scaled};
 use tunnel_tests::targets::FakeKubelet;
 
 use super::scripted::{Admission, ScriptedAgent, agent_key, dial, hello};
@@ -96,7 +96,7 @@ async fn server_of_another_ca_never_sees_the_token() -> Result<()> {
     config.token = Some(TokenSource::Inline(token.clone()));
     config.servers = vec![server_address(tap.local_addr()?)];
     let agent = Agent::start(config).await;
-    let (mut from_agent, _) = timeout(Duration::from_secs(30), tap.accept()).await??;
+    let (mut from_agent, _) = timeout(scaled(Duration::from_secs(30)), tap.accept()).await??;
     let mut to_imposter = TcpStream::connect(imposter.bound().agents).await?;
     let (mut agent_reads, mut agent_writes) = from_agent.split();
     let (mut server_reads, mut server_writes) = to_imposter.split();
@@ -158,7 +158,7 @@ async fn token_is_for_one_node_and_one_key() -> Result<()> {
 /// Returns the error that ends an agent that cannot enroll.
 async fn end_of(config: Config) -> Result<String> {
     let ended = async { Agent::start(config).await?.ended().await };
-    let ended = timeout(Duration::from_secs(60), ended).await;
+    let ended = timeout(scaled(Duration::from_secs(60)), ended).await;
     let ended = ended.context("the agent does not give up")?;
     Ok(format!(
         "{:#}",

@@ -200,7 +200,7 @@ async fn pre_auth_permits_hold_for_one_below_at_and_above() -> Result<()> {
         // The server has closed either the newest or the oldest connection. Three are left.
         let mut gone = 0;
         for socket in &mut open_conns {
-            let read = timeout(Duration::from_millis(200), socket.read(&mut [0; 1])).await;
+            let read = timeout(scaled(Duration::from_millis(200)), socket.read(&mut [0; 1])).await;
             gone += usize::from(matches!(read, Ok(Ok(0) | Err(_))));
         }
         ensure!(gone == 1, "{gone} of 4 are gone");

@@ -8,6 +8,7 @@ use tunnel_proto::wire::control::ControlMessage;
 use tunnel_tests::checks::ensure_refused;
 use tunnel_tests::client::{Exchange, RawRequest, request};
 use tunnel_tests::env::{TestEnv, WAIT_TIMEOUT};
+use tunnel_tests::eventually::scaled;
 
 use super::scripted::ScriptedAgent;
 
@@ -48,7 +49,7 @@ async fn waiting_gets_are_answered_over_the_other_session() -> Result<()> {
     let other = ScriptedAgent::connect(&env, "worker-1").await?;
     dying.close().await;
     for _ in 0..WAITING {
-        let head = timeout(WAIT_TIMEOUT, serve(&other))
+        let head = timeout(scaled(WAIT_TIMEOUT), serve(&other))
             .await
             .context("GET")??;
         ensure!(head.starts_with("GET /metrics "), "{head}");
@@ -111,7 +112,7 @@ async fn waiting_get_is_answered_over_the_other_session_of_a_suspect_agent() -> 
         let (_stream, _head) = receive(&silent).await?;
         let other = ScriptedAgent::connect(&env, "worker-1").await?;
         silent.send(&ControlMessage::Suspect(true)).await?;
-        let head = timeout(WAIT_TIMEOUT, serve(&other))
+        let head = timeout(scaled(WAIT_TIMEOUT), serve(&other))
             .await
             .context("GET")??;
         ensure!(head.starts_with("GET /metrics "), "{head}");

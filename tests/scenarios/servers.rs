@@ -20,7 +20,7 @@ use std::time::Duration;
 use anyhow::{Result, ensure};
 use tokio::time::Instant;
 use tunnel_tests::client::{Endpoint, Exchange, RawRequest, request};
-use tunnel_tests::eventually::eventually;
+use tunnel_tests::eventually::{eventually, scaled};
 use tunnel_tests::process::{AgentSetup, Listener, Peering, Process, ScratchDir, Server, Signal};
 use tunnel_tests::targets::FakeKubelet;
 
@@ -189,13 +189,15 @@ async fn agent_holds_a_session_with_each_of_two_servers_and_survives_one() -> Re
 
 #[tokio::test(flavor = "multi_thread")]
 async fn server_that_stops_fails_no_request() -> Result<()> {
-    let mut servers = Servers::start(2, &["--drain-delay", "1s"]).await?;
+    let delay = scaled(Duration::from_secs(1));
+    let setting = format!("{}ms", delay.as_millis());
+    let mut servers = Servers::start(2, &["--drain-delay", &setting]).await?;
     let _agent = servers.agent_at_both().await?;
     let mut followed = follow(&servers, 0).await?;
     servers.servers[0].process().signal(Signal::Term)?;
     let stopping = Instant::now();
-    while stopping.elapsed() < Duration::from_secs(3) {
-        if stopping.elapsed() < Duration::from_millis(500) {
+    while stopping.elapsed() < 3 * delay {
+        if stopping.elapsed() < delay / 2 {
             servers.get_ok(0).await?;
         }
         servers.get_ok(1).await?;

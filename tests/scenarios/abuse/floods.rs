@@ -178,7 +178,7 @@ async fn t10_agent_that_floods_with_streams_costs_others_nothing() -> Result<()>
             counted.fetch_add(1, Ordering::Relaxed);
             let mut open_conns = Vec::new();
             // The loop ends when the server closes the session or grants no stream for 200 ms.
-            let patience = Duration::from_millis(200);
+            let patience = scaled(Duration::from_millis(200));
             let opened = || session.open(&header, Duration::from_secs(5));
             while let Ok(Ok(stream)) = timeout(patience, opened()).await {
                 open_conns.push(stream);

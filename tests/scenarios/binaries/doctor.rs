@@ -6,6 +6,7 @@ use std::time::{Duration, Instant};
 use anyhow::{Result, ensure};
 use serde_json::Value;
 use tunnel_tests::checks::ensure_contains;
+use tunnel_tests::eventually::scaled;
 use tunnel_tests::process::{Finished, Listener, Program, ScratchDir, Server, ServerSetup, Signal};
 
 use super::{CONNECT, NODE};
@@ -67,7 +68,7 @@ async fn server_that_does_not_run_is_reported() -> Result<()> {
     ensure!(finished.code() == Some(2), "{finished}");
     let expected = ["error D09", "no tunnel-server runs", "skipped D17", "fix: "];
     ensure_contains(&finished.out, &expected)?;
-    ensure!(started.elapsed() < LIMIT, "{:?}", started.elapsed());
+    ensure!(started.elapsed() < scaled(LIMIT), "{:?}", started.elapsed());
     Ok(())
 }
 
@@ -82,7 +83,7 @@ async fn server_that_hangs_is_reported_within_the_limit() -> Result<()> {
     server.process().signal(Signal::Cont)?;
     ensure!(hanging.code() == Some(2), "{hanging}");
     ensure_contains(&hanging.out, &["gives no answer", "\"skipped\""])?;
-    ensure!(started.elapsed() < LIMIT, "{:?}", started.elapsed());
+    ensure!(started.elapsed() < scaled(LIMIT), "{:?}", started.elapsed());
     Ok(())
 }
 

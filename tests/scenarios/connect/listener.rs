@@ -10,7 +10,7 @@ use tunnel_tests::ca::{Leaf, TestCa, replace};
 use tunnel_tests::checks::{ensure_contains, ensure_refused, ensure_status};
 use tunnel_tests::client::{BodyEnd, ByteStream, RawRequest, request};
 use tunnel_tests::env::WAIT_TIMEOUT;
-use tunnel_tests::eventually::eventually;
+use tunnel_tests::eventually::{eventually, scaled};
 use tunnel_tests::process::{Program, ScratchDir, ServerSetup};
 use tunnel_tests::targets::{
     EchoTarget, Exporter, HalfCloseTarget, ResetTarget, deterministic_bytes,
@@ -261,6 +261,6 @@ async fn a_drain_waits_for_tunnels_and_takes_no_new_ones() -> Result<()> {
     })
     .await;
     talk(tunnel).await?;
-    tokio::time::timeout(Duration::from_secs(60), fixture.env.stop_server()).await??;
+    tokio::time::timeout(scaled(Duration::from_secs(60)), fixture.env.stop_server()).await??;
     Ok(())
 }

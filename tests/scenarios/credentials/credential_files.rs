@@ -10,7 +10,7 @@ use tunnel_agent::config::{Config as AgentConfig, RawConfig as AgentRawConfig};
 use tunnel_tests::ca::{Issued, Leaf, TestCa, replace};
 use tunnel_tests::client::{ClientTls, Endpoint, RawRequest, UpgradeClient, request};
 use tunnel_tests::env::{Agent, TestEnv, WAIT_TIMEOUT};
-use tunnel_tests::eventually::eventually;
+use tunnel_tests::eventually::{eventually, scaled};
 use tunnel_tests::load::Load;
 use tunnel_tests::process::ScratchDir;
 use tunnel_tests::targets::{Exporter, FakeKubelet};
@@ -216,7 +216,7 @@ async fn server_with_the_operators_ca_issues_nothing_and_reports_it() -> Result<
     let files = Files::new()?;
     let env = files.env().await?;
     let ended = Agent::start(env.agent_config("worker-1")?).await?.ended();
-    let ended = tokio::time::timeout(WAIT_TIMEOUT, ended).await?;
+    let ended = tokio::time::timeout(scaled(WAIT_TIMEOUT), ended).await?;
     let text = format!("{:#}", ended.unwrap_err());
     ensure!(
         text.contains("not_offered") && text.contains("--cert-file"),

@@ -7,7 +7,7 @@ use tokio::time::Instant;
 use tunnel_tests::ca::{Leaf, TestCa, replace};
 use tunnel_tests::client::{Exchange, RawRequest, request};
 use tunnel_tests::env::WAIT_TIMEOUT;
-use tunnel_tests::eventually::eventually;
+use tunnel_tests::eventually::{eventually, scaled};
 use tunnel_tests::targets::Exporter;
 
 use super::credential_files::Files;
@@ -57,7 +57,7 @@ async fn f20_sessions_of_a_ca_that_was_taken_out_end_within_10_s() -> Result<()>
         })
         .await;
     }
-    ensure!(began.elapsed() < Duration::from_secs(10));
+    ensure!(began.elapsed() < scaled(Duration::from_secs(10)));
     let mut stays = follows.pop().unwrap();
     for mut cut in follows {
         while cut.line().await.is_some() {}

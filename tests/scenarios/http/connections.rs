@@ -7,7 +7,7 @@ use anyhow::{Context, Result, ensure};
 use tokio::io::AsyncWriteExt;
 use tunnel_tests::client::{ByteStream, KeepAliveClient, RawRequest};
 use tunnel_tests::env::WAIT_TIMEOUT;
-use tunnel_tests::eventually::eventually;
+use tunnel_tests::eventually::{eventually, scaled};
 use tunnel_tests::targets::{
     Exporter, HostileAction, HostileTarget, RecordedInput, RecordingTarget, Traffic,
 };
@@ -141,7 +141,8 @@ async fn target_connection_is_not_used_again_after_an_odd_exchange() -> Result<(
                 .fold(asked, |asked, (name, value)| asked.header(name, value));
             let mut caller = KeepAliveClient::connect(site.env.http()).await?;
             for _ in 0..2 {
-                let answered = tokio::time::timeout(WAIT_TIMEOUT, caller.request(&asked)).await;
+                let answered =
+                    tokio::time::timeout(scaled(WAIT_TIMEOUT), caller.request(&asked)).await;
                 match answered.with_context(|| format!("{name}: the connection was used again"))? {
                     Ok(reply) => ensure!(reply.text() == "abc", "{name}: {}", reply.text()),
                     // The caller's connection may end with the exchange.

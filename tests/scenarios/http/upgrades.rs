@@ -8,7 +8,7 @@ use futures_util::future::try_join_all;
 use tunnel_agent::config::TransportChoice;
 use tunnel_tests::client::{BodyEnd, ByteStream, RawRequest, UpgradeClient, request};
 use tunnel_tests::env::{TestEnv, WAIT_TIMEOUT};
-use tunnel_tests::eventually::eventually;
+use tunnel_tests::eventually::{eventually, scaled};
 use tunnel_tests::gear::rounds;
 use tunnel_tests::targets::{
     FakeKubelet, HostileAction, HostileTarget, RecordingTarget, deterministic_bytes, refusal,
@@ -93,9 +93,10 @@ async fn half_closes(transport: TransportChoice, first: EndsFirst) -> Result<()>
 #[tokio::test(flavor = "multi_thread")]
 async fn r15_10_000_refused_upgrades_have_each_their_own_body() -> Result<()> {
     let env = TestEnv::start_with(|settings| {
-        settings.limits = TestEnv::limits(
-            "{streamsPerAgent: 24000, bufferPool: 64GiB, callersTotal: 40000, callersPerSource: 40000}",
-        );
+        let open = scaled(Duration::from_secs(10)).as_secs();
+        settings.limits = TestEnv::limits(&format!(
+            "{{openTimeout: {open}s, streamsPerAgent: 24000, bufferPool: 64GiB, callersTotal: 40000, callersPerSource: 40000}}",
+        ));
     })
     .await?;
     let kubelet = FakeKubelet::plain("worker-1").await?;

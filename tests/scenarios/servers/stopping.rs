@@ -13,8 +13,10 @@ use super::{AGENTS, CONNECT, Servers, follow, wait_for};
 
 #[tokio::test(flavor = "multi_thread")]
 async fn only_session_moves_without_a_failed_request_and_forwarded_streams_go_on() -> Result<()> {
-    let delay = ["--drain-delay", "1s", "--drain-timeout", "8s"];
-    let mut servers = Servers::start(2, &delay).await?;
+    let delay = scaled(DELAY);
+    let setting = format!("{}ms", delay.as_millis());
+    let arguments = ["--drain-delay", &setting, "--drain-timeout", "8s"];
+    let mut servers = Servers::start(2, &arguments).await?;
     let _agent = servers.agent_at(0).await?;
     let mut followed = follow(&servers, 1).await?;
     let mut kept_alive = KeepAliveClient::connect(servers.http(0)).await?;
@@ -30,11 +32,11 @@ async fn only_session_moves_without_a_failed_request_and_forwarded_streams_go_on
         if connection.is_some_and(|value| value.eq_ignore_ascii_case("close")) {
             break;
         }
-        ensure!(stopping.elapsed() < DELAY, "not asked to close");
+        ensure!(stopping.elapsed() < delay, "not asked to close");
     }
     let mut has_moved = false;
-    while !has_moved || stopping.elapsed() < 2 * DELAY {
-        if stopping.elapsed() < DELAY / 2 {
+    while !has_moved || stopping.elapsed() < 2 * delay {
+        if stopping.elapsed() < delay / 2 {
             servers.get_ok(0).await?;
         }
         servers.get_ok(1).await?;
