@@ -3,22 +3,19 @@
 
 /// Expands each scenario to a test against the fake API server and one against a real API server.
 macro_rules! on_both {
-    (by $run:path: $($scenario:ident),+ $(,)?) => {
+    ($($scenario:ident),+ $(,)?) => {
         mod fake_api {
             $(#[tokio::test(flavor = "multi_thread")]
             async fn $scenario() -> anyhow::Result<()> {
-                $run(tunnel_tests::cluster::Kind::FakeApiServer, super::$scenario).await
+                crate::cluster::in_cluster(tunnel_tests::cluster::Kind::FakeApiServer, super::$scenario).await
             })+
         }
         mod real {
             $(#[tokio::test(flavor = "multi_thread")]
             async fn $scenario() -> anyhow::Result<()> {
-                $run(tunnel_tests::cluster::Kind::Real, super::$scenario).await
+                crate::cluster::in_cluster(tunnel_tests::cluster::Kind::Real, super::$scenario).await
             })+
         }
-    };
-    ($($scenario:ident),+ $(,)?) => {
-        on_both!(by crate::cluster::in_cluster: $($scenario),+);
     };
 }
 
