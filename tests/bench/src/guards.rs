@@ -131,7 +131,6 @@ fn policy(times: u32) -> Result<()> {
                 has_delegation: false,
             },
             destination: RequestedDestination::<()>::Node(requested),
-            verb: Some(&method),
         };
         let authorized = authorize(&policy, access);
         ensure!(black_box(authorized).is_ok(), "the request is refused");
