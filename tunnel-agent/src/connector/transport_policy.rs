@@ -8,6 +8,7 @@
 use std::time::Duration;
 
 use tokio::time::Instant;
+use tunnel_proto::process::backoff::Backoff;
 use tunnel_proto::transport::TransportKind;
 
 use crate::config::{Limits, TransportChoice};
@@ -56,8 +57,8 @@ pub(crate) struct TransportPolicy {
     upgraded_at: Option<Instant>,
     /// Time since which the session that takes new streams is silent or gone.
     lost_at: Option<Instant>,
-    /// Number of consecutive upgrades that were not stable.
-    failed_upgrades: u32,
+    /// The waits after consecutive upgrades that were not stable.
+    upgrade_waits: Backoff,
 }
 
 impl TransportPolicy {
@@ -75,7 +76,11 @@ impl TransportPolicy {
             backoff_until: None,
             upgraded_at: None,
             lost_at: None,
-            failed_upgrades: 0,
+            upgrade_waits: Backoff::new(
+                UPGRADE_BACKOFF_MIN,
+                UPGRADE_BACKOFF_MAX,
+                1.0..=1.0 + UPGRADE_BACKOFF_JITTER,
+            ),
         }
     }
 
@@ -123,15 +128,15 @@ impl TransportPolicy {
                     .upgraded_at
                     .take()
                     .map(|upgraded_at| lost_at.unwrap_or(now).duration_since(upgraded_at));
-                self.failed_upgrades = match upgraded_for {
+                self.backoff_until = match upgraded_for {
                     Some(upgraded_for) if upgraded_for < self.steady_after => {
-                        self.failed_upgrades.saturating_add(1)
+                        Some(now + self.upgrade_waits.next(random))
                     }
-                    Some(_) | None => 0,
+                    Some(_) | None => {
+                        self.upgrade_waits.restart();
+                        None
+                    }
                 };
-                self.backoff_until = upgrade_backoff(self.failed_upgrades).map(|upgrade_backoff| {
-                    now + upgrade_backoff.mul_f64(1.0 + random * UPGRADE_BACKOFF_JITTER)
-                });
                 TransportChange::Fallback
             }
         }
@@ -172,17 +177,6 @@ impl TransportPolicy {
             (TransportChoice::Auto | TransportChoice::Quic | TransportChoice::H2, _) => None,
         }
     }
-}
-
-/// Returns the wait before the next dial of QUIC after so many failed upgrades.
-fn upgrade_backoff(failed_upgrades: u32) -> Option<Duration> {
-    let doublings = failed_upgrades.checked_sub(1)?;
-    let factor = 2_u32.checked_pow(doublings).unwrap_or(u32::MAX);
-    Some(
-        UPGRADE_BACKOFF_MIN
-            .saturating_mul(factor)
-            .min(UPGRADE_BACKOFF_MAX),
-    )
 }
 
 /// Largest fraction by which probes come earlier, so that agents that lost UDP together do not
