@@ -23,7 +23,7 @@ use crate::metrics::Metrics;
 use crate::routing::known_nodes::KnownNodes;
 use crate::routing::peers::{PeerAddress, PeerLimits, PeerMetrics, Peers};
 use crate::routing::registry::{CallerKey, OpenError, Opened, Registry, RegistryLimits};
-use crate::routing::routes::{NodeLabels, RouteNode, RouteSource};
+use crate::routing::routes::{RouteNode, RouteSource};
 use crate::session::{SessionLimits, Sessions};
 use crate::store::testing::Scratch;
 pub(crate) use crate::store::testing::{assert_contains, node};
@@ -101,14 +101,8 @@ pub(crate) fn node_sources(
         nodes.record(&node, &[]);
     }
     let sources = NodeSources::of_files(nodes, Revocations::open(&scratch.0, true).unwrap());
-    let of_cluster = names(of_cluster).into_iter().map(|name| RouteNode {
-        name,
-        hostname: None,
-        addresses: Vec::new(),
-        kubelet_port: None,
-        is_edge: true,
-        labels: NodeLabels::new(),
-    });
+    let of_cluster = names(of_cluster).into_iter();
+    let of_cluster = of_cluster.map(|name| RouteNode::edge(name, Vec::new()));
     sources
         .routes
         .set(RouteSource::Cluster, of_cluster.collect());

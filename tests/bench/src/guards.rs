@@ -14,7 +14,6 @@ use tunnel_proto::relay::{Socket, relay};
 use tunnel_proto::wire::frame::{self, STREAM_MESSAGE_MAX};
 use tunnel_proto::wire::header::{StreamHeader, StreamKind, Target};
 use tunnel_proto::wire::name::{NodeName, Port};
-use tunnel_server::ingress::peer::CallerIdentity;
 use tunnel_server::policy::PortPolicy;
 use tunnel_server::policy::{Access, AccessCaller, authorize};
 use tunnel_server::routing::decision::{RequestFacts, decide};
@@ -125,11 +124,7 @@ fn policy(times: u32) -> Result<()> {
         };
         let requested = decide(black_box(&facts), &table)?;
         let access = Access {
-            caller: AccessCaller {
-                identity: &CallerIdentity::Anonymous,
-                must_authenticate: false,
-                has_delegation: false,
-            },
+            caller: AccessCaller::ANONYMOUS,
             destination: RequestedDestination::<()>::Node(requested),
         };
         let authorized = authorize(&policy, access);

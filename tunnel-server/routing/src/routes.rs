@@ -117,17 +117,28 @@ pub struct RouteNode {
     pub labels: NodeLabels,
 }
 
-impl RouteTable {
-    pub fn new<'a>(nodes: impl IntoIterator<Item = (&'a NodeName, &'a [IpAddr])>) -> Self {
-        let nodes = nodes.into_iter().map(|(name, addresses)| RouteNode {
-            name: name.clone(),
+impl RouteNode {
+    /// Creates a node that is reached through the tunnel, and of which nothing else is known.
+    pub fn edge(name: NodeName, addresses: Vec<IpAddr>) -> Self {
+        Self {
+            name,
             hostname: None,
-            addresses: addresses.to_vec(),
+            addresses,
             kubelet_port: None,
             is_edge: true,
             labels: NodeLabels::new(),
-        });
-        Self::merge(&nodes.collect::<Vec<_>>())
+        }
+    }
+}
+
+impl RouteTable {
+    pub fn new<'a>(nodes: impl IntoIterator<Item = (&'a NodeName, &'a [IpAddr])>) -> Self {
+        let mut table = Self::default();
+        for (name, addresses) in nodes {
+            let node = RouteNode::edge(name.clone(), addresses.to_vec());
+            table.replace(RouteSource::Cluster, name, Some(node));
+        }
+        table
     }
 
     /// Creates an empty table. Names that are in no source are looked up with `is_held_elsewhere`.
@@ -480,13 +491,10 @@ mod tests {
     }
 
     fn route(own: &str, hostname: Option<&str>, addresses: &[&str]) -> RouteNode {
+        let addresses = addresses.iter().map(|ip| ip.parse().unwrap());
         RouteNode {
-            name: name(own),
             hostname: hostname.map(name),
-            addresses: addresses.iter().map(|ip| ip.parse().unwrap()).collect(),
-            kubelet_port: None,
-            is_edge: true,
-            labels: NodeLabels::new(),
+            ..RouteNode::edge(name(own), addresses.collect())
         }
     }
 

@@ -368,12 +368,8 @@ mod tests {
         let address = |last: u8| IpAddr::from([10, 0, 0, last]);
         bench.sessions.nodes.record(&node(), &[address(1)]);
         let of_cluster = |name: &str, addresses: &[IpAddr]| RouteNode {
-            name: name.parse().unwrap(),
-            hostname: None,
-            addresses: addresses.to_vec(),
-            kubelet_port: None,
-            is_edge: true,
             labels: [("zone".into(), name.into())].into(),
+            ..RouteNode::edge(name.parse().unwrap(), addresses.to_vec())
         };
         let cluster = [
             of_cluster("worker-1", &[address(1), address(2)]),

@@ -6,9 +6,9 @@ use arc_swap::ArcSwap;
 use parking_lot::Mutex;
 use tokio::sync::watch;
 use tunnel_proto::wire::name::NodeName;
-use tunnel_routing::routes::{IsHeldElsewhere, NodeLabels, RouteNode, RouteSource, RouteTable};
+use tunnel_routing::routes::{IsHeldElsewhere, RouteNode, RouteSource, RouteTable};
 
-use crate::store::known_nodes::{KnownNode, NodeMap};
+use crate::store::known_nodes::NodeMap;
 
 /// The current route table, merged from its sources. Clones share the table.
 #[derive(Debug, Clone, Default)]
@@ -82,7 +82,10 @@ impl Routes {
         let changed = known.changed_from(handled).into_iter();
         let changed = changed.map(|name| {
             let node = known.get(name);
-            (name.clone(), node.map(|node| known_route(name, node)))
+            (
+                name.clone(),
+                node.map(|node| RouteNode::edge(name.clone(), node.addresses.clone())),
+            )
         });
         let table = self.update(RouteSource::Known, changed);
         *handled = known;
@@ -96,17 +99,6 @@ impl Routes {
         let table = Arc::new(table);
         self.0.table.store(table.clone());
         table
-    }
-}
-
-fn known_route(name: &NodeName, node: &KnownNode) -> RouteNode {
-    RouteNode {
-        name: name.clone(),
-        hostname: None,
-        addresses: node.addresses.clone(),
-        kubelet_port: None,
-        is_edge: true,
-        labels: NodeLabels::new(),
     }
 }
 
@@ -126,24 +118,13 @@ mod tests {
         text.parse().unwrap()
     }
 
-    fn route(own: &str, address: &str) -> RouteNode {
-        RouteNode {
-            name: name(own),
-            hostname: None,
-            addresses: vec![address.parse().unwrap()],
-            kubelet_port: None,
-            is_edge: true,
-            labels: NodeLabels::new(),
-        }
-    }
-
     #[test]
     fn sources_are_merged_and_replaced_one_by_one() {
         let routes = Routes::default();
         let [one, two]: [IpAddr; 2] = ["10.0.0.1", "10.0.0.2"].map(|ip| ip.parse().unwrap());
-        routes.set(RouteSource::Known, vec![route("a", "10.0.0.1")]);
-        let moved = route("a", "10.0.0.2");
-        let cluster = vec![moved, route("b", "10.0.0.1")];
+        let route = |own: &str, address| RouteNode::edge(name(own), vec![address]);
+        routes.set(RouteSource::Known, vec![route("a", one)]);
+        let cluster = vec![route("a", two), route("b", one)];
         let table = routes.set(RouteSource::Cluster, cluster);
         assert_eq!(table, routes.load());
         assert_eq!(table.by_address(two), Ok(name("a")));

@@ -3,7 +3,7 @@ use tunnel_proto::wire::header::Target;
 use super::*;
 use crate::destination::Destination;
 use crate::policy::{PortPolicy, authorize_node};
-use crate::routes::{NodeLabels, RouteNode};
+use crate::routes::RouteNode;
 use crate::testing::assert_contains;
 
 fn routes() -> RouteTable {
@@ -100,12 +100,8 @@ fn host_by_name_or_unique_address_chooses_the_node() {
 #[test]
 fn port_of_the_kubelet_is_allowed_at_its_node_alone() {
     let node = |name: &str, kubelet: u16| RouteNode {
-        name: name.parse().unwrap(),
-        hostname: None,
-        addresses: Vec::new(),
         kubelet_port: Port::new(kubelet),
-        is_edge: true,
-        labels: NodeLabels::new(),
+        ..RouteNode::edge(name.parse().unwrap(), Vec::new())
     };
     let routes = RouteTable::merge(&[node("worker-1", 10350), node("worker-2", 10250)]);
     for (host, expected) in [

@@ -6,7 +6,7 @@ use http::{HeaderMap, HeaderValue, Method, Uri};
 use super::*;
 use crate::destination::{AgentTarget, Scheme};
 use crate::policy::{PortPolicy, authorize_node};
-use crate::routes::{NodeLabels, RouteNode};
+use crate::routes::RouteNode;
 use crate::testing::assert_contains;
 
 const WITHOUT: &str = "bad_request: --kubelet-certificate-authority";
@@ -23,12 +23,9 @@ fn routes() -> RouteTable {
     let route = |name: &str, hostname: Option<&str>, addresses: &[&str], port: Option<u16>| {
         let addresses = addresses.iter().map(|text| text.parse::<IpAddr>().unwrap());
         RouteNode {
-            name: node(name),
             hostname: hostname.map(node),
-            addresses: addresses.collect(),
             kubelet_port: port.and_then(Port::new),
-            is_edge: true,
-            labels: NodeLabels::new(),
+            ..RouteNode::edge(node(name), addresses.collect())
         }
     };
     let shared = "192.168.33.221";

@@ -32,7 +32,7 @@ use crate::routing::Routing;
 use crate::routing::destination::Scheme;
 use crate::routing::peers::Peers;
 use crate::routing::registry::{AgentSession, Registration, Registry, RegistryLimits};
-use crate::routing::routes::{NodeLabels, RouteNode, RouteSource, Routes};
+use crate::routing::routes::{RouteNode, RouteSource, Routes};
 use crate::testing::{POOL, STREAMS, WAIT_TIMEOUT, node, within};
 
 /// A plain HTTP listener, and agents that the test controls.
@@ -108,15 +108,10 @@ impl Fixture {
     /// Creates a fixture with a limit of `callers` connections.
     pub(in crate::ingress) fn with_callers(callers: usize) -> Self {
         let routes = Routes::default();
-        let known = RouteNode {
-            name: node(),
-            hostname: None,
-            addresses: Vec::new(),
-            kubelet_port: None,
-            is_edge: true,
-            labels: NodeLabels::new(),
-        };
-        routes.set(RouteSource::Known, vec![known]);
+        routes.set(
+            RouteSource::Known,
+            vec![RouteNode::edge(node(), Vec::new())],
+        );
         let policy = SharedPortPolicy::default();
         policy.replace(PortPolicy {
             http: "9100, 9101".parse().unwrap(),

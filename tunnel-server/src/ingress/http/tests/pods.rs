@@ -9,7 +9,7 @@ use tunnel_proto::wire::name::Port;
 
 use super::fixture::{Agent, Fixture};
 use crate::routing::pod_lookup::{PodLookupError, PodLookupRequest, PodResolver};
-use crate::routing::routes::{NodeLabels, RouteNode, RouteSource};
+use crate::routing::routes::{RouteNode, RouteSource};
 use crate::testing::{assert_contains, node};
 
 const EXEC: &str = "POST /exec/default/web-0/nginx?command=ls HTTP/1.1\r\nHost: 10.77.100.3:6443\r\n\
@@ -21,12 +21,8 @@ fn fixture() -> (Fixture, Agent, Receiver<PodLookupRequest>) {
     let (pods, questions) = PodResolver::new();
     Arc::get_mut(&mut fixture.ingress).unwrap().pods = Some(pods);
     let of_cluster = RouteNode {
-        name: node(),
-        hostname: None,
-        addresses: vec!["10.0.0.1".parse().unwrap()],
         kubelet_port: Port::new(10350),
-        is_edge: true,
-        labels: NodeLabels::new(),
+        ..RouteNode::edge(node(), vec!["10.0.0.1".parse().unwrap()])
     };
     let routes = &fixture.ingress.routes;
     routes.set(RouteSource::Cluster, vec![of_cluster]);
