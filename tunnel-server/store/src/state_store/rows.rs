@@ -116,7 +116,7 @@ impl RowChange {
     pub fn of(key: &str, value: Option<&impl Serialize>) -> Self {
         Self {
             key: key.into(),
-            content: value.map(|value| encode(value)),
+            content: value.map(encode),
         }
     }
 
@@ -143,6 +143,7 @@ impl RowChange {
 
     /// Returns the key, and the value unless the row is removed.
     #[cfg(any(test, feature = "test-util"))]
+    #[expect(clippy::unwrap_used, reason = "a test fails by a damaged value")]
     pub fn decoded<T: DeserializeOwned>(&self) -> (String, Option<T>) {
         let content = self.content.as_ref();
         let value = content.map(|content| decode(content).unwrap());
