@@ -40,7 +40,7 @@ pub use cert_resolver::{IsKnown, OnIssue, RoleCertResolver};
 pub use csr::AgentCsr;
 pub use error::{CaError, IssueError};
 use leaf::{LeafKey, LeafParams, uri};
-pub use material::{CaMaterial, SourceNames};
+pub use material::{CaMaterial, CaPem, SourceNames};
 pub use serving_names::ServingNames;
 
 /// Default lifetime of every certificate except the CA's own. `limits.certificateLife` overrides

@@ -11,12 +11,13 @@ use rcgen::{
     KeyPair, KeyUsagePurpose, PublicKeyData as _, SerialNumber,
 };
 use rustls_pki_types::CertificateDer;
+use serde::{Deserialize, Serialize};
 use tracing::info;
 use tunnel_proto::identity::{self, BACKDATED, sha256, spki_sha256};
 use tunnel_proto::process::files;
 use tunnel_proto::tls;
 use tunnel_proto::wire::enroll::hex;
-use tunnel_store::data_dir::{random, whole_seconds};
+use tunnel_store::data_dir::{random, whole_seconds, wiped_text};
 use zeroize::Zeroizing;
 
 use super::CaError;
@@ -26,6 +27,66 @@ use super::CaError;
 pub struct SourceNames<'a> {
     pub certificates: &'a str,
     pub key: &'a str,
+}
+
+/// A CA as PEM.
+#[derive(Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "camelCase")]
+pub struct CaPem {
+    pub certificates: String,
+    #[serde(with = "wiped_text")]
+    pub key: Zeroizing<String>,
+}
+
+impl CaPem {
+    pub fn of(material: &CaMaterial) -> Self {
+        Self {
+            certificates: material.root_pem.clone(),
+            key: material.key_pem.clone(),
+        }
+    }
+
+    /// Separates the certificates of a PEM text from its keys, so that no key is stored with the
+    /// certificates. Other blocks, and text between blocks, are left out.
+    pub(super) fn split(text: &str) -> Self {
+        let mut parts = Self {
+            certificates: String::new(),
+            // Text that grows would leave copies of the key in memory.
+            key: Zeroizing::new(String::with_capacity(text.len() + 1)),
+        };
+        let mut label = None;
+        for line in text.lines().map(str::trim_end) {
+            let begin = line.strip_prefix("-----BEGIN ");
+            label = begin.and_then(|rest| rest.strip_suffix("-----")).or(label);
+            let block = match label {
+                Some("CERTIFICATE") => Some(&mut parts.certificates),
+                Some(label) if label.ends_with("PRIVATE KEY") => Some(&mut *parts.key),
+                Some(_) | None => None,
+            };
+            if let Some(block) = block {
+                block.push_str(line);
+                block.push('\n');
+            }
+            if line.starts_with("-----END ") {
+                label = None;
+            }
+        }
+        parts
+    }
+
+    /// Returns the CA.
+    ///
+    /// # Errors
+    /// Returns a [`CaError`] with the names of the sources.
+    pub fn material(&self, names: SourceNames<'_>) -> Result<CaMaterial, CaError> {
+        CaMaterial::parse(self.certificates.as_bytes(), self.key.as_bytes(), names)
+    }
+}
+
+impl fmt::Debug for CaPem {
+    fn fmt(&self, formatter: &mut fmt::Formatter<'_>) -> fmt::Result {
+        formatter.write_str("CaPem(..)")
+    }
 }
 
 /// A CA that can sign: its certificates and its key, checked against each other.

@@ -11,10 +11,10 @@ use rcgen::PublicKeyData as _;
 use serde::{Deserialize, Serialize};
 use tunnel_proto::identity::sha256;
 use tunnel_proto::process::files;
-use tunnel_store::data_dir::{DataDir, time_text, wiped_text};
+use tunnel_store::data_dir::{DataDir, replace_changed, time_text};
 use zeroize::Zeroizing;
 
-use crate::material::read_key;
+use crate::material::{CaPem, read_key};
 use crate::stage::{RotationStage, Signer};
 use crate::{CaError, CaMaterial, SourceNames};
 
@@ -33,15 +33,6 @@ pub struct Rotation {
     /// Each CA's key, signed by the other CA, as PEM. They show agents that trust one of both that
     /// the other one is its successor, or its predecessor.
     cross_signed: String,
-}
-
-/// A CA as PEM.
-#[derive(Serialize, Deserialize)]
-#[serde(rename_all = "camelCase")]
-pub(super) struct CaPem {
-    certificates: String,
-    #[serde(with = "wiped_text")]
-    key: Zeroizing<String>,
 }
 
 impl Rotation {
@@ -88,7 +79,7 @@ impl Rotation {
             return Err(damaged(name, problem));
         }
         let rotation = Self::parse(content, name)?;
-        let (old, new) = (rotation.old.material()?, rotation.new.material()?);
+        let (old, new) = (rotation.ca(Signer::Old)?, rotation.ca(Signer::New)?);
         if old.spki_sha256 == new.spki_sha256 {
             return Err(damaged(name, "both CAs have the same key".to_owned()));
         }
@@ -123,11 +114,12 @@ impl Rotation {
         Ok(files::replace(&dir.ca_rotation(), &self.to_json()?)?)
     }
 
-    pub(super) fn ca(&self, signer: Signer) -> &CaPem {
-        match signer {
+    pub(super) fn ca(&self, signer: Signer) -> Result<CaMaterial, CaError> {
+        let pem = match signer {
             Signer::Old => &self.old,
             Signer::New => &self.new,
-        }
+        };
+        pem.material(NAMES)
     }
 
     /// Returns both CAs, of which the one of the stage signs.
@@ -163,19 +155,6 @@ fn damaged(name: &str, problem: String) -> CaError {
     }
 }
 
-impl CaPem {
-    fn of(material: &CaMaterial) -> Self {
-        Self {
-            certificates: material.certificates_pem().to_owned(),
-            key: Zeroizing::new(material.key_pem().to_owned()),
-        }
-    }
-
-    pub(super) fn material(&self) -> Result<CaMaterial, CaError> {
-        CaMaterial::parse(self.certificates.as_bytes(), self.key.as_bytes(), NAMES)
-    }
-}
-
 /// Brings the two files of the CA to the stage of the rotation in progress, if there is one.
 pub(crate) fn resume(dir: &DataDir) -> Result<(), CaError> {
     let Some(rotation) = Rotation::load(dir)? else {
@@ -187,7 +166,7 @@ pub(crate) fn resume(dir: &DataDir) -> Result<(), CaError> {
     // Without this check, the rotation would bring back a CA that an operator removed.
     let pem = files::read_secret(&key_path)?.ok_or_else(other)?;
     let current = sha256(&read_key(&pem, &name)?.subject_public_key_info());
-    let (old, new) = (rotation.old.material()?, rotation.new.material()?);
+    let (old, new) = (rotation.ca(Signer::Old)?, rotation.ca(Signer::New)?);
     if ![old.spki_sha256, new.spki_sha256].contains(&current) {
         return Err(other());
     }
@@ -198,10 +177,10 @@ pub(crate) fn resume(dir: &DataDir) -> Result<(), CaError> {
 /// include that of either key, and after a crash between the writes of another CA the next start
 /// reports a certificate without its key. A key without its certificate would become another CA.
 pub(crate) fn write_ca(dir: &DataDir, material: &CaMaterial) -> Result<(), CaError> {
-    let certificates = material.certificates_pem().as_bytes();
-    if files::read(&dir.ca_certificate())?.as_deref() != Some(certificates) {
-        files::replace(&dir.ca_certificate(), certificates)?;
-    }
+    replace_changed(
+        &dir.ca_certificate(),
+        material.certificates_pem().as_bytes(),
+    )?;
     let key = material.key_pem().as_bytes();
     let stored = files::read_secret(&dir.ca_key())?;
     if stored.is_none_or(|stored| stored.as_slice() != key) {

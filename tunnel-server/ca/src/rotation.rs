@@ -380,7 +380,7 @@ impl CaRotator {
         signer: Signer,
         version: Option<String>,
     ) -> Result<(), RotationError> {
-        let material = Arc::new(rotation.ca(signer).material()?);
+        let material = Arc::new(rotation.ca(signer)?);
         self.replace(material, None, version)
     }
 
@@ -405,7 +405,7 @@ impl CaRotator {
     ) -> Result<RotationStatus, CaError> {
         let in_progress = rotation.map(|rotation| {
             let spki = |signer| {
-                let material = rotation.ca(signer).material()?;
+                let material = rotation.ca(signer)?;
                 Ok::<_, CaError>(hex(&material.spki_sha256))
             };
             Ok::<_, CaError>(RotationProgress {

@@ -5,7 +5,7 @@ use tunnel_proto::process::files;
 use tunnel_store::data_dir::DataDir;
 use zeroize::Zeroizing;
 
-use super::material::{CaMaterial, SourceNames};
+use super::material::{CaMaterial, CaPem, SourceNames};
 use super::{CaError, LocalCa, persisted_rotation};
 
 /// The CA of a data directory, compared with another one.
@@ -46,18 +46,18 @@ pub fn parse(pem: &[u8], name: &str) -> Result<CaMaterial, CaError> {
         what: "certificate and private key",
         problem: error.to_string(),
     })?;
-    let parts = PemParts::of(text);
     let names = SourceNames {
         certificates: name,
         key: name,
     };
-    let parsed = CaMaterial::parse(parts.certificates.as_bytes(), parts.key.as_bytes(), names);
-    parsed.map_err(|error| match error {
-        CaError::Mismatch(..) => {
-            CaError::Mismatch("the certificate".to_owned(), format!("the key in {name}"))
-        }
-        error => error,
-    })
+    CaPem::split(text)
+        .material(names)
+        .map_err(|error| match error {
+            CaError::Mismatch(..) => {
+                CaError::Mismatch("the certificate".to_owned(), format!("the key in {name}"))
+            }
+            error => error,
+        })
 }
 
 /// Compares the CA of a data directory with another one.
@@ -93,41 +93,6 @@ pub fn import(dir: &DataDir, material: &CaMaterial) -> Result<(), CaError> {
     persisted_rotation::write_ca(dir, material)
 }
 
-/// The blocks of a PEM text.
-struct PemParts {
-    certificates: String,
-    key: Zeroizing<String>,
-}
-
-impl PemParts {
-    /// Separates the certificates from the keys, so that no key is stored with the certificates.
-    /// Other blocks, and text between blocks, are left out.
-    fn of(text: &str) -> Self {
-        let mut parts = Self {
-            certificates: String::new(),
-            key: Zeroizing::new(String::with_capacity(text.len() + 1)),
-        };
-        let mut label = None;
-        for line in text.lines().map(str::trim_end) {
-            let begin = line.strip_prefix("-----BEGIN ");
-            label = begin.and_then(|rest| rest.strip_suffix("-----")).or(label);
-            let block = match label {
-                Some("CERTIFICATE") => Some(&mut parts.certificates),
-                Some(label) if label.ends_with("PRIVATE KEY") => Some(&mut *parts.key),
-                Some(_) | None => None,
-            };
-            if let Some(block) = block {
-                block.push_str(line);
-                block.push('\n');
-            }
-            if line.starts_with("-----END ") {
-                label = None;
-            }
-        }
-        parts
-    }
-}
-
 #[cfg(test)]
 mod tests {
     use std::time::SystemTime;
@@ -161,7 +126,7 @@ mod tests {
     fn order_and_text_between_blocks_do_not_matter_and_incomplete_files_are_explained() {
         let scratch = Scratch::new();
         let pem = export(&scratch.0).unwrap();
-        let parts = PemParts::of(&pem);
+        let parts = CaPem::split(&pem);
         let (certificates, key) = (parts.certificates.as_str(), parts.key.as_str());
         let reversed = format!("# the key\r\n{key}text\n{certificates}").replace('\n', "\r\n");
         parse(reversed.as_bytes(), "ca.pem").unwrap();

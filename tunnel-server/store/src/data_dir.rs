@@ -285,6 +285,17 @@ pub fn replace_or_warn(path: &Path, content: &[u8]) -> io::Result<()> {
     }
 }
 
+/// Replaces a file unless it has this content.
+///
+/// # Errors
+/// Returns an error if the file cannot be read or replaced.
+pub fn replace_changed(path: &Path, content: &[u8]) -> io::Result<()> {
+    if files::read(path)?.as_deref() == Some(content) {
+        return Ok(());
+    }
+    files::replace(path, content)
+}
+
 /// Returns random bytes for keys, ids and secrets.
 pub fn random<const N: usize>() -> io::Result<[u8; N]> {
     let mut bytes = [0; N];

@@ -13,8 +13,8 @@ use tunnel_proto::process::shutdown::Shutdown;
 use zeroize::Zeroizing;
 
 use super::documents::SharedDocuments;
-use crate::ca::{CaMaterial, SourceNames};
-use crate::store::data_dir::{DataDir, wiped_text};
+use crate::ca::{CaMaterial, CaPem, SourceNames};
+use crate::store::data_dir::{DataDir, replace_changed};
 use crate::store::state_store::{OnDamage, RowSet, StateStore, Table, follow};
 
 /// The CA in a file of its own, and rows of the store.
@@ -33,9 +33,7 @@ pub(super) struct SharedSnapshot {
 struct PersistedCa {
     /// Secret that the CA came from. The snapshot is ignored for another Secret.
     secret: String,
-    certificates: String,
-    #[serde(with = "wiped_text")]
-    key: Zeroizing<String>,
+    pem: CaPem,
 }
 
 /// Where the documents came from.
@@ -80,17 +78,15 @@ impl SharedSnapshot {
     }
 
     pub(super) fn material(&self) -> Option<CaMaterial> {
-        let PersistedCa {
-            certificates, key, ..
-        } = &self.ca;
-        if key.is_empty() {
+        let pem = &self.ca.pem;
+        if pem.key.is_empty() {
             return None;
         }
         let names = SourceNames {
             certificates: "persisted certificates",
             key: "persisted key",
         };
-        CaMaterial::parse(certificates.as_bytes(), key.as_bytes(), names)
+        pem.material(names)
             .inspect_err(|error| warn!(%error, "cannot use the persisted CA"))
             .ok()
     }
@@ -148,8 +144,7 @@ impl SharedSnapshot {
     fn replace_ca(&mut self, secret: &str, material: &CaMaterial) {
         let ca = PersistedCa {
             secret: secret.to_owned(),
-            certificates: material.certificates_pem().to_owned(),
-            key: material.key_pem().to_owned().into(),
+            pem: CaPem::of(material),
         };
         if ca == self.ca {
             return;
@@ -160,7 +155,7 @@ impl SharedSnapshot {
             return;
         }
         self.store.replace_file(self.data.authority(), content);
-        let certificates = ca.certificates.as_bytes().to_vec();
+        let certificates = ca.pem.certificates.as_bytes().to_vec();
         let path = self.data.ca_certificate();
         self.store.replace_file(path, certificates.into());
         self.ca = ca;
@@ -183,18 +178,12 @@ fn load_ca(data: &DataDir) -> PersistedCa {
 /// Writes the certificates to the path where operators expect them, before the server is ready.
 pub(super) async fn publish(data: &DataDir, material: Arc<CaMaterial>) {
     let path = data.ca_certificate();
-    let writing =
-        tokio::task::spawn_blocking(move || write_certificates(&path, material.certificates_pem()));
+    let writing = tokio::task::spawn_blocking(move || {
+        replace_changed(&path, material.certificates_pem().as_bytes())
+    });
     match writing.await {
         Ok(Ok(())) => {}
         Ok(Err(error)) => warn!(%error, "cannot write the certificates of the CA"),
         Err(error) => warn!(%error, "writing the certificates of the CA failed"),
     }
-}
-
-fn write_certificates(path: &std::path::Path, pem: &str) -> io::Result<()> {
-    if files::read(path)?.as_deref() == Some(pem.as_bytes()) {
-        return Ok(());
-    }
-    files::replace(path, pem.as_bytes())
 }
