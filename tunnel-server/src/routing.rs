@@ -6,15 +6,21 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use tokio::sync::watch;
-use tokio::time::sleep;
+use tokio::time::{Instant, sleep};
+use tunnel_proto::transport::Stream;
+use tunnel_proto::wire::code::RefusalCode;
 use tunnel_proto::wire::header::{StreamHeader, StreamKind};
 use tunnel_proto::wire::name::NodeName;
 
+use self::attempts::{Attempts, Failure, NextAttempt, ResendCause};
 use self::forwarded::ForwardedStream;
 use self::peers::{PeerState, Peers};
-use self::registry::{CallerKey, IdleStream, OpenError, Opened, Registry};
+use self::registry::{
+    CallerKey, IdleStream, NotOpened, OpenError, Opened, Registry, StreamRequest,
+};
 use self::via::Via;
 
+pub mod attempts;
 pub(crate) mod clock;
 mod current_routes;
 pub mod forwarded;
@@ -40,53 +46,173 @@ pub struct Routing {
     peers: Arc<Peers>,
 }
 
+/// A stream of one attempt.
+#[derive(Debug)]
+pub struct OpenStream {
+    /// The stream. Dropping it releases its permit.
+    pub stream: Stream,
+    /// What carries the stream.
+    pub via: Via,
+    /// Time that opening the stream took.
+    pub elapsed: Duration,
+    /// Why the request is sent a second time, if it is.
+    pub resent: Option<ResendCause>,
+}
+
+/// What a request does with its stream.
+pub trait Attempt: Send {
+    type Output: Send;
+    type Error: Send;
+
+    /// Uses the stream of one attempt.
+    fn run(
+        &mut self,
+        stream: OpenStream,
+    ) -> impl Future<Output = Result<Self::Output, Failed<Self::Error>>> + Send;
+
+    /// Returns the error of a request without a stream.
+    fn not_opened(&self, error: OpenError) -> Self::Error;
+}
+
+/// A stream that did not serve its request.
+#[derive(Debug)]
+pub struct Failed<E> {
+    pub failure: Failure<'static>,
+    pub error: E,
+}
+
+/// A request that is complete with its stream.
+struct OpenAlone;
+
+impl Attempt for OpenAlone {
+    type Output = OpenStream;
+    type Error = OpenError;
+
+    async fn run(&mut self, stream: OpenStream) -> Result<OpenStream, Failed<OpenError>> {
+        Ok(stream)
+    }
+
+    fn not_opened(&self, error: OpenError) -> OpenError {
+        error
+    }
+}
+
 impl Routing {
     pub fn new(registry: Arc<Registry>, peers: Arc<Peers>) -> Self {
         Self { registry, peers }
     }
 
-    /// Opens a stream of `caller` to the target of a node, as [`Registry::open`] does. If this
-    /// server has no session that takes the stream, another server that holds the node forwards it.
+    /// Opens a stream and runs `attempt` over it, as often as [`Attempts`] permits. A stream uses the
+    /// active session of this server or, if there is none that takes the stream, the first other
+    /// server that holds the node. `failed` is the failure of an attempt that is over.
+    ///
+    /// Cancel-safe as far as `attempt` is: if the future is dropped early, the stream is reset.
+    ///
+    /// # Errors
+    /// Returns the failure of the last stream, also if no further one could be opened.
+    pub async fn with_stream<A: Attempt>(
+        &self,
+        request: &StreamRequest<'_>,
+        attempt: &mut A,
+        mut attempts: Attempts,
+        failed: Option<A::Error>,
+    ) -> Result<A::Output, A::Error> {
+        let (mut is_sent, mut last) = (failed.is_some(), failed);
+        let mut began = Instant::now();
+        loop {
+            let mut opened = match self.open_once(request, attempts.except(), began).await {
+                Ok(opened) => opened,
+                Err(NotOpened { via, error }) => {
+                    let next = attempts.next(via.as_ref(), &Failure::NotOpened(&error));
+                    // What was sent, or asked, says more than that nothing is left to ask.
+                    let error = match last {
+                        Some(before) if is_sent || via.is_none() => before,
+                        Some(_) | None => attempt.not_opened(error),
+                    };
+                    if next == NextAttempt::GiveUp {
+                        return Err(error);
+                    }
+                    last = Some(error);
+                    continue;
+                }
+            };
+            let (via, forwarded) = (opened.via.clone(), opened.forwarded.take());
+            let stream = OpenStream {
+                stream: opened.stream,
+                via: opened.via,
+                elapsed: began.elapsed(),
+                resent: attempts.resent(),
+            };
+            let Failed { failure, error } = match attempt.run(stream).await {
+                Ok(done) => return Ok(done),
+                Err(failed) => failed,
+            };
+            if let Failure::Refused {
+                code: RefusalCode::NotHere,
+                ..
+            } = failure
+            {
+                self.not_here(request.node, &via, forwarded);
+            }
+            let has_next = match attempts.next(Some(&via), &failure) {
+                NextAttempt::Move | NextAttempt::Repeat => true,
+                NextAttempt::RepeatIfEvicted => self.evict_idle(request.node, &via),
+                NextAttempt::GiveUp => false,
+            };
+            if !has_next {
+                return Err(error);
+            }
+            (is_sent, last) = (true, Some(error));
+            began = Instant::now();
+        }
+    }
+
+    /// Opens a stream to the target of a node.
     ///
     /// Cancel-safe: if the future is dropped early, the stream is reset.
     ///
     /// # Errors
     /// Returns an [`OpenError`] if no stream could be opened.
-    pub async fn open(
+    pub async fn open(&self, request: &StreamRequest<'_>) -> Result<OpenStream, OpenError> {
+        let mut attempt = OpenAlone;
+        let opened = self.with_stream(request, &mut attempt, Attempts::default(), None);
+        opened.await
+    }
+
+    /// Opens one stream. A stream that another server forwards takes no further hop.
+    async fn open_once(
         &self,
-        node: &NodeName,
-        header: &StreamHeader,
-        caller: &CallerKey,
-        limit: Duration,
-        except: Option<&Via>,
-    ) -> Result<Opened, OpenError> {
-        let local = self.registry.open(node, header, caller, limit, except);
-        let failure = match local.await {
-            Ok(opened) => return Ok(opened),
-            // Nothing was sent, or nothing was started.
+        request: &StreamRequest<'_>,
+        except: &[Via],
+        began: Instant,
+    ) -> Result<Opened, NotOpened> {
+        let unavailable = match self.registry.open(request, except).await {
             Err(
-                failure @ (OpenError::NoAgent
-                | OpenError::Suspect(_)
-                | OpenError::Draining
-                | OpenError::Lost(_)),
-            ) => failure,
-            Err(failure) => return Err(failure),
+                unavailable @ NotOpened {
+                    via: None,
+                    error: OpenError::NoAgent | OpenError::Suspect(_) | OpenError::Draining,
+                },
+            ) if !request.caller.is_replica() => unavailable,
+            outcome => return outcome,
         };
-        let StreamKind::Target(target) = &header.kind else {
-            return Err(failure);
+        let StreamKind::Target(target) = &request.header.kind else {
+            return Err(unavailable);
         };
         let header = StreamHeader {
             kind: StreamKind::Forward {
-                node: node.clone(),
+                node: request.node.clone(),
                 target: target.clone(),
-                is_verified: caller.is_verified(),
+                is_verified: request.caller.is_verified(),
             },
-            trace_parent: header.trace_parent.clone(),
-            source: header.source,
+            trace_parent: request.header.trace_parent.clone(),
+            source: request.header.source,
         };
-        let forwarded = self.peers.open(node, &header, limit, except);
-        match Box::pin(forwarded).await {
-            Err(OpenError::NoAgent) => Err(failure),
+        let left = request.limit.saturating_sub(began.elapsed());
+        match Box::pin(self.peers.open(request, &header, except, left)).await {
+            Err(NotOpened {
+                error: OpenError::NoAgent,
+                ..
+            }) => Err(unavailable),
             outcome => outcome,
         }
     }
@@ -185,7 +311,7 @@ impl Routing {
 
     /// Evicts an idle stream, so that the server which refused a stream over `via` has a permit for
     /// another one. Returns whether there was one. The registry does this for its own sessions.
-    pub fn evict_idle(&self, node: &NodeName, via: &Via) -> bool {
+    fn evict_idle(&self, node: &NodeName, via: &Via) -> bool {
         match via {
             Via::Local(_) => false,
             Via::Replica(_) => self.registry.evict_idle(node, via),
@@ -194,7 +320,7 @@ impl Routing {
 
     /// Records that the server which carried a stream has no session with the node. `forwarded` is
     /// [`Opened::forwarded`] of the stream.
-    pub fn not_here(&self, node: &NodeName, via: &Via, forwarded: Option<ForwardedStream>) {
+    fn not_here(&self, node: &NodeName, via: &Via, forwarded: Option<ForwardedStream>) {
         if let (Via::Replica(replica), Some(forwarded)) = (via, forwarded) {
             let announcement = forwarded.refused_not_here();
             self.peers.not_here(node, replica, announcement);

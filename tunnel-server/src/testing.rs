@@ -22,8 +22,9 @@ use crate::ca::revocation::Revocations;
 use crate::metrics::Metrics;
 use crate::routing::known_nodes::KnownNodes;
 use crate::routing::peers::{PeerAddress, PeerLimits, PeerMetrics, Peers};
-use crate::routing::registry::{CallerKey, OpenError, Opened, Registry, RegistryLimits};
+use crate::routing::registry::{CallerKey, OpenError, Registry, RegistryLimits, StreamRequest};
 use crate::routing::routes::{RouteNode, RouteSource};
+use crate::routing::{OpenStream, Routing};
 use crate::session::{SessionLimits, Sessions};
 use crate::store::testing::Scratch;
 pub(crate) use crate::store::testing::{assert_contains, node};
@@ -45,6 +46,22 @@ const SESSIONS: usize = 64;
 
 pub(crate) fn header() -> StreamHeader {
     StreamHeader::new(StreamKind::Target(Target::Node(Port::new(9100).unwrap())))
+}
+
+/// Opens a stream at a server without others.
+pub(crate) async fn open(
+    registry: &Arc<Registry>,
+    node: &NodeName,
+    caller: &CallerKey,
+) -> Result<OpenStream, OpenError> {
+    let peers = Peers::alone("server-1".parse().unwrap(), Vec::new());
+    let request = StreamRequest {
+        node,
+        header: header(),
+        caller,
+        limit: WAIT_TIMEOUT,
+    };
+    Routing::new(registry.clone(), peers).open(&request).await
 }
 
 /// Waits until `holds` returns `true`.
@@ -175,12 +192,8 @@ impl Bench {
         line.map(|value| value.trim().parse().unwrap())
     }
 
-    pub(crate) async fn open(&self) -> Result<Opened, OpenError> {
-        let registry = &self.sessions.registry;
-        let operator = CallerKey::Local(None);
-        registry
-            .open(&node(), &header(), &operator, WAIT_TIMEOUT, None)
-            .await
+    pub(crate) async fn open(&self) -> Result<OpenStream, OpenError> {
+        open(&self.sessions.registry, &node(), &CallerKey::Local(None)).await
     }
 
     /// Connects an agent that is admitted.

@@ -207,18 +207,16 @@ impl Directory {
         replicas.into_iter().map(|(_, _, id)| id.clone()).collect()
     }
 
-    /// Returns the servers to ask for one stream to a node, in order: the first holders without
-    /// `except` that have a connection, at most [`HOLDERS_TRIED_MAX`]. `link` returns the state of
-    /// the connection to a server. Servers whose connection is suspect are last.
+    /// Returns the servers to ask for one stream to a node, in order: the first holders that have a
+    /// connection, at most [`HOLDERS_TRIED_MAX`]. `link` returns the state of the connection to a
+    /// server, and `None` for one to leave out. Servers whose connection is suspect are last.
     pub fn candidates(
         &self,
         node: &NodeName,
-        except: Option<&ReplicaId>,
         link: impl Fn(&ReplicaId) -> Option<LinkState>,
     ) -> Vec<ReplicaId> {
         let holders = self.holders(node).into_iter();
         let mut candidates: Vec<_> = holders
-            .filter(|replica| Some(replica) != except)
             .filter_map(|replica| Some((link(&replica)?, replica)))
             .collect();
         // Stable, so that servers with the same state keep their order.

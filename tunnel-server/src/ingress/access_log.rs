@@ -23,8 +23,9 @@ use crate::ingress::error::ProxyError;
 use crate::ingress::outcome::Outcome;
 use crate::ingress::recent_requests::{RecentRequest, RecentRequests};
 use crate::metrics::{GaugeGuard, Metrics};
+use crate::routing::OpenStream;
+use crate::routing::attempts::ResendCause;
 use crate::routing::destination::Destination;
-use crate::routing::registry::Opened;
 use crate::routing::via::Via;
 
 /// Longest text of a caller in an access log line, and of any kind in a recent request, in bytes.
@@ -150,11 +151,14 @@ impl AccessLog {
         self.destination = text;
     }
 
-    /// Records that a new stream carries the request. `elapsed` is the time that opening the stream
-    /// took.
-    pub fn opened(&mut self, opened: &Opened, elapsed: std::time::Duration) {
+    /// Records that a new stream carries the request.
+    pub fn opened(&mut self, opened: &OpenStream) {
         self.carried(Some(opened.via.clone()), opened.stream.bytes());
-        self.metrics.opened(elapsed);
+        self.metrics.opened(opened.elapsed);
+        let is_retried = opened.resent == Some(ResendCause::SessionLost);
+        if is_retried && !std::mem::replace(&mut self.is_retried, true) {
+            self.metrics.retried();
+        }
     }
 
     /// Records the stream that carries the request. The stream may have carried earlier requests.
@@ -164,13 +168,6 @@ impl AccessLog {
         self.before = bytes.read();
         self.bytes = bytes;
         self.open = Some(self.metrics.stream());
-    }
-
-    /// Records that the request was sent once more because its session was lost.
-    pub fn retried(&mut self) {
-        if !std::mem::replace(&mut self.is_retried, true) {
-            self.metrics.retried();
-        }
     }
 
     pub fn status(&mut self, status: http::StatusCode) {

@@ -20,15 +20,17 @@ use super::connect::request::ProxyRequest;
 use super::context::IngressContext;
 use super::error::ProxyError;
 use super::http::exchange::{Exchange, Forwarded, forward_direct};
-use super::http::upstream::StreamOpener;
+use super::http::upstream::{accepted, stream_request};
 use super::outcome::Outcome;
 use super::tunnel::Tunnel;
 use crate::policy::{Access, AccessCaller, Authorized, authorize};
+use crate::routing::attempts::Attempts;
 use crate::routing::decision::delegated::{self, Decision, DelegatedRequest};
 use crate::routing::decision::{DecisionError, RequestFacts, decide};
 use crate::routing::destination::{Destination, DialTarget, RequestedDestination, RequestedNode};
 use crate::routing::dial_policy::AddressClaims;
-use crate::routing::registry::CallerKey;
+use crate::routing::registry::{CallerKey, OpenError};
+use crate::routing::{Attempt, Failed, OpenStream};
 
 /// A request of a caller, as its listener has read it.
 #[derive(Debug)]
@@ -230,23 +232,44 @@ pub(super) async fn open_tunnel(
         }
     };
     access_log.destination(&destination);
-    let target_label = destination.to_string();
-    let mut opener = StreamOpener::new(ingress, &destination, params.key, params.trace_parent);
-    loop {
-        let mut opened = opener.open(access_log).await?;
+    let request = stream_request(ingress, &destination, params.key, params.trace_parent);
+    let mut attempt = TunnelAttempt {
+        awaits_reply: params.awaits_reply,
+        target_label: destination.to_string(),
+        access_log,
+    };
+    let (routing, attempts) = (&ingress.routing, Attempts::default());
+    let opened = routing.with_stream(&request, &mut attempt, attempts, None);
+    opened.await
+}
+
+/// Makes the stream of each attempt a tunnel.
+struct TunnelAttempt<'a> {
+    awaits_reply: bool,
+    target_label: String,
+    access_log: &'a mut AccessLog,
+}
+
+impl Attempt for TunnelAttempt<'_> {
+    type Output = Tunnel;
+    type Error = ProxyError;
+
+    async fn run(&mut self, mut opened: OpenStream) -> Result<Tunnel, Failed<ProxyError>> {
+        self.access_log.opened(&opened);
         // Another server may have lost the node, and nothing of the caller must be sent before that
         // is known.
-        if !params.awaits_reply && opened.via.replica().is_none() {
-            return Ok(Tunnel::Pending {
-                stream: opened.stream,
-                target_label,
-            });
-        }
-        let Err(error) = opened.stream.accepted().await else {
+        if self.awaits_reply || opened.via.replica().is_some() {
+            accepted(&mut opened.stream, &self.target_label).await?;
             return Ok(Tunnel::Agent(opened.stream));
-        };
-        let failure = ProxyError::from_stream(&error, &target_label, Outcome::AgentLost);
-        opener.retry_on_other_session(failure, opened.via, opened.forwarded)?;
+        }
+        Ok(Tunnel::Pending {
+            stream: opened.stream,
+            target_label: self.target_label.clone(),
+        })
+    }
+
+    fn not_opened(&self, error: OpenError) -> ProxyError {
+        ProxyError::from_open(&error, &self.target_label)
     }
 }
 

@@ -10,6 +10,8 @@ use tunnel_proto::wire::header::{Refusal, one_line};
 use crate::config::Limit;
 use crate::ingress::outcome::Outcome;
 use crate::policy::Denied;
+use crate::routing::Failed;
+use crate::routing::attempts::{EndedStream, Failure};
 use crate::routing::decision::DecisionError;
 use crate::routing::dial_policy::DialRefusal;
 use crate::routing::registry::OpenError;
@@ -49,6 +51,17 @@ impl ProxyError {
             limit: Some(limit),
             ..self
         }
+    }
+
+    /// Returns the failure of an attempt whose stream ended as `end` says, apart from its cut.
+    pub(super) fn of_attempt(self, end: EndedStream) -> Failed<Self> {
+        let (cut, replay) = (self.cut, end.replay);
+        let failure = match self.refusal {
+            Some(code) => Failure::Refused { code, replay },
+            None => Failure::Ended(EndedStream { cut, ..end }),
+        };
+        let error = self;
+        Failed { failure, error }
     }
 
     /// Creates a failure from the refusal to dial a target. `target_label` is the target as the

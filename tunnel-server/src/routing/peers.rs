@@ -23,7 +23,7 @@ use tunnel_proto::wire::header::StreamHeader;
 use tunnel_proto::wire::name::{NodeName, ReplicaId, ZoneName};
 
 use crate::routing::forwarded::ForwardedStream;
-use crate::routing::registry::{OpenError, Opened};
+use crate::routing::registry::{NotOpened, OpenError, Opened, StreamRequest};
 use crate::routing::via::Via;
 
 mod accept;
@@ -252,60 +252,59 @@ impl Peers {
         &self.own
     }
 
-    /// Opens a stream over another server that holds the node, within `limit`. `header` is that of a
-    /// forwarded stream to the node. Tries at most two
-    /// servers, and returns without waiting for a reply. `except`, which has already refused the
-    /// stream, is left out. `limit` also bounds the wait for the reply.
+    /// Opens a stream over the first server that holds the node and is not in `except`. `header` is
+    /// that of a forwarded stream to the node. Returns without waiting for a reply. `left` is the time
+    /// for this server and the next one, should this one not open the stream.
     ///
     /// Cancel-safe: if the future is dropped early, the stream is reset.
     ///
     /// # Errors
-    /// Returns an [`OpenError`] if no stream could be opened: `NoAgent` if no connected server holds
-    /// the node.
-    pub async fn open(
+    /// Returns a [`NotOpened`]: `NoAgent` if no connected server holds the node.
+    pub(super) async fn open(
         &self,
-        node: &NodeName,
+        request: &StreamRequest<'_>,
         header: &StreamHeader,
-        limit: Duration,
-        except: Option<&Via>,
-    ) -> Result<Opened, OpenError> {
-        let candidates = self.candidates(node, except)?;
-        // A connection that hangs leaves time for the next one.
-        let share = limit / u32::try_from(candidates.len()).unwrap_or(u32::MAX).max(1);
-        let mut failure = OpenError::NoAgent;
-        for Candidate { link, announcement } in candidates {
-            let Some(permit) = link.permit() else {
-                failure = self.too_many_streams();
-                continue;
-            };
-            let result = match timeout(share, link.session.open(header, limit)).await {
-                Ok(Ok(mut stream)) => {
-                    stream.attach(permit);
-                    let counter = |result| self.metrics.counter(ForwardDirection::Out, result);
-                    let (ok, not_here) = (ForwardResult::Ok, ForwardResult::NotHere);
-                    let forwarded =
-                        ForwardedStream::new(announcement, counter(ok), counter(not_here));
-                    return Ok(Opened {
-                        stream,
-                        via: Via::Replica(link.replica.clone()),
-                        forwarded: Some(forwarded),
-                    });
-                }
-                Ok(Err(error)) => OpenError::Lost(error),
-                Err(_elapsed) => OpenError::Timeout,
-            };
-            debug!(%node, peer = %link.replica, error = %result, "cannot forward a stream");
-            self.count(ForwardDirection::Out, ForwardResult::Failed);
-            failure = result;
-        }
-        Err(failure)
+        except: &[Via],
+        left: Duration,
+    ) -> Result<Opened, NotOpened> {
+        let candidates = self.candidates(request.node, except)?;
+        let share = left / u32::try_from(candidates.len()).unwrap_or(u32::MAX).max(1);
+        let mut usable = candidates.into_iter().filter_map(|candidate| {
+            let permit = candidate.link.permit()?;
+            Some((candidate, permit))
+        });
+        let Some((Candidate { link, announcement }, permit)) = usable.next() else {
+            return Err(self.too_many_streams().into());
+        };
+        let via = Via::Replica(link.replica.clone());
+        let error = match timeout(share, link.session.open(header, request.limit)).await {
+            Ok(Ok(mut stream)) => {
+                stream.attach(permit);
+                let counter = |result| self.metrics.counter(ForwardDirection::Out, result);
+                let (ok, not_here) = (ForwardResult::Ok, ForwardResult::NotHere);
+                let forwarded = ForwardedStream::new(announcement, counter(ok), counter(not_here));
+                return Ok(Opened {
+                    stream,
+                    via,
+                    forwarded: Some(forwarded),
+                });
+            }
+            Ok(Err(error)) => OpenError::Lost(error),
+            Err(_elapsed) => OpenError::Timeout,
+        };
+        debug!(node = %request.node, peer = %link.replica, %error, "cannot forward a stream");
+        self.count(ForwardDirection::Out, ForwardResult::Failed);
+        Err(NotOpened {
+            via: Some(via),
+            error,
+        })
     }
 
     /// Returns the server that a new stream to a node tries first.
     pub fn preferred(&self, node: &NodeName) -> Option<ReplicaId> {
         let state = self.state.lock();
         let link = |replica: &ReplicaId| state.link(replica).map(|link| link.state());
-        let candidates = state.directory.candidates(node, None, link);
+        let candidates = state.directory.candidates(node, link);
         candidates.into_iter().next()
     }
 
@@ -316,22 +315,17 @@ impl Peers {
     }
 
     /// Returns the servers to ask for a stream to a node, at least one.
-    fn candidates(
-        &self,
-        node: &NodeName,
-        except: Option<&Via>,
-    ) -> Result<Vec<Candidate>, OpenError> {
-        let except = except.and_then(|via| match via {
-            Via::Replica(replica) => Some(replica),
-            Via::Local(_) => None,
-        });
+    fn candidates(&self, node: &NodeName, except: &[Via]) -> Result<Vec<Candidate>, OpenError> {
         let state = self.state.lock();
-        let link = |replica: &ReplicaId| state.link(replica);
+        let link = |replica: &ReplicaId| {
+            let is_excepted = except.iter().any(|via| via.replica() == Some(replica));
+            state.link(replica).filter(|_| !is_excepted)
+        };
         let with_permit = |replica: &ReplicaId| {
             let link = link(replica).filter(|link| link.has_permit())?;
             Some(link.state())
         };
-        let replicas = state.directory.candidates(node, except, with_permit);
+        let replicas = state.directory.candidates(node, with_permit);
         let candidate = |replica: &ReplicaId| {
             Some(Candidate {
                 link: link(replica)?.clone(),
@@ -343,11 +337,7 @@ impl Peers {
             return Ok(candidates);
         }
         let with_link = |replica: &ReplicaId| link(replica).map(|link| link.state());
-        if state
-            .directory
-            .candidates(node, except, with_link)
-            .is_empty()
-        {
+        if state.directory.candidates(node, with_link).is_empty() {
             return Err(OpenError::NoAgent);
         }
         Err(self.too_many_streams())

@@ -34,15 +34,6 @@ pub use limiter::{CallerKey, QuotaExhausted, StreamQuota};
 use limiter::{StreamLimiter, StreamPermit};
 pub use probe::answers_probe;
 
-/// Sessions of a node that the server tries for one stream: the active session and one spare.
-const OPEN_ATTEMPTS_MAX: usize = 2;
-
-/// The sessions that the server tries for one stream, in order.
-type Candidates = [Option<Arc<AgentSession>>; OPEN_ATTEMPTS_MAX];
-
-/// Lookups of a node's sessions for one stream.
-const LOOKUP_ROUNDS_MAX: usize = 3;
-
 /// Sessions that one node can have at once. An agent has two sessions while it replaces one, and
 /// one more for each session that a partition left open.
 const SESSIONS_PER_NODE: usize = 4;
@@ -110,6 +101,30 @@ pub enum OpenError {
     /// The agent did not accept the stream in time.
     #[error("the agent did not accept the stream in time (limits.openTimeout)")]
     Timeout,
+}
+
+/// No stream could be opened, over `via` if there was anything to ask.
+#[derive(Debug)]
+pub struct NotOpened {
+    pub via: Option<Via>,
+    pub error: OpenError,
+}
+
+impl From<OpenError> for NotOpened {
+    fn from(error: OpenError) -> Self {
+        Self { via: None, error }
+    }
+}
+
+/// A request for a stream of `caller` to the target of a node.
+#[derive(Debug)]
+pub struct StreamRequest<'a> {
+    pub node: &'a NodeName,
+    pub header: StreamHeader,
+    /// Key that counts the stream.
+    pub caller: &'a CallerKey,
+    /// Time to open the stream. The same time bounds the wait for the agent's reply.
+    pub limit: Duration,
 }
 
 /// A stream to a node.
@@ -351,69 +366,43 @@ impl Registry {
         sessions.cloned().collect()
     }
 
-    /// Opens a stream of `caller` to a node's agent within `limit`. The same limit bounds the wait
-    /// for the agent's reply. If the active session turns out to be gone, one spare session is
-    /// tried, because no data of the caller has been sent yet. `except`, which has already refused
-    /// the stream, is left out.
+    /// Opens a stream over the active session of a node without the sessions in `except`.
     ///
     /// Cancel-safe: if the future is dropped early, the stream is reset.
     ///
     /// # Errors
-    /// Returns an [`OpenError`] if no stream could be opened.
-    pub async fn open(
+    /// Returns a [`NotOpened`] with the session that does not open the stream.
+    pub(super) async fn open(
         &self,
-        node: &NodeName,
-        header: &StreamHeader,
-        caller: &CallerKey,
-        limit: Duration,
-        except: Option<&Via>,
-    ) -> Result<Opened, OpenError> {
-        let mut failure = OpenError::NoAgent;
-        // When a session is replaced while the server tries it, its successor is registered by the
-        // next round.
-        for _ in 0..LOOKUP_ROUNDS_MAX {
-            failure = match self.try_open(node, header, caller, limit, except).await {
-                Err(OpenError::Draining) => OpenError::Draining,
-                outcome => return outcome,
-            };
-        }
-        Err(failure)
-    }
-
-    async fn try_open(
-        &self,
-        node: &NodeName,
-        header: &StreamHeader,
-        caller: &CallerKey,
-        limit: Duration,
-        except: Option<&Via>,
-    ) -> Result<Opened, OpenError> {
-        let (routable, limiter) = self.admit(node, except)?;
-        let permit = self.permit(node, caller, &limiter).await;
+        request: &StreamRequest<'_>,
+        except: &[Via],
+    ) -> Result<Opened, NotOpened> {
+        let (agent, limiter) = self.admit(request.node, except)?;
+        let permit = self.permit(request.node, request.caller, &limiter).await;
         let permit = permit.map_err(OpenError::TooManyStreams)?;
-        let mut failure = OpenError::NoAgent;
-        for agent in routable.into_iter().flatten() {
-            match tokio::time::timeout(limit, agent.session.open(header, limit)).await {
-                Ok(Ok(mut stream)) => {
-                    stream.attach((permit, agent.count_stream()));
-                    return Ok(Opened {
-                        stream,
-                        via: Via::Local(agent.id),
-                        forwarded: None,
-                    });
-                }
-                Ok(Err(SessionError::NotOpening)) => failure = OpenError::Draining,
-                Ok(Err(SessionError::NoRoom)) => {
-                    failure = OpenError::BufferPoolFull(self.limits.buffer_pool);
-                }
-                Ok(Err(error)) => {
-                    debug!(%node, session = agent.id.0, %error, "session cannot open a stream");
-                    failure = OpenError::Lost(error);
-                }
-                Err(_elapsed) => return Err(OpenError::Timeout),
+        let via = Via::Local(agent.id);
+        let opening = agent.session.open(&request.header, request.limit);
+        let error = match tokio::time::timeout(request.limit, opening).await {
+            Ok(Ok(mut stream)) => {
+                stream.attach((permit, agent.count_stream()));
+                return Ok(Opened {
+                    stream,
+                    via,
+                    forwarded: None,
+                });
             }
-        }
-        Err(failure)
+            Ok(Err(SessionError::NotOpening)) => OpenError::Draining,
+            Ok(Err(SessionError::NoRoom)) => OpenError::BufferPoolFull(self.limits.buffer_pool),
+            Ok(Err(error)) => {
+                debug!(node = %agent.node, session = agent.id.0, %error, "session cannot open a stream");
+                OpenError::Lost(error)
+            }
+            Err(_elapsed) => OpenError::Timeout,
+        };
+        Err(NotOpened {
+            via: Some(via),
+            error,
+        })
     }
 
     /// Returns what a new stream to a node tries first.
@@ -484,42 +473,34 @@ impl Registry {
         }
     }
 
-    /// Returns the sessions to try for a new stream, of which the first exists, and the limiter of
-    /// the agent's streams.
+    /// Returns the session for a new stream, and the limiter of the agent's streams.
     fn admit(
         &self,
         node: &NodeName,
-        except: Option<&Via>,
-    ) -> Result<(Candidates, Arc<StreamLimiter>), OpenError> {
+        except: &[Via],
+    ) -> Result<(Arc<AgentSession>, Arc<StreamLimiter>), OpenError> {
         let (sessions, limiter) = match self.nodes.lock().get(node) {
             Some(node) => (node.sessions.clone(), node.limiter.clone()),
             None => return Err(OpenError::NoAgent),
         };
         let mut suspect_reason = None;
-        let mut routable = Candidates::default();
-        let mut vacant = routable.iter_mut();
-        for agent in by_preference(&sessions) {
-            if agent.is_withdrawn() || except == Some(&Via::Local(agent.id)) {
-                continue;
+        let is_routable = |agent: &&Arc<AgentSession>| {
+            if agent.is_withdrawn() || except.contains(&Via::Local(agent.id)) {
+                return false;
             }
-            match agent.suspect_reason() {
-                Some(reason) => suspect_reason = suspect_reason.or(Some(reason)),
-                None => {
-                    if let Some(slot) = vacant.next() {
-                        *slot = Some(agent.clone());
-                    }
-                }
-            }
-        }
-        if routable.iter().all(Option::is_none) {
+            let reason = agent.suspect_reason();
+            suspect_reason = suspect_reason.or(reason);
+            reason.is_none()
+        };
+        let Some(agent) = by_preference(&sessions).find(is_routable) else {
             return Err(suspect_reason.map_or(OpenError::Draining, OpenError::Suspect));
-        }
+        };
         // Trying another session would not help: the buffer pool is global, and the quota is per
         // agent.
         if !sessions.iter().all(|agent| agent.session.has_room()) {
             return Err(OpenError::BufferPoolFull(self.limits.buffer_pool));
         }
-        Ok((routable, limiter))
+        Ok((agent.clone(), limiter))
     }
 
     fn remove(&self, node: &NodeName, id: SessionId) {

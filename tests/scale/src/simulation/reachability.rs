@@ -48,7 +48,7 @@ impl Simulation {
             })
         };
         let directory = &self.servers[server].directory;
-        let candidates = directory.candidates(&agent.node, None, link);
+        let candidates = directory.candidates(&agent.node, link);
         for holder in candidates.iter().filter_map(|replica| links.get(replica)) {
             match self.servers[*holder].phase {
                 // The stream opens, and gets no reply.

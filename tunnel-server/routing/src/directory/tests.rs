@@ -54,14 +54,15 @@ fn holders_are_live_before_leaving_and_then_by_weight() {
         [first.clone(), second.clone(), third]
     );
     assert_eq!(
-        directory.candidates(&node(1), None, all),
+        directory.candidates(&node(1), all),
         [first.clone(), second.clone()]
     );
-    let without_first = directory.candidates(&node(1), Some(&first), all);
+    let others = |id: &ReplicaId| (*id != first).then_some(LinkState::Live);
+    let without_first = directory.candidates(&node(1), others);
     assert_eq!(without_first, [second.clone(), by_weight[0].clone()]);
     let linked = |id: &ReplicaId| (*id == second).then_some(LinkState::Live);
     assert_eq!(
-        directory.candidates(&node(1), None, linked),
+        directory.candidates(&node(1), linked),
         std::slice::from_ref(&second)
     );
     // A new list is that of a new process.
@@ -82,13 +83,14 @@ fn holders_with_a_suspect_connection_are_asked_last() {
             LinkState::Live
         })
     };
-    assert_eq!(directory.candidates(&node(1), None, link), by_weight[1..]);
-    let rest = directory.candidates(&node(1), Some(&by_weight[1]), link);
+    assert_eq!(directory.candidates(&node(1), link), by_weight[1..]);
+    let others = |id: &ReplicaId| link(id).filter(|_| *id != by_weight[1]);
+    let rest = directory.candidates(&node(1), others);
     assert_eq!(rest, [by_weight[2].clone(), by_weight[0].clone()]);
     // A server that leaves still answers.
     directory.set_leaving(&by_weight[1]);
     directory.set_leaving(&by_weight[2]);
-    assert_eq!(directory.candidates(&node(1), None, link), by_weight[1..]);
+    assert_eq!(directory.candidates(&node(1), link), by_weight[1..]);
 }
 
 #[test]
@@ -279,9 +281,9 @@ fn open(servers: &[Server], own: usize, number: usize, except: &ReplicaId) {
         .collect();
     let link = |id: &ReplicaId| {
         let is_linked = (0..servers.len()).any(|other| replica(other) == *id);
-        is_linked.then_some(LinkState::Live)
+        (is_linked && id != except).then_some(LinkState::Live)
     };
-    let candidates = directory.candidates(&node(number), Some(except), link);
+    let candidates = directory.candidates(&node(number), link);
     assert!(candidates.len() <= HOLDERS_TRIED_MAX);
     assert!(!candidates.contains(&replica(own)) && !candidates.contains(except));
     let distinct: BTreeSet<_> = candidates.iter().collect();

@@ -1,36 +1,24 @@
 //! One HTTP exchange: a request of a caller is sent to a target, and the response is prepared for
-//! the caller. The requests on a caller's connection share the state of the connection.
+//! the caller.
 
 use std::sync::Arc;
-use std::sync::atomic::AtomicBool;
 
 use http::header::{AUTHORIZATION, HOST};
 use http::{HeaderValue, Request, Response};
 use hyper::body::Incoming;
 use hyper::upgrade::OnUpgrade;
-use parking_lot::Mutex;
-use tokio::io::{AsyncRead, AsyncWrite};
-use tokio::sync::oneshot;
 use tunnel_proto::egress::TargetSocket;
-use tunnel_proto::identity::CallerError;
-use tunnel_proto::process::conn_limiter::ConnPermit;
-use tunnel_proto::relay::PollCut;
-use tunnel_proto::wire::name::NodeName;
 
 use super::headers::{
     can_reuse_connection, has_conflicting_framing, rewrite_request, rewrite_response, trace_parent,
     validate_response,
 };
 use super::request_body::{RequestBody, Upload, UploadHandle};
-use super::timeouts::ConnTimeouts;
-use super::upstream::{PoolKey, UpstreamBodyGuard, UpstreamPool, UpstreamRequest, exchange_direct};
+use super::upstream::{PoolKey, UpstreamBodyGuard, UpstreamRequest, exchange_direct};
+use super::{Caller, CallerUpgrade};
 use crate::ingress::access_log::AccessLog;
-use crate::ingress::caller_stream::CloseMode;
-use crate::ingress::connect::basic_auth::Credentials;
-use crate::ingress::context::{HttpListener, IngressContext};
 use crate::ingress::error::ProxyError;
 use crate::ingress::outcome::Outcome;
-use crate::ingress::peer::{CallerAddr, CallerIdentity};
 use crate::ingress::tunnel::Tunnel;
 use crate::routing::destination::AgentTarget;
 use crate::routing::registry::CallerKey;
@@ -182,58 +170,4 @@ fn host_field(target: &AgentTarget, request: &Request<Incoming>) -> String {
         .filter(|_| target.keeps_host)
         .and_then(|host| host.to_str().ok());
     own.map_or_else(|| target.destination.host_field(), str::to_owned)
-}
-
-/// A caller's connection that carries a byte stream after an upgrade, such as after a 101.
-pub(in crate::ingress) type UpgradedCaller = Box<dyn CallerIo>;
-
-/// Resolves once hyper has written the head that grants the upgrade. Fails if the connection ends
-/// before that.
-pub(in crate::ingress) type CallerUpgrade = oneshot::Receiver<UpgradedCaller>;
-
-/// The I/O traits of an upgraded connection.
-pub(in crate::ingress) trait CallerIo:
-    AsyncRead + AsyncWrite + PollCut + Send + Unpin
-{
-}
-
-impl<S: AsyncRead + AsyncWrite + PollCut + Send + Unpin> CallerIo for S {}
-
-/// State of one caller's connection that its requests share.
-pub(in crate::ingress) struct Caller {
-    pub(in crate::ingress) ingress: Arc<IngressContext>,
-    pub(in crate::ingress) listener: Arc<HttpListener>,
-    pub(in crate::ingress) peer: CallerAddr,
-    pub(in crate::ingress) identity: CallerIdentity,
-    pub(in crate::ingress) close_mode: Arc<CloseMode>,
-    /// The caller has client-certificate delegation: connections to targets use the server's client
-    /// certificate.
-    pub(in crate::ingress) has_delegation: bool,
-    /// The server name (SNI) from the TLS handshake. Set only for callers with delegation.
-    pub(in crate::ingress) server_name: Option<NodeName>,
-    /// Reason why the server forwards no request of this caller.
-    pub(in crate::ingress) certificate_error: Option<CallerError>,
-    /// The last credentials that passed authentication, on a CONNECT listener that requires them.
-    pub(in crate::ingress) credentials: Mutex<Option<Credentials>>,
-    /// A CONNECT is in progress. The server then forwards the end of the caller's direction to the
-    /// target.
-    pub(in crate::ingress) is_connecting: AtomicBool,
-    /// The connection closes after the next response.
-    pub(in crate::ingress) closes: AtomicBool,
-    pub(in crate::ingress) timeouts: Arc<ConnTimeouts>,
-    /// Permit of the connection from the limiter of callers.
-    pub(in crate::ingress) permit: Arc<ConnPermit>,
-    pub(in crate::ingress) pool: Arc<UpstreamPool>,
-    /// Receives the connection once hyper has finished with it, if an upgrade was granted.
-    pub(in crate::ingress) upgrade: Mutex<Option<oneshot::Sender<UpgradedCaller>>>,
-}
-
-impl Caller {
-    /// Requests the connection once hyper has written the response to the current request. That
-    /// response must grant an upgrade.
-    pub(in crate::ingress) fn take_upgrade(&self) -> CallerUpgrade {
-        let (granted, upgrade) = oneshot::channel();
-        *self.upgrade.lock() = Some(granted);
-        upgrade
-    }
 }

@@ -1,22 +1,22 @@
 //! One exchange with a target: a stream through the node's agent, TLS inside the stream for HTTPS
-//! listeners, and an HTTP connection on top, or an idle connection that is used again. An agent that
-//! is draining has not started anything, so the server tries another session of the node once. A
-//! request whose session was lost, or is suspect, is sent once more if its method is safe
-//! (`resend.rs`).
+//! listeners, and an HTTP connection on top, or an idle connection that is used again.
 
+use std::fmt;
 use std::future::pending;
 use std::pin::pin;
 use std::sync::Arc;
 
+use http::header::UPGRADE;
 use http::request::Parts;
-use http::{Request, Response};
+use http::{Method, Request, Response};
 use http_body_util::{Either, Empty};
 use hyper::body::{Body as _, Incoming};
 use tokio::time::timeout;
 use tokio_rustls::TlsConnector;
 use tunnel_proto::egress::TargetSocket;
 use tunnel_proto::tls;
-use tunnel_proto::transport::Stream;
+use tunnel_proto::transport::{Stream, source_number};
+use tunnel_proto::wire::header::{StreamHeader, StreamKind};
 
 use super::request_body::RequestBody;
 use crate::config::Limit;
@@ -25,20 +25,18 @@ use crate::ingress::context::IngressContext;
 use crate::ingress::error::ProxyError;
 use crate::ingress::outcome::Outcome;
 use crate::ingress::target_tls::{TlsProfile, server_name};
+use crate::routing::attempts::{Attempts, EndedStream, NextAttempt, Replay, ResendCause};
 use crate::routing::destination::{Destination, Scheme};
-use crate::routing::registry::{CallerKey, Opened};
+use crate::routing::registry::{CallerKey, OpenError, StreamRequest};
 use crate::routing::via::Via;
+use crate::routing::{Attempt, Failed, OpenStream};
 
 pub(crate) mod connection;
-mod opener;
 mod pool;
-mod resend;
 mod target_io;
 
 use connection::{Carrier, SendError, SentBody, Upstream};
-pub(in crate::ingress) use opener::StreamOpener;
 pub(crate) use pool::{PoolKey, UpstreamPool};
-use resend::{FailedRequest, can_resend, is_safe};
 pub(in crate::ingress) use target_io::{TargetConn, TargetIo};
 
 /// The destination of a request and the parameters of the connection to it.
@@ -60,14 +58,9 @@ pub(crate) struct UpstreamRequest<'a> {
 }
 
 impl UpstreamRequest<'_> {
-    /// Sends a request and waits for the head of the response. If the agent refuses the stream
-    /// because it is draining, nothing was started at the target. A request without a body is then
-    /// sent once more over another session of the node. A request without a body is also sent again
-    /// if a pooled connection ended before the target sent any byte about the request. Servers
-    /// close idle connections, so a client that reuses one must be able to retry (RFC 9112, section
-    /// 9.3.1). A request whose session was lost is sent once more where [`can_resend`] permits it and
-    /// another session of the node takes it, at this server or at another one. Where there is such
-    /// a session, a suspect session counts as lost.
+    /// Sends a request and waits for the head of the response, in as many attempts as [`Attempts`]
+    /// permits. Where another session of the node takes the request, a suspect session counts as
+    /// lost.
     ///
     /// # Errors
     /// Returns a [`ProxyError`] with the response for the caller.
@@ -77,103 +70,76 @@ impl UpstreamRequest<'_> {
         access_log: &mut AccessLog,
     ) -> Result<(Response<Incoming>, Upstream), ProxyError> {
         let (head, body) = request.into_parts();
-        let retry_head = body.is_end_stream().then(|| head.clone());
-        let mut request = Request::from_parts(head, Either::Left(body));
-        let (mut is_resent, mut lost) = (false, None);
-        if let Some(mut upstream) = self
+        let replay = if !body.is_end_stream() {
+            Replay::Never
+        } else if is_safe(&head) {
+            Replay::Safe
+        } else {
+            Replay::Unserved
+        };
+        let head_again = (replay != Replay::Never).then(|| head.clone());
+        let mut request = Some(Request::from_parts(head, Either::Left(body)));
+        let (mut attempts, mut failed) = (Attempts::default(), None);
+        let idle = self
             .pool
-            .and_then(|(pool, pool_key)| pool.take(pool_key, &self.ingress.routing))
+            .and_then(|(pool, pool_key)| pool.take(pool_key, &self.ingress.routing));
+        if let Some(mut upstream) = idle
+            && let Some(sent) = request.take()
         {
-            let via = upstream.carrier.via.clone();
-            access_log.carried(via.clone(), upstream.carrier.bytes.clone());
-            let sent = self.send(&mut upstream, request, retry_head.as_ref());
-            match sent.await {
+            let carrier = &upstream.carrier;
+            let via = carrier.via.clone();
+            access_log.carried(via.clone(), carrier.bytes.clone());
+            let mut error = match self.send(&mut upstream, sent, replay).await {
                 Ok(response) => return Ok((response, upstream)),
-                Err(send_error) => {
-                    let is_lost =
-                        self.can_resend(retry_head.as_ref(), &send_error, via.as_ref(), false);
-                    let SendError {
-                        failure,
-                        unsent,
-                        has_answer,
-                    } = *send_error;
-                    let has_ended = failure.outcome == Outcome::TargetBadResponse && !has_answer;
-                    request = match (unsent, &retry_head) {
-                        (Some(unsent), _) => unsent,
-                        (None, Some(head)) if is_lost || has_ended => {
-                            is_resent = true;
-                            lost = via.filter(|_| is_lost).map(|via| (failure, via));
-                            repeated(head)
-                        }
-                        (None, _) => return Err(failure),
-                    };
+                Err(error) => error,
+            };
+            request = error.unsent.take();
+            if request.is_none() {
+                let Failed { failure, error } = self.failed(*error, via.as_ref(), replay, true);
+                if attempts.next(via.as_ref(), &failure) == NextAttempt::GiveUp {
+                    return Err(error);
                 }
+                failed = (attempts.resent() == Some(ResendCause::SessionLost)).then_some(error);
             }
         }
         let trace_parent = self.trace_parent.clone();
-        let mut opener =
-            StreamOpener::new(self.ingress, self.destination, self.caller, trace_parent);
-        if let Some((failure, via)) = lost {
-            opener.resend_on_other_session(failure, via);
-        }
-        loop {
-            let mut opened = opener.open(access_log).await?;
-            let (via, forwarded) = (opened.via.clone(), opened.forwarded.take());
-            // Another server may have lost the node, and a body can be sent only once.
-            if retry_head.is_none()
-                && via.replica().is_some()
-                && let Err(error) = opened.stream.accepted().await
-            {
-                let failure = ProxyError::from_stream(&error, self.destination, Outcome::AgentLost);
-                opener.retry_on_other_session(failure, via, forwarded)?;
-                continue;
-            }
-            let resendable = retry_head.as_ref().filter(|_| !is_resent);
-            let send_error = match self.attempt(opened, request, resendable).await {
-                Ok(complete) => return Ok(complete),
-                Err(send_error) => send_error,
-            };
-            let is_lost = self.can_resend(retry_head.as_ref(), &send_error, Some(&via), is_resent);
-            let Some(head) = &retry_head else {
-                return Err(send_error.failure);
-            };
-            if is_lost {
-                is_resent = true;
-                opener.resend_on_other_session(send_error.failure, via);
-            } else {
-                opener.retry_on_other_session(send_error.failure, via, forwarded)?;
-            }
-            request = repeated(head);
-        }
+        let stream_request =
+            stream_request(self.ingress, self.destination, self.caller, trace_parent);
+        let mut attempt = SendAttempt {
+            upstream: self,
+            request,
+            head: head_again,
+            replay,
+            access_log,
+        };
+        let routing = &self.ingress.routing;
+        let exchanged = routing.with_stream(&stream_request, &mut attempt, attempts, failed);
+        exchanged.await
     }
 
-    /// Returns whether a request without a body (`head`) that `via` carried is sent once more, see
-    /// [`can_resend`].
-    fn can_resend(
+    /// Describes how an attempt over `via` failed.
+    fn failed(
         &self,
-        head: Option<&Parts>,
-        error: &SendError,
+        error: SendError,
         via: Option<&Via>,
-        is_resent: bool,
-    ) -> bool {
-        let (Some(head), Some(via)) = (head, via) else {
-            return false;
-        };
-        can_resend(FailedRequest {
-            head,
-            cut: error.failure.cut,
-            is_suspect: (self.ingress.routing).is_suspect(&self.destination.node, via),
+        replay: Replay,
+        is_reused: bool,
+    ) -> Failed<ProxyError> {
+        let (routing, node) = (&self.ingress.routing, &self.destination.node);
+        error.failure.of_attempt(EndedStream {
+            replay,
             has_answer: error.has_answer,
-            is_resent,
+            is_reused,
+            is_suspect: via.is_some_and(|via| routing.is_suspect(node, via)),
+            ..EndedStream::default()
         })
     }
 
-    /// Sends a request over a new stream. `head` is that of a request that may be sent again.
-    async fn attempt(
+    async fn send_over(
         &self,
-        opened: Opened,
+        opened: OpenStream,
         request: Request<SentBody>,
-        head: Option<&Parts>,
+        replay: Replay,
     ) -> Result<(Response<Incoming>, Upstream), Box<SendError>> {
         let via = opened.via.clone();
         let carrier = Carrier {
@@ -184,9 +150,9 @@ impl UpstreamRequest<'_> {
         let mut upstream = tokio::select! {
             biased;
             connected = self.connect(opened.stream, carrier) => connected?,
-            () = self.moves(head, Some(&via)) => return Err(SendError::moved(self.destination)),
+            () = self.moves(replay, Some(&via)) => return Err(SendError::moved(self.destination)),
         };
-        let response = self.send(&mut upstream, request, head).await?;
+        let response = self.send(&mut upstream, request, replay).await?;
         Ok((response, upstream))
     }
 
@@ -194,18 +160,18 @@ impl UpstreamRequest<'_> {
         &self,
         upstream: &mut Upstream,
         request: Request<SentBody>,
-        head: Option<&Parts>,
+        replay: Replay,
     ) -> Result<Response<Incoming>, Box<SendError>> {
         let via = upstream.carrier.via.clone();
-        let moves = pin!(self.moves(head, via.as_ref()));
+        let moves = pin!(self.moves(replay, via.as_ref()));
         upstream.send(request, self.destination, moves).await
     }
 
     /// Waits until a request should not wait over `via` any longer: the session is suspect, and
     /// another one takes the request. Never ends for a request that is not sent again.
-    async fn moves(&self, head: Option<&Parts>, via: Option<&Via>) {
-        match (head, via) {
-            (Some(head), Some(via)) if is_safe(head) => {
+    async fn moves(&self, replay: Replay, via: Option<&Via>) {
+        match (replay, via) {
+            (Replay::Safe, Some(via)) => {
                 let routing = &self.ingress.routing;
                 routing.replaceable(&self.destination.node, via).await;
             }
@@ -252,9 +218,89 @@ impl UpstreamRequest<'_> {
     }
 }
 
-/// Returns a request without a body for another attempt.
-fn repeated(head: &Parts) -> Request<SentBody> {
-    Request::from_parts(head.clone(), Either::Right(Empty::new()))
+/// Sends a request over the stream of each attempt.
+struct SendAttempt<'a> {
+    upstream: &'a UpstreamRequest<'a>,
+    /// Sent first.
+    request: Option<Request<SentBody>>,
+    /// Sent after that, unless the request has a body.
+    head: Option<Parts>,
+    replay: Replay,
+    access_log: &'a mut AccessLog,
+}
+
+impl Attempt for SendAttempt<'_> {
+    type Output = (Response<Incoming>, Upstream);
+    type Error = ProxyError;
+
+    async fn run(&mut self, mut opened: OpenStream) -> Result<Self::Output, Failed<ProxyError>> {
+        let upstream = self.upstream;
+        // A request moves once.
+        let replay = match (self.replay, opened.resent) {
+            (Replay::Safe, Some(_)) => Replay::Unserved,
+            (replay, _) => replay,
+        };
+        self.access_log.opened(&opened);
+        // Another server may have lost the node, and a body can be sent only once.
+        if replay == Replay::Never && opened.via.replica().is_some() {
+            accepted(&mut opened.stream, upstream.destination).await?;
+        }
+        let via = opened.via.clone();
+        let again = || {
+            let empty = Either::Right(Empty::new());
+            Some(Request::from_parts(self.head.clone()?, empty))
+        };
+        let sent = match self.request.take().or_else(again) {
+            Some(request) => upstream.send_over(opened, request, replay).await,
+            None => Err(SendError::moved(upstream.destination)),
+        };
+        sent.map_err(|error| upstream.failed(*error, Some(&via), replay, false))
+    }
+
+    fn not_opened(&self, error: OpenError) -> ProxyError {
+        ProxyError::from_open(&error, self.upstream.destination)
+    }
+}
+
+/// Returns whether a target may serve a request without a body twice (RFC 9110, section 9.2.1). An
+/// upgrade is not safe: `exec` of a kubelet is a GET.
+fn is_safe(head: &Parts) -> bool {
+    matches!(head.method, Method::GET | Method::HEAD) && !head.headers.contains_key(UPGRADE)
+}
+
+/// Returns the request for streams of `caller` to a destination. `trace_parent` is the trace context
+/// for the agent's access log.
+pub(in crate::ingress) fn stream_request<'a>(
+    ingress: &IngressContext,
+    destination: &'a Destination,
+    caller: &'a CallerKey,
+    trace_parent: String,
+) -> StreamRequest<'a> {
+    StreamRequest {
+        node: &destination.node,
+        header: StreamHeader {
+            kind: StreamKind::Target(destination.target.clone()),
+            trace_parent,
+            source: source_number(caller),
+        },
+        caller,
+        limit: ingress.limits.open,
+    }
+}
+
+/// Waits until the target has accepted a stream on which nothing was sent.
+pub(in crate::ingress) async fn accepted(
+    stream: &mut Stream,
+    target_label: impl fmt::Display,
+) -> Result<(), Failed<ProxyError>> {
+    let accepted = stream.accepted().await;
+    accepted.map(|_address| ()).map_err(|error| {
+        let failure = ProxyError::from_stream(&error, target_label, Outcome::AgentLost);
+        failure.of_attempt(EndedStream {
+            replay: Replay::Unserved,
+            ..EndedStream::default()
+        })
+    })
 }
 
 /// Sends a request on a plain connection that the server has dialed directly. The connection
@@ -340,5 +386,31 @@ fn scheme_hint(error: &std::io::Error) -> &'static str {
          requests for it to the HTTP listener"
     } else {
         ""
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn only_get_and_head_without_an_upgrade_may_be_served_twice() {
+        for (method, upgrade, expected) in [
+            (Method::GET, None, true),
+            (Method::HEAD, None, true),
+            (Method::GET, Some("SPDY/3.1"), false),
+            (Method::GET, Some("websocket"), false),
+            (Method::OPTIONS, None, false),
+            (Method::POST, None, false),
+            (Method::PUT, None, false),
+            (Method::DELETE, None, false),
+        ] {
+            let mut request = Request::builder().method(&method).uri("/a");
+            if let Some(protocol) = upgrade {
+                request = request.header(UPGRADE, protocol);
+            }
+            let head = request.body(()).unwrap().into_parts().0;
+            assert_eq!(is_safe(&head), expected, "{method} {upgrade:?}");
+        }
     }
 }

@@ -13,7 +13,8 @@ use tunnel_proto::wire::name::ReplicaId;
 
 use super::ForwardResult;
 use super::endpoint::PeerEndpoint;
-use crate::routing::registry::{CallerKey, OpenError};
+use crate::routing::Routing;
+use crate::routing::registry::{CallerKey, OpenError, StreamRequest};
 
 /// Relays a forwarded stream to the node's agent, if a session of the node is connected to this
 /// server. Returns the result, or `None` for an enrollment and if the other server ended the stream
@@ -64,9 +65,14 @@ pub(super) async fn serve_stream(
         replica,
         is_verified,
     };
-    let registry = &endpoint.registry;
-    let opened = registry.open(&node, &header, &caller, endpoint.open_limit, None);
-    let mut opened = match opened.await {
+    let routing = Routing::new(endpoint.registry.clone(), endpoint.peers.clone());
+    let request = StreamRequest {
+        node: &node,
+        header,
+        caller: &caller,
+        limit: endpoint.open_limit,
+    };
+    let mut opened = match routing.open(&request).await {
         Ok(opened) => opened,
         Err(error) => {
             debug!(%node, %error, "cannot open a forwarded stream");

@@ -309,21 +309,21 @@ async fn stream_prefers_a_holder_that_answers_to_one_whose_connection_is_suspect
         peers.link_up(&link, &fixture::first_message(name));
         peers.apply(&id(name), fixture::claim("x"));
     }
-    let first = |except: Option<&Via>| {
+    let first = |except: &[Via]| {
         peers.candidates(&node("x"), except).unwrap()[0]
             .link
             .clone()
     };
-    let preferred = first(None);
+    let preferred = first(&[]);
     let via = Via::Replica(preferred.replica.clone());
-    let other = first(Some(&via));
+    let other = first(&[via]);
     preferred.record_check(LinkCheck::Suspect);
-    assert!(Arc::ptr_eq(&first(None), &other));
+    assert!(Arc::ptr_eq(&first(&[]), &other));
     assert_eq!(peers.preferred(&node("x")).as_ref(), Some(&other.replica));
     let via = Via::Replica(other.replica.clone());
-    assert!(Arc::ptr_eq(&first(Some(&via)), &preferred));
+    assert!(Arc::ptr_eq(&first(&[via]), &preferred));
     preferred.record_check(LinkCheck::Live);
-    assert!(Arc::ptr_eq(&first(None), &preferred));
+    assert!(Arc::ptr_eq(&first(&[]), &preferred));
 }
 
 #[tokio::test]

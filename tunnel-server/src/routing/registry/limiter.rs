@@ -41,7 +41,7 @@ impl CallerKey {
     }
 
     /// Returns whether another server forwards the streams.
-    pub(super) fn is_replica(&self) -> bool {
+    pub(in crate::routing) fn is_replica(&self) -> bool {
         match self {
             Self::Replica { .. } => true,
             Self::Certificate(_) | Self::Local(_) | Self::User(_) | Self::Source(_) => false,

@@ -5,9 +5,9 @@ use tunnel_proto::transport::{CloseReason, ClosedBy, Session};
 use tunnel_proto::wire::code::CloseCode;
 
 use super::*;
-use crate::testing::{POOL, WAIT_TIMEOUT, assert_contains, header, node};
+use crate::routing::OpenStream;
+use crate::testing::{self, POOL, WAIT_TIMEOUT, assert_contains, header, node};
 
-const LIMIT: Duration = Duration::from_secs(5);
 const OPERATOR: CallerKey = CallerKey::Local(None);
 
 fn registry() -> Arc<Registry> {
@@ -69,10 +69,8 @@ async fn takeover() {
     tokio::time::advance(TAKEOVER_DELAY).await;
 }
 
-async fn open(registry: &Registry) -> Result<Opened, OpenError> {
-    registry
-        .open(&node(), &header(), &OPERATOR, LIMIT, None)
-        .await
+async fn open(registry: &Arc<Registry>) -> Result<OpenStream, OpenError> {
+    testing::open(registry, &node(), &OPERATOR).await
 }
 
 /// An agent names the sessions that it lost, and the server may be another process by then.
@@ -276,10 +274,7 @@ async fn places_are_shared_by_all_sessions_of_an_agent_and_come_back() {
     // Another agent has its own limit.
     let other: NodeName = "worker-2".parse().unwrap();
     let _other = try_join(&registry, other.clone(), 2, &[]).unwrap();
-    let opened = registry
-        .open(&other, &header(), &OPERATOR, LIMIT, None)
-        .await;
-    assert!(opened.is_ok());
+    assert!(testing::open(&registry, &other, &OPERATOR).await.is_ok());
     drop(first);
     takeover().await;
     assert_eq!(open(&registry).await.unwrap().via, new.via());
@@ -310,12 +305,8 @@ async fn stream_waits_for_the_permit_of_an_evicted_one_while_other_shares_are_re
     }));
     let member = join(&registry);
     let caller = CallerKey::Source([192, 0, 2, 1].into());
-    let open_as = async |caller: &CallerKey| {
-        registry
-            .open(&node(), &header(), caller, LIMIT, None)
-            .await
-            .unwrap()
-    };
+    let open_as =
+        async |caller: &CallerKey| testing::open(&registry, &node(), caller).await.unwrap();
     let other = open_as(&OPERATOR).await;
     // Half of the agent's streams.
     let (first, _second) = (open_as(&caller).await, open_as(&caller).await);
@@ -365,12 +356,17 @@ async fn agent_whose_stalled_readers_hold_too_much_gets_no_new_streams_on_any_se
 async fn session_that_refused_is_left_out() {
     let registry = registry();
     let only = join(&registry);
-    let again = async || {
-        registry
-            .open(&node(), &header(), &OPERATOR, LIMIT, Some(&only.via()))
-            .await
+    let (node, except) = (node(), [only.via()]);
+    let request = StreamRequest {
+        node: &node,
+        header: header(),
+        caller: &OPERATOR,
+        limit: WAIT_TIMEOUT,
     };
-    assert!(matches!(again().await, Err(OpenError::Draining)));
+    let again = async || registry.open(&request, &except).await;
+    let refused = again().await.unwrap_err();
+    assert!(matches!(refused.error, OpenError::Draining));
+    assert_eq!(refused.via, None);
     let new = join(&registry);
     assert_eq!(again().await.unwrap().via, new.via());
 }

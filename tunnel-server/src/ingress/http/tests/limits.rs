@@ -17,7 +17,7 @@ use crate::config::Limit;
 use crate::ingress::head_memory::HeadMemory;
 use crate::ingress::peer::CallerIdentity;
 use crate::routing::registry::CallerKey;
-use crate::testing::{STREAMS, WAIT_TIMEOUT, assert_contains, eventually, header, node, within};
+use crate::testing::{self, STREAMS, assert_contains, eventually, node, within};
 
 fn reached(fixture: &Fixture, limit: Limit) -> u64 {
     let name = limit.name();
@@ -32,12 +32,10 @@ async fn streams_per_agent_hold_for_one_below_at_and_above() {
     let request = format!("{}\r\n", get("/"));
     let (mut open, mut others) = (Vec::new(), Vec::new());
     // One caller cannot use all of them.
-    let (node, header) = (node(), header());
     let other = CallerKey::Certificate("other".into());
     for _ in 0..STREAMS / 2 {
-        let registry = &fixture.registry;
-        let opened = registry.open(&node, &header, &other, WAIT_TIMEOUT, None);
-        others.push((opened.await.unwrap(), agent.accepts().await));
+        let opened = testing::open(&fixture.registry, &node(), &other).await;
+        others.push((opened.unwrap(), agent.accepts().await));
     }
     // One below the limit, and at it.
     for _ in 0..STREAMS / 2 {

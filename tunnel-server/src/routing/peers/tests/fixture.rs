@@ -35,6 +35,7 @@ use crate::routing::peers::{
 };
 use crate::routing::registry::{
     AgentSession, CallerKey, OpenError, Opened, Registration, Registry, RegistryLimits,
+    StreamRequest,
 };
 use crate::routing::via::Via;
 use crate::store::data_dir::testing::Scratch;
@@ -329,10 +330,15 @@ impl Server {
 
     /// Opens a stream as a listener does.
     pub(super) async fn open(&self, name: &str, except: Option<&Via>) -> Result<Opened, OpenError> {
-        let operator = CallerKey::Local(None);
-        let (node, header) = (node(name), header());
-        let opening = self.routing.open(&node, &header, &operator, LIMIT, except);
-        within(opening).await
+        let request = StreamRequest {
+            node: &node(name),
+            header: header(),
+            caller: &CallerKey::Local(None),
+            limit: LIMIT,
+        };
+        let except = except.map_or(&[][..], std::slice::from_ref);
+        let opening = self.routing.open_once(&request, except, Instant::now());
+        within(opening).await.map_err(|refused| refused.error)
     }
 
     /// Returns the names of the servers that agents may dial; a name with `-` in front is leaving.

@@ -20,7 +20,7 @@ use crate::ca::tokens::TokenStore;
 use crate::routing::known_nodes::KnownNodes;
 use crate::routing::registry::CallerKey;
 use crate::store::data_dir::testing::Scratch;
-use crate::testing::{Bench, assert_contains, eventually, header, node, say_hello};
+use crate::testing::{self, Bench, assert_contains, eventually, header, node, say_hello};
 
 const CONNS_PER_SOURCE: usize = 8;
 /// Timeout of steps over loopback on a busy machine.
@@ -255,7 +255,7 @@ async fn agent_is_admitted_over_h2_and_holds_no_unauthenticated_permit() {
     let agents = "tunnel_server_agents{transport=\"h2\"}";
     eventually("the agent is counted", || bench.metric(agents) == Some(1)).await;
     let operator = CallerKey::Local(None);
-    let opened = within(registry.open(&node(), &header(), &operator, WAIT_TIMEOUT, None)).await;
+    let opened = within(testing::open(registry, &node(), &operator)).await;
     let mut opened = opened.unwrap().stream;
     let incoming = within(session.accept()).await.unwrap();
     let asked = incoming.header(Instant::now() + WAIT_TIMEOUT);
