@@ -22,11 +22,9 @@ use tunnel_proto::wire::name::InstanceId;
 use tunnel_proto::wire::{ALPN_SESSION, ALPN_SESSION_TCP};
 
 use crate::config::{Config, LoadError};
-use crate::connector::Dialers;
-use crate::connector::live::SESSION;
 use crate::connector::member_addresses::ServerPolicy;
-use crate::connector::set::ConnectorSet;
-use crate::connector::status::SessionStatuses;
+use crate::connector::status::{SESSION, SessionStatuses};
+use crate::connector::{ConnectorSet, Dialers};
 use crate::credentials::{CaFile, CredentialError, RotatingCredentials};
 use crate::egress::Egress;
 use crate::handover::HostLock;
@@ -430,7 +428,10 @@ fn dialers(
     let proxy = config.proxy.clone();
     let h2 = H2Dialer::new(tls(ALPN_SESSION_TCP)?, settings, Arc::new(proxy.clone()));
     Ok(Dialers {
-        server_policy: ServerPolicy::new(&config.servers, config.dial_policy.deny_ports.clone()),
+        server_policy: Arc::new(ServerPolicy::new(
+            &config.servers,
+            config.dial_policy.deny_ports.clone(),
+        )),
         proxy,
         quic: Arc::new(quic),
         h2: Arc::new(h2),

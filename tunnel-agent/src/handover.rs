@@ -61,6 +61,24 @@ pub(crate) enum LockState {
     None,
 }
 
+impl LockState {
+    /// Returns whether another agent of this user serves the node on this host.
+    pub(crate) fn is_standby(&self) -> bool {
+        matches!(self, Self::Standby(_))
+    }
+
+    /// Returns the wait before the server is asked again whether the name is free, or `None` if this
+    /// agent has not taken over from another one just now. The server may not have read yet that the
+    /// other one has withdrawn.
+    pub(crate) fn takeover_retry(&self, now: Instant) -> Option<Duration> {
+        let Self::Held(since) = *self else {
+            return None;
+        };
+        let age = now.duration_since(since);
+        (age < TAKEOVER).then(|| (age / 2).clamp(TAKEOVER_RETRY_MIN, TAKEOVER_RETRY_MAX))
+    }
+}
+
 impl HostLock {
     /// Takes the lock, or waits for it in a task.
     pub(crate) fn start(
@@ -98,7 +116,6 @@ impl HostLock {
         })
     }
 
-    #[cfg(test)]
     pub(crate) fn state(&self) -> LockState {
         self.state.borrow().clone()
     }
@@ -116,7 +133,7 @@ impl HostLock {
 
     /// Returns whether another agent of this user serves the node on this host.
     pub(crate) fn is_standby(&self) -> bool {
-        matches!(*self.state.borrow(), LockState::Standby(_))
+        self.state.borrow().is_standby()
     }
 
     /// Returns whether another process, of this user or another one, has the lock.
@@ -125,22 +142,11 @@ impl HostLock {
         matches!(*state, LockState::Standby(_) | LockState::Foreign)
     }
 
-    /// Returns the wait before the server is asked again whether the name is free, or `None` if this
-    /// agent has not taken over from another one just now. The server may not have read yet that the
-    /// other one has withdrawn.
-    pub(crate) fn takeover_retry(&self, now: Instant) -> Option<Duration> {
-        let LockState::Held(since) = *self.state.borrow() else {
-            return None;
-        };
-        let age = now.duration_since(since);
-        (age < TAKEOVER).then(|| (age / 2).clamp(TAKEOVER_RETRY_MIN, TAKEOVER_RETRY_MAX))
-    }
-
     /// Waits until an address that was in use may be free: often just after this agent took over,
     /// else once in [`BIND_INTERVAL`]. Cancel-safe.
     pub(crate) async fn address_may_be_free(&self) {
         let mut state = self.subscribe();
-        let is_new = self.takeover_retry(Instant::now()).is_some();
+        let is_new = self.state().takeover_retry(Instant::now()).is_some();
         let wait = if is_new {
             TAKEOVER_RETRY_MIN
         } else {
@@ -466,7 +472,7 @@ mod tests {
     async fn standby_takes_over_when_the_holder_drains_and_releases() {
         let first = Agent::own("order");
         assert!(is_held(&first.lock.state()));
-        assert_eq!(first.lock.takeover_retry(Instant::now()), None);
+        assert_eq!(first.lock.state().takeover_retry(Instant::now()), None);
         let second = Agent::own("order");
         second.until(is_standby).await;
         let process = i32::try_from(std::process::id()).ok();
@@ -485,7 +491,7 @@ mod tests {
         );
         first.lock.release();
         second.until(is_held).await;
-        assert!(second.lock.takeover_retry(Instant::now()).is_some());
+        assert!(second.lock.state().takeover_retry(Instant::now()).is_some());
         first.until(|state| *state == LockState::None).await;
         first.shutdown.finish().await;
         second.shutdown.finish().await;

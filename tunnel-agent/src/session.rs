@@ -45,7 +45,7 @@ mod lost;
 
 pub(crate) use admission::AdmitError;
 use admission::{Admitted, CLOSE_REASON_TIMEOUT, STOPPING, admit};
-pub(crate) use context::{SessionContext, SessionEvent, SessionHandle};
+pub(crate) use context::{DialId, SessionContext, SessionEvent, SessionHandle};
 pub(crate) use lost::LostSessions;
 
 #[derive(Debug)]
@@ -119,7 +119,6 @@ impl AdmittedSession {
             elapsed = began.elapsed().as_secs_f64(),
             "session ready"
         );
-        handle.send(SessionEvent::Ready).await;
         let ready = Instant::now();
         let params = SessionParams {
             session: welcome.session,
@@ -175,11 +174,11 @@ impl AdmittedSession {
 }
 
 /// Waits until the value has changed, and returns the receiver for the next wait.
-async fn changed(mut generation: watch::Receiver<u64>) -> watch::Receiver<u64> {
-    if generation.changed().await.is_err() {
+async fn changed(mut value: watch::Receiver<()>) -> watch::Receiver<()> {
+    if value.changed().await.is_err() {
         future::pending::<()>().await;
     }
-    generation
+    value
 }
 
 /// Returns the number of streams that the server may have open at a time.
@@ -276,9 +275,9 @@ impl<'a> ActiveSession<'a> {
         let params = self.params.clone();
         let mut connection_lost = pin!(params.node_ip.follow(&*session));
         let mut next_check = pin!(sleep_until(self.monitor.next_check()));
-        let mut members_generation = handle.members_generation.clone();
-        members_generation.mark_unchanged();
-        let mut members_changed = pin!(changed(members_generation));
+        let mut members = handle.members_changed.clone();
+        members.mark_unchanged();
+        let mut members_changed = pin!(changed(members));
         let mut path_probe_due = pin!(sleep(Duration::ZERO));
         let mut path_probes = 0_u32;
         let (mut withdrawn, mut replaced, mut listening) = (false, false, true);
@@ -314,8 +313,8 @@ impl<'a> ActiveSession<'a> {
                     self.monitor.stream(Instant::now());
                 }
                 () = &mut connection_lost => return self.abandon(),
-                members_generation = &mut members_changed => {
-                    members_changed.set(changed(members_generation));
+                members = &mut members_changed => {
+                    members_changed.set(changed(members));
                     if session.transport() != TransportKind::H2 {
                         path_probes = PATH_PROBES;
                         path_probe_due.as_mut().reset(Instant::now());

@@ -9,7 +9,7 @@ use tokio::time::Instant;
 use tunnel_proto::process::meta::{self, EndpointAnswer, EndpointHandler, MetaAddress};
 use tunnel_proto::wire::header::one_line;
 
-use crate::connector::status::{OLDER_SERVER, SessionReport, SessionStatuses};
+use crate::connector::status::{SessionReport, SessionStatuses};
 
 /// Returns the handler of [`PATH`].
 pub(crate) fn endpoint(statuses: Arc<SessionStatuses>) -> EndpointHandler {
@@ -62,7 +62,7 @@ fn table(sessions: &[SessionReport]) -> String {
     for session in sessions {
         let server = session.server.as_deref();
         let line = if let Some(transport) = &session.transport {
-            let server = server.unwrap_or(OLDER_SERVER);
+            let server = server.unwrap_or_default();
             let zone = session.zone.as_deref();
             let zone = zone.map_or_else(String::new, |zone| format!(" in zone {zone}"));
             let age = duration(session.age_seconds);

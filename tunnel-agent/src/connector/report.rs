@@ -1,10 +1,7 @@
 //! Log lines of the connector: one line per change, and one every 30 s for repeated events.
 
-use std::error::Error;
-use std::sync::Arc;
 use std::time::Duration;
 
-use parking_lot::Mutex;
 use tokio::time::Instant;
 use tracing::{debug, error, info, warn};
 use tunnel_proto::process::telemetry::{LogRateLimit, LogThrottle};
@@ -16,19 +13,18 @@ use super::transport_policy::{SessionTransport, TransportChange};
 use crate::error::causes;
 use crate::session::SessionSummary;
 
-/// Writes the log lines. Remembers which failures of an outage were logged. The clones of the
-/// connectors of a set share this memory.
-#[derive(Debug, Clone)]
+/// Writes the log lines. Remembers which failures of an outage were logged.
+#[derive(Debug)]
 pub(super) struct ConnectionLog {
     agent: NodeName,
-    throttle: Arc<Mutex<LogThrottle<Option<CloseCode>>>>,
+    throttle: LogThrottle<Option<CloseCode>>,
 }
 
 impl ConnectionLog {
     pub(super) fn new(agent: NodeName) -> Self {
         Self {
             agent,
-            throttle: Arc::default(),
+            throttle: LogThrottle::default(),
         }
     }
 
@@ -78,7 +74,7 @@ impl ConnectionLog {
 
     /// Logs an attempt that gave no ready session.
     pub(super) fn failed(
-        &self,
+        &mut self,
         failures: &[(SessionTransport, ConnectError)],
         code: Option<CloseCode>,
         retry_in: Duration,
@@ -86,7 +82,7 @@ impl ConnectionLog {
     ) {
         let agent = &self.agent;
         let error = failure_text(failures);
-        let Some(suppressed) = self.throttle.lock().failed(code, now) else {
+        let Some(suppressed) = self.throttle.failed(code, now) else {
             debug!(node = %agent, error, retry_in = retry_in.as_secs_f64(), "cannot connect");
             return;
         };
@@ -142,15 +138,6 @@ impl ConnectionLog {
         }
     }
 
-    /// Logs that a session with a server of an older version retires.
-    pub(super) fn replaced(&self) {
-        info!(
-            node = %self.agent,
-            "another session of this agent is with a server of an older version, which serves one; \
-             retiring this session"
-        );
-    }
-
     /// Logs that no dial with newer credentials reached the replica of a session, nor a free one.
     pub(super) fn refresh_over(&self, members: usize) {
         warn!(
@@ -171,10 +158,6 @@ impl ConnectionLog {
             }
             TransportChange::Upgrade => info!(node = %agent, "session upgraded to QUIC"),
         }
-    }
-
-    pub(super) fn panicked(&self, transport: SessionTransport, panic: &dyn Error) {
-        error!(node = %self.agent, transport = %transport.transport(), error = %panic, "session task panicked");
     }
 }
 

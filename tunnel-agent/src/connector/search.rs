@@ -22,12 +22,7 @@ impl ReplicaSearch {
         (!self.is_over).then(|| wait.mul_f64(1.0 + random * JITTER))
     }
 
-    /// Ends the search early, without another dial.
-    pub fn end(&mut self) {
-        self.is_over = true;
-    }
-
-    /// Returns whether [`ReplicaSearch::next`] has returned `None`, or the search was ended.
+    /// Returns whether [`ReplicaSearch::next`] has returned `None`.
     pub fn is_over(&self) -> bool {
         self.is_over
     }

@@ -4,19 +4,16 @@
 use std::sync::Arc;
 use std::time::Duration;
 
-use tokio::task::{self, Id};
+use tokio::sync::oneshot;
 use tokio::time::{Instant, timeout};
 use tunnel_proto::dial::{ATTEMPT_DELAY, staggered};
 use tunnel_proto::tcp::ServerAddr;
 use tunnel_proto::transport::{ClosedBy, Dialer, HandshakeError, Session};
 use tunnel_proto::wire::code::CloseCode;
-use tunnel_proto::wire::name::ReplicaId;
 
 use super::endpoint::{Endpoints, ResolveError};
-use super::happy_eyeballs::{DialAction, DialFailure, HappyEyeballs};
+use super::happy_eyeballs::DialFailure;
 use super::member_addresses::ServerPolicy;
-use super::replicas::ConnectorId;
-use super::shared::Shared;
 use super::transport_policy::SessionTransport;
 use crate::metrics::ConnectResult;
 use crate::proxy::ProxyChoice;
@@ -26,7 +23,7 @@ use crate::session::{
 
 /// The servers that may be dialed, and a dialer for each transport.
 pub(crate) struct Dialers {
-    pub(crate) server_policy: ServerPolicy,
+    pub(crate) server_policy: Arc<ServerPolicy>,
     pub(crate) proxy: ProxyChoice,
     pub(crate) quic: Arc<dyn Dialer>,
     pub(crate) h2: Arc<dyn Dialer>,
@@ -52,35 +49,22 @@ pub(super) struct SessionTask {
     pub(super) dialers: Arc<Dialers>,
     pub(super) context: Arc<SessionContext>,
     pub(super) handle: SessionHandle,
-    pub(super) claimant: Claimant,
+    /// Whether to serve the session, once it is admitted.
+    pub(super) admission: oneshot::Receiver<Admission>,
 }
 
-/// The connector for which a session task claims the replica that it reaches.
-pub(super) struct Claimant {
-    pub(super) shared: Arc<Shared>,
-    pub(super) connector_id: ConnectorId,
-    /// The only acceptable replicas with a name, if this is a move to one of them.
-    pub(super) only: Option<Arc<[ReplicaId]>>,
+/// What becomes of a session that its server has admitted.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) enum Admission {
+    Serve,
+    /// Another connector has a session with the server, or another server is required.
+    Decline,
 }
 
-impl Claimant {
-    /// Claims `replica` for this task. Returns `false` if another connector holds it, or another
-    /// one is required.
-    fn claim(&self, replica: Option<&ReplicaId>) -> bool {
-        let only = self.only.as_ref();
-        let is_acceptable = only
-            .zip(replica)
-            .is_none_or(|(only, replica)| only.contains(replica));
-        is_acceptable
-            && self
-                .shared
-                .replicas
-                .claim(task::id(), self.connector_id, replica)
-    }
-}
-
+#[derive(Debug)]
 pub(super) struct SessionExit {
-    pub(super) endpoints: Endpoints,
+    /// The position of the dial, unless the task panicked.
+    pub(super) endpoints: Option<Endpoints>,
     pub(super) outcome: Result<SessionSummary, ConnectError>,
 }
 
@@ -230,30 +214,34 @@ impl SessionTask {
             Err(error) => Err(error),
         };
         SessionExit {
-            endpoints: self.endpoints,
+            endpoints: Some(self.endpoints),
             outcome,
         }
     }
 
-    /// Serves the session unless another connector holds its replica.
+    /// Asks whether to serve the session, and serves or declines it.
     async fn serve(
-        &self,
+        &mut self,
         remote: ServerAddr,
         mut admitted: AdmittedSession,
     ) -> Result<SessionSummary, ConnectError> {
-        let replicas = &self.claimant.shared.replicas;
         let members = admitted.take_members();
-        let is_claimed = self.claimant.claim(admitted.replica());
-        replicas.report(admitted.replica(), false, members);
-        if !is_claimed {
+        let Some(replica) = admitted.replica().cloned() else {
             admitted.decline().await;
-            return Err(ConnectError::Duplicate { remote });
+            let source = AdmitError::Protocol("Welcome without the name of the server");
+            return Err(ConnectError::Admit { remote, source });
+        };
+        let session_event = SessionEvent::Admitted { replica, members };
+        self.handle.send(session_event).await;
+        match (&mut self.admission).await {
+            Ok(Admission::Serve) => Ok(admitted.run(&self.context, &self.handle).await),
+            Ok(Admission::Decline) => {
+                admitted.decline().await;
+                Err(ConnectError::Duplicate { remote })
+            }
+            // The connectors are gone.
+            Err(_) => Err(ConnectError::Abandoned),
         }
-        // A connector that abandoned the attempt before the claim has not released it.
-        if self.handle.retire.is_cancelled() {
-            replicas.release(task::id());
-        }
-        Ok(admitted.run(&self.context, &self.handle).await)
     }
 
     async fn connect(&mut self) -> Result<(ServerAddr, Arc<dyn Session>), ConnectError> {
@@ -296,79 +284,3 @@ const UDP_ADVICE: &str = " (is UDP to the server's port blocked? --transport aut
 const CA_ADVICE: &str = " (another CA issued the server's certificate: is this the right server? If it \
     is, put the output of `tunnel-server ca` into the file of --ca-file, or without one give the agent a \
     new token)";
-
-/// Sessions that are being dialed. The first that is ready wins.
-pub(super) struct Attempt {
-    pub(super) purpose: DialPurpose,
-    pub(super) happy_eyeballs: HappyEyeballs,
-    /// Endpoint of this round, and start of the next round.
-    pub(super) endpoints: Endpoints,
-    pub(super) next_endpoints: Option<Endpoints>,
-    pub(super) task_ids: Vec<Id>,
-    pub(super) failures: Vec<(SessionTransport, ConnectError)>,
-}
-
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(super) enum DialPurpose {
-    /// There is no live session, or its server is stopping.
-    Connect,
-    /// The session uses h2, and QUIC would be better.
-    Upgrade,
-    /// The session uses older credentials.
-    Refresh,
-    /// The session is with another replica than the assigned one, or in the zone of another session.
-    Move,
-}
-
-impl Attempt {
-    /// Creates an attempt without session tasks.
-    pub(super) fn new(
-        purpose: DialPurpose,
-        happy_eyeballs: HappyEyeballs,
-        endpoints: Endpoints,
-    ) -> Self {
-        Self {
-            purpose,
-            happy_eyeballs,
-            endpoints,
-            next_endpoints: None,
-            task_ids: Vec::new(),
-            failures: Vec::new(),
-        }
-    }
-
-    /// Records the failure of one transport, whose session task tried the endpoint at `endpoints`.
-    pub(super) fn failed(
-        &mut self,
-        transport: SessionTransport,
-        mut endpoints: Endpoints,
-        error: ConnectError,
-    ) -> DialAction {
-        if self.next_endpoints.is_none() || transport == self.happy_eyeballs.first() {
-            // After a failed name lookup the position is already that of the next server.
-            if !matches!(error, ConnectError::Resolve(_)) {
-                endpoints.failed();
-            }
-            self.next_endpoints = Some(endpoints);
-        }
-        let action = self.happy_eyeballs.failed(transport, error.failure());
-        self.failures.retain(|(failed, _)| *failed != transport);
-        self.failures.push((transport, error));
-        action
-    }
-
-    /// Returns whether a session task reached a replica that another connector holds.
-    pub(super) fn has_duplicate(&self) -> bool {
-        self.failures
-            .iter()
-            .any(|(_, error)| matches!(error, ConnectError::Duplicate { .. }))
-    }
-
-    pub(super) fn code(&self) -> Option<CloseCode> {
-        let decisive = self
-            .failures
-            .iter()
-            .max_by_key(|(_, error)| error.failure());
-        decisive.and_then(|(_, error)| error.code())
-    }
-}

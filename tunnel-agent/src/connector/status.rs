@@ -11,15 +11,15 @@ use tunnel_proto::process::meta::Readiness;
 use tunnel_proto::transport::TransportKind;
 use tunnel_proto::wire::name::{ReplicaId, ZoneName};
 
-use super::live::SESSION;
-use super::replicas::ConnectorId;
+/// The number of a connector.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord)]
+pub(super) struct ConnectorId(pub(super) u64);
 
 /// The session of one connector.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(super) enum SessionStatus {
     Live {
-        /// The server, which has no name if it is of an older version.
-        replica: Option<ReplicaId>,
+        replica: ReplicaId,
         /// The zone of the server, if it is known.
         zone: Option<ZoneName>,
         transport: TransportKind,
@@ -38,7 +38,7 @@ pub(super) enum SessionStatus {
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 #[serde(rename_all = "camelCase")]
 pub(crate) struct SessionReport {
-    /// The server; `None` for one of an older version, and while any server will do.
+    /// The server; `None` while any server will do.
     pub(crate) server: Option<String>,
     /// The zone of the server of a live session, if it is known.
     pub(crate) zone: Option<String>,
@@ -59,7 +59,6 @@ impl SessionReport {
     }
 
     fn new(status: &SessionStatus, now: Instant) -> Self {
-        let name = |replica: &Option<ReplicaId>| replica.as_ref().map(ToString::to_string);
         match status {
             SessionStatus::Live {
                 replica,
@@ -67,7 +66,7 @@ impl SessionReport {
                 transport,
                 since,
             } => Self {
-                server: name(replica),
+                server: Some(replica.to_string()),
                 zone: zone.as_ref().map(ToString::to_string),
                 transport: Some(transport.to_string()),
                 age_seconds: Some(now.duration_since(*since).as_secs_f64()),
@@ -79,7 +78,7 @@ impl SessionReport {
                 reason,
                 retry_at,
             } => Self {
-                server: name(replica),
+                server: replica.as_ref().map(ToString::to_string),
                 zone: None,
                 transport: None,
                 age_seconds: None,
@@ -134,16 +133,13 @@ impl SessionStatuses {
         });
     }
 
-    /// Sets the status of a connector, or removes a connector that dials no more.
-    pub(super) fn set(&self, connector_id: ConnectorId, status: Option<SessionStatus>) {
+    /// Replaces the sessions of the connectors.
+    pub(super) fn set(&self, statuses: BTreeMap<ConnectorId, SessionStatus>) {
         let mut connectors = self.connectors.lock();
-        if connectors.get(&connector_id) == status.as_ref() {
+        if *connectors == statuses {
             return;
         }
-        match status {
-            Some(status) => connectors.insert(connector_id, status),
-            None => connectors.remove(&connector_id),
-        };
+        *connectors = statuses;
         let condition = condition(&connectors).into_iter().collect();
         self.readiness.set_conditions(SESSION, condition);
     }
@@ -154,9 +150,7 @@ fn condition(connectors: &BTreeMap<ConnectorId, SessionStatus>) -> Option<String
     let (mut live, mut missing) = (Vec::new(), Vec::new());
     for status in connectors.values() {
         match status {
-            SessionStatus::Live { replica, .. } => {
-                live.push(replica.as_ref().map_or(OLDER_SERVER, ReplicaId::as_str));
-            }
+            SessionStatus::Live { replica, .. } => live.push(replica.as_str()),
             SessionStatus::Missing {
                 replica, reason, ..
             } => missing.push((replica, reason)),
@@ -180,8 +174,9 @@ fn condition(connectors: &BTreeMap<ConnectorId, SessionStatus>) -> Option<String
 
 /// Name of the condition that says why there is no valid certificate.
 const ENROLLMENT: &str = "enrollment";
-/// Text in place of the name of a server whose version has none.
-pub(crate) const OLDER_SERVER: &str = "a server of an older version";
+/// Name of the condition that says which sessions are missing, and of the readiness block that a ready
+/// session removes.
+pub(crate) const SESSION: &str = "session";
 
 #[cfg(test)]
 mod tests {
@@ -197,10 +192,10 @@ mod tests {
         }
     }
 
-    fn live(replica: Option<&str>) -> SessionStatus {
+    fn live(replica: &str) -> SessionStatus {
         SessionStatus::Live {
-            replica: replica.map(|name| name.parse().unwrap()),
-            zone: replica.map(|name| format!("zone-of-{name}").parse().unwrap()),
+            replica: replica.parse().unwrap(),
+            zone: format!("zone-of-{replica}").parse().ok(),
             transport: TransportKind::Quic,
             since: Instant::now(),
         }
@@ -216,8 +211,7 @@ mod tests {
             reason: "refused".to_owned(),
             retry_at,
         };
-        statuses.set(ConnectorId(0), Some(live(Some("a"))));
-        statuses.set(ConnectorId(1), Some(waiting));
+        statuses.set([(ConnectorId(0), live("a")), (ConnectorId(1), waiting)].into());
         let later = now + Duration::from_secs(2);
         let [one, other] = statuses.report(later).try_into().unwrap();
         assert_eq!(one.server.as_deref(), Some("a"));
@@ -230,25 +224,24 @@ mod tests {
 
     #[test]
     fn condition_names_the_live_sessions_and_why_others_are_missing() {
-        let live_at = |name| live(Some(name));
         let cases = [
             (vec![], None),
-            (vec![live_at("a")], None),
-            (vec![live_at("a"), live(None)], None),
+            (vec![live("a")], None),
+            (vec![live("a"), live("b")], None),
             (
                 vec![missing(None, "refused")],
                 Some("0 of 1 sessions; none with any server: refused"),
             ),
             (
-                vec![live_at("a"), missing(None, "refused")],
+                vec![live("a"), missing(None, "refused")],
                 Some("1 of 2 sessions, with a; none with another server: refused"),
             ),
             (
-                vec![live_at("a"), missing(Some("b"), "refused")],
+                vec![live("a"), missing(Some("b"), "refused")],
                 Some("1 of 2 sessions, with a; none with b: refused"),
             ),
             (
-                vec![live_at("a"), missing(Some("b"), "x"), live_at("c")],
+                vec![live("a"), missing(Some("b"), "x"), live("c")],
                 Some("2 of 3 sessions, with a, c; none with b: x"),
             ),
         ];
@@ -281,10 +274,10 @@ mod tests {
     fn condition_ends_with_the_connector() {
         let readiness = Readiness::default();
         let statuses = SessionStatuses::new(readiness.clone());
-        statuses.set(ConnectorId(0), Some(missing(Some("a"), "refused")));
+        statuses.set([(ConnectorId(0), missing(Some("a"), "refused"))].into());
         let text = "0 of 1 sessions; none with a: refused".to_owned();
         assert_eq!(readiness.conditions(), [(SESSION, text)]);
-        statuses.set(ConnectorId(0), None);
+        statuses.set(BTreeMap::new());
         assert!(readiness.conditions().is_empty());
     }
 }

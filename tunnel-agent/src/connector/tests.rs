@@ -1,29 +1,29 @@
+//! The driver between scripted transports, with sessions that carry streams. What is decided when is
+//! tested in [`plan`].
+
 use std::ops::RangeBounds;
+use std::time::Duration;
 
 use tokio::time::timeout;
 use tunnel_proto::process::meta::Readiness;
-use tunnel_proto::transport::memory::Path;
+use tunnel_proto::transport::memory::{MemoryConnection, Path};
 use tunnel_proto::transport::{Session, TransportKind};
-use tunnel_proto::wire::control::ControlMessage;
+use tunnel_proto::wire::code::CloseCode;
+use tunnel_proto::wire::control::{ControlMessage, Member, Welcome};
 use tunnel_proto::wire::ports::PortSet;
 
 use super::member_addresses::ServerPolicy;
-use super::set::ConnectorSet;
-use super::status::SessionStatuses;
 use super::*;
 use crate::config::Limits;
 use crate::credentials::{CaFile, CredentialStore, Credentials, RotatingCredentials};
-use crate::metrics::Metrics;
+use crate::handover::LockState;
+use crate::metrics::{ConnectResult, Metrics};
 use crate::proxy::ProxyChoice;
-use crate::testing::net::{AGES, Busy, FakeNetwork, Peer, reject};
-use crate::testing::{Ca, TempDir, context, stored};
+use crate::testing::net::{AGES, Busy, FakeNetwork, Peer, reject, welcome};
+use crate::testing::{Ca, TempDir, context, credentials, stored};
 
-mod changes;
-mod replicas;
-mod standby;
-
-const AUTO: TransportChoice = TransportChoice::Auto;
-const REPLICAS: usize = 2;
+/// Two servers with addresses of their own. The agent is configured with the first.
+const TWO: &[(&str, &str)] = &[("server-1", "192.0.2.1:10262"), ("server-2", "192.0.2.2:2")];
 
 /// The connectors of an agent between scripted transports. The test acts as the servers.
 struct TestEnv {
@@ -35,15 +35,15 @@ struct TestEnv {
 }
 
 impl TestEnv {
-    fn start(choice: TransportChoice) -> Self {
-        Self::with(choice, &["192.0.2.1:10262"], None)
+    fn start() -> Self {
+        Self::with(None)
     }
 
     /// Starts with a session.
     async fn ready(transport: TransportKind) -> (Self, Peer) {
         let mut env = match transport {
             TransportKind::H2 => Self::behind_a_firewall(),
-            TransportKind::Quic | TransportKind::Memory => Self::start(AUTO),
+            TransportKind::Quic | TransportKind::Memory => Self::start(),
         };
         let peer = env.peer(transport).await;
         (env, peer)
@@ -51,33 +51,12 @@ impl TestEnv {
 
     /// Starts with UDP blocked.
     fn behind_a_firewall() -> Self {
-        let env = Self::start(AUTO);
+        let env = Self::start();
         env.net.quic.set(Path::Silent);
         env
     }
 
-    /// Starts without an answer on any path, after a session over `remembered`.
-    async fn cut_off(remembered: TransportKind) -> Self {
-        let (env, peer) = Self::ready(remembered).await;
-        env.net.set(Path::Silent);
-        peer.close(CloseCode::Draining).await;
-        env
-    }
-
-    fn with(
-        choice: TransportChoice,
-        servers: &[&str],
-        rotating_credentials: Option<Arc<RotatingCredentials>>,
-    ) -> Self {
-        Self::with_replicas(REPLICAS, choice, servers, rotating_credentials)
-    }
-
-    fn with_replicas(
-        replicas: usize,
-        choice: TransportChoice,
-        servers: &[&str],
-        rotating_credentials: Option<Arc<RotatingCredentials>>,
-    ) -> Self {
+    fn with(rotating_credentials: Option<Arc<RotatingCredentials>>) -> Self {
         let (net, readiness) = (FakeNetwork::new(), Readiness::default());
         let mut context = context(Limits {
             // Targets are real sockets, and a paused clock may jump while they connect.
@@ -86,18 +65,18 @@ impl TestEnv {
         });
         context.rotating_credentials = rotating_credentials.unwrap_or(context.rotating_credentials);
         let context = Arc::new(context);
-        let configured: Vec<_> = servers.iter().map(|name| name.parse().unwrap()).collect();
+        let configured = [TWO[0].1.parse().unwrap()];
         let dialers = Arc::new(Dialers {
-            server_policy: ServerPolicy::new(&configured, PortSet::default()),
+            server_policy: Arc::new(ServerPolicy::new(&configured, PortSet::default())),
             proxy: ProxyChoice::default(),
             quic: net.quic.clone(),
             h2: net.h2.clone(),
         });
-        let readiness_block = Some(readiness.block(live::SESSION));
+        let readiness_block = Some(readiness.block(SESSION));
         let connectors = ConnectorSet::new(
             dialers,
-            choice,
-            replicas,
+            TransportChoice::Auto,
+            2,
             context.clone(),
             Arc::new(SessionStatuses::new(readiness.clone())),
             readiness_block,
@@ -152,10 +131,6 @@ impl TestEnv {
     async fn advance(&self, seconds: u64) {
         tokio::time::sleep(Duration::from_secs(seconds)).await;
     }
-
-    fn count(&self, transport: TransportKind, result: ConnectResult) -> u64 {
-        self.context.metrics.connect_attempts(transport, result)
-    }
 }
 
 /// Expects that the session retires and has no streams left.
@@ -171,96 +146,44 @@ async fn expect_bye(peer: &mut Peer) {
     assert_eq!(peer.closed().await.code, CloseCode::Normal);
 }
 
-#[tokio::test(start_paused = true)]
-async fn quic_that_answers_is_alone() {
-    let (mut env, _peer) = TestEnv::ready(TransportKind::Quic).await;
-    env.expect_lap(..0.1);
-    env.advance(3600).await;
-    assert_eq!(env.net.h2.dials(), []);
-    assert_eq!(env.net.quic.dials().len(), 1);
+/// Admits a session as server `id` of two.
+async fn admit_as(connection: MemoryConnection, id: &str) -> Peer {
+    let member = |(id, address): &(&str, &str)| Member {
+        id: id.parse().unwrap(),
+        addresses: vec![(*address).to_owned()],
+        is_leaving: false,
+        zone: None,
+    };
+    let welcome = Welcome {
+        replica_id: Some(id.parse().unwrap()),
+        members: TWO.iter().map(member).collect(),
+        ..welcome()
+    };
+    Peer::admit_with(connection, welcome).await
 }
 
-#[tokio::test(start_paused = true)]
-async fn silent_quic_falls_back_to_h2_after_three_seconds() {
-    let (mut env, _peer) = TestEnv::ready(TransportKind::H2).await;
-    env.expect_lap(3.0..3.1);
-    assert_eq!(env.count(TransportKind::H2, ConnectResult::Ready), 1);
-    env.advance(1).await;
-    assert_eq!(env.count(TransportKind::Quic, ConnectResult::Abandoned), 1);
-    assert_eq!(env.context.metrics.transport_changes(), (1, 0));
-}
+impl TestEnv {
+    /// Returns the agent's next session, admitted by the server at the address that was dialed.
+    async fn next_of_two(&mut self) -> Peer {
+        let connection = self.net.arrival().await;
+        let server = TWO.iter().find(|(_, address)| *address == connection.name);
+        admit_as(connection, server.unwrap().0).await
+    }
 
-#[tokio::test(start_paused = true)]
-async fn quic_that_cannot_be_dialed_falls_back_at_once() {
-    let mut env = TestEnv::start(AUTO);
-    env.net.quic.set(Path::Refused);
-    let _peer = env.peer(TransportKind::H2).await;
-    env.expect_lap(..0.1);
-}
+    /// Waits until so many connectors have a session, and none looks for one.
+    async fn until_connected(&self, count: i64) {
+        let sessions = |state| self.context.metrics.sessions(state);
+        self.until(|_| {
+            sessions(SessionState::Connected) == count && sessions(SessionState::Connecting) == 0
+        })
+        .await;
+    }
 
-#[tokio::test(start_paused = true)]
-async fn alert_of_quic_is_no_reason_to_try_h2() {
-    let mut env = TestEnv::start(AUTO);
-    env.net.quic.set(Path::Alert);
-    env.advance(600).await;
-    assert_eq!(env.net.h2.dials(), []);
-    assert!(env.count(TransportKind::Quic, ConnectResult::Failed) > 60);
-    env.net.quic.set(Path::Open);
-    let _peer = env.peer(TransportKind::Quic).await;
-}
-
-#[tokio::test(start_paused = true)]
-async fn refusal_of_the_server_ends_the_attempt_and_sets_the_backoff() {
-    let mut env = TestEnv::start(AUTO);
-    let arrival = env.net.arrival().await;
-    reject(arrival, CloseCode::NameInUse).await;
-    env.lap();
-    let _peer = env.peer(TransportKind::Quic).await;
-    env.expect_lap(60.0..67.0);
-    assert_eq!(env.net.h2.dials(), []);
-    let refused = env.count(TransportKind::Quic, ConnectResult::NotAdmitted);
-    assert_eq!(refused, 1);
-}
-
-#[tokio::test(start_paused = true)]
-async fn refusal_of_a_stopped_server_does_not_delay_the_dial_to_the_next_one() {
-    let (mut env, peer) = TestEnv::ready(TransportKind::Quic).await;
-    peer.close(CloseCode::Draining).await;
-    let arrival = env.net.arrival().await;
-    reject(arrival, CloseCode::Overloaded).await;
-    env.lap();
-    let _peer = env.peer(TransportKind::Quic).await;
-    env.expect_lap(..0.11);
-}
-
-#[tokio::test(start_paused = true)]
-async fn last_ready_h2_is_dialed_first_and_quic_still_tried() {
-    let (mut env, peer) = TestEnv::ready(TransportKind::H2).await;
-    env.net.quic.dials();
-    peer.close(CloseCode::Draining).await;
-    env.lap();
-    let peer = env.peer(TransportKind::H2).await;
-    env.expect_lap(..0.1);
-    assert_eq!(env.net.quic.dials(), []);
-
-    env.advance(10).await;
-    env.net.h2.set(Path::Silent);
-    env.net.quic.set(Path::Open);
-    peer.close(CloseCode::Draining).await;
-    env.lap();
-    let _peer = env.peer(TransportKind::Quic).await;
-    env.expect_lap(3.0..3.1);
-}
-
-#[tokio::test(start_paused = true)]
-async fn alert_over_h2_does_not_keep_quic_from_being_tried() {
-    let (mut env, peer) = TestEnv::ready(TransportKind::H2).await;
-    env.net.h2.set(Path::Alert);
-    env.net.quic.set(Path::Open);
-    peer.close(CloseCode::Draining).await;
-    env.lap();
-    let _peer = env.peer(TransportKind::Quic).await;
-    env.expect_lap(..0.1);
+    /// Returns the condition about the sessions, or an empty string without one.
+    fn condition(&self) -> String {
+        let conditions = self.readiness.conditions();
+        conditions.into_iter().map(|(_, line)| line).collect()
+    }
 }
 
 /// The stored certificate has never carried a session, and the previous certificate is available.
@@ -286,7 +209,7 @@ async fn certificate_that_three_handshakes_refuse_is_replaced_by_the_one_before(
     let rotating_credentials = rotating(stored(scratch.path()));
     let in_use = || rotating_credentials.identity().own().cert[0].to_vec();
     let some_credentials = Some(rotating_credentials.clone());
-    let mut env = TestEnv::with(AUTO, &["192.0.2.1:10262"], some_credentials);
+    let mut env = TestEnv::with(some_credentials);
     env.net.set(Path::Refused);
     env.advance(10).await;
     // No connection says nothing of certificates.
@@ -301,86 +224,149 @@ async fn certificate_that_three_handshakes_refuse_is_replaced_by_the_one_before(
 }
 
 #[tokio::test(start_paused = true)]
-async fn long_outage_ends_35_seconds_after_any_one_path_is_back() {
-    use TransportKind::{H2, Quic};
-    for (remembered, healed) in [(H2, Quic), (H2, H2), (Quic, H2), (Quic, Quic)] {
-        for offset in 0..20 {
-            let mut env = TestEnv::cut_off(remembered).await;
-            env.advance(400 + 2 * offset).await;
-            match healed {
-                Quic => env.net.quic.set(Path::Open),
-                H2 | TransportKind::Memory => env.net.h2.set(Path::Open),
-            }
-            env.lap();
-            env.peer(healed).await;
-            let waited = env.lap();
-            assert!(waited <= 35.0, "{remembered}, then {healed}: {waited}");
-        }
-    }
+async fn upgrade_retires_the_old_session_and_its_streams_go_on() {
+    let (mut env, mut old) = TestEnv::ready(TransportKind::H2).await;
+    let running = Busy::on(&*old.connection.server).await;
+    env.advance(100).await;
+    env.net.quic.set(Path::Open);
+    env.lap();
+    let new = env.peer(TransportKind::Quic).await;
+    env.expect_lap(..=45.1);
+
+    assert_eq!(old.recv_control().await, Some(ControlMessage::Withdraw));
+    // The server opened the stream before it read Withdraw.
+    let late = Busy::on(&*old.connection.server).await;
+    assert_eq!(env.context.metrics.transport_changes(), (1, 1));
+    env.advance(600).await;
+    assert!(env.is_ready());
+    late.finish().await;
+    env.advance(600).await;
+    running.finish().await;
+    expect_bye(&mut old).await;
+    Busy::on(&*new.connection.server).await.finish().await;
+    assert!(env.net.is_quiet());
 }
 
 #[tokio::test(start_paused = true)]
-async fn short_outage_ends_three_seconds_after_the_partition() {
-    for remembered in [TransportKind::Quic, TransportKind::H2] {
-        for offset in 0..40 {
-            let mut env = TestEnv::cut_off(remembered).await;
-            tokio::time::sleep(Duration::from_millis(30_000 + 370 * offset)).await;
-            env.net.set(Path::Open);
-            env.lap();
-            env.net.peer().await;
-            let waited = env.lap();
-            assert!(waited <= 3.0, "{remembered}: {waited}");
-        }
-    }
-}
-
-#[tokio::test(start_paused = true)]
-async fn answer_within_the_head_start_keeps_h2_out() {
-    let mut env = TestEnv::start(AUTO);
-    env.net.quic.set(Path::Slow(Duration::from_secs(2)));
-    let quic = env.net.arrival().await;
-    env.advance(4).await;
-    let _peer = Peer::admit(quic).await;
-    env.until(TestEnv::is_ready).await;
-    assert_eq!(env.net.h2.dials(), []);
-}
-
-#[tokio::test(start_paused = true)]
-async fn explicit_transport_is_the_only_one() {
-    let mut env = TestEnv::start(TransportChoice::H2);
-    let peer = env.peer(TransportKind::H2).await;
-    env.net.h2.set(Path::Silent);
-    peer.close(CloseCode::Draining).await;
-    env.advance(3600).await;
-    env.net.h2.set(Path::Open);
-    let _peer = env.peer(TransportKind::H2).await;
-    env.advance(3600).await;
-    assert_eq!(env.net.quic.dials(), []);
-    assert_eq!(env.context.metrics.transport_changes(), (0, 0));
-
-    let env = TestEnv::start(TransportChoice::Quic);
+async fn suspect_session_is_replaced_and_keeps_its_streams() {
+    let (mut env, mut old) = TestEnv::ready(TransportKind::Quic).await;
+    let running = Busy::on(&*old.connection.server).await;
     env.net.quic.set(Path::Silent);
-    env.advance(3600).await;
-    assert_eq!(env.net.h2.dials(), []);
+    old.connection.agent.script().is_silent = true;
+    env.lap();
+    env.until(|env| !env.is_ready()).await;
+    let new = env.peer(TransportKind::H2).await;
+    env.expect_lap(..10.0);
+    old.expect_suspect(true).await;
+    assert_eq!(old.recv_control().await, Some(ControlMessage::Withdraw));
+
+    env.advance(20).await;
+    old.connection.agent.script().is_silent = false;
+    old.expect_suspect(false).await;
+    running.finish().await;
+    expect_bye(&mut old).await;
+    Busy::on(&*new.connection.server).await.finish().await;
+    assert!(env.is_ready());
 }
 
 #[tokio::test(start_paused = true)]
-async fn servers_and_their_addresses_are_tried_in_rotation() {
-    let servers = ["192.0.2.1:1", "192.0.2.2:2"];
-    let mut env = TestEnv::with(TransportChoice::Quic, &servers, None);
-    for _ in 0..2 {
-        for name in servers {
-            let arrival = env.net.arrival().await;
-            assert_eq!(arrival.name, name);
-            reject(arrival, CloseCode::Overloaded).await;
-        }
+async fn drain_with_two_sessions_closes_both_without_loss() {
+    let (mut env, mut old) = TestEnv::ready(TransportKind::H2).await;
+    let on_old = Busy::on(&*old.connection.server).await;
+    env.net.quic.set(Path::Open);
+    let mut new = env.peer(TransportKind::Quic).await;
+    let on_new = Busy::on(&*new.connection.server).await;
+    assert_eq!(old.recv_control().await, Some(ControlMessage::Withdraw));
+
+    let shutdown = env.context.shutdown.clone();
+    shutdown.drain().cancel();
+    assert_eq!(new.recv_control().await, Some(ControlMessage::Withdraw));
+    on_old.finish().await;
+    on_new.finish().await;
+    env.context.graceful_shutdown.cancel();
+    let ended = async {
+        tokio::join!(expect_bye(&mut old), expect_bye(&mut new));
+        env.agent.join_next().await
+    };
+    ended.await.unwrap().unwrap();
+    assert!(env.net.is_quiet());
+}
+
+#[tokio::test(start_paused = true)]
+async fn dropped_connector_cuts_its_sessions() {
+    let (mut env, peer) = TestEnv::ready(TransportKind::Quic).await;
+    env.agent.shutdown().await;
+    // The agent's end is gone; the test holds the last handle.
+    assert_eq!(Arc::strong_count(&peer.connection.agent), 1);
+}
+
+#[tokio::test(start_paused = true)]
+async fn session_with_a_server_of_another_one_is_declined_before_it_takes_streams() {
+    let mut env = TestEnv::start();
+    let first = env.next_of_two().await;
+    let mut duplicate = admit_as(env.net.arrival().await, "server-1").await;
+    // No Withdraw, since the session took no streams.
+    expect_bye(&mut duplicate).await;
+    let second = admit_as(env.net.arrival().await, "server-2").await;
+    env.until_connected(2).await;
+    let metrics = &env.context.metrics;
+    let duplicates = metrics.connect_attempts(TransportKind::Quic, ConnectResult::Duplicate);
+    assert_eq!(duplicates, 1);
+    Busy::on(&*first.connection.server).await.finish().await;
+    Busy::on(&*second.connection.server).await.finish().await;
+}
+
+#[tokio::test(start_paused = true)]
+async fn renewed_certificate_is_dialed_at_once() {
+    let (mut env, mut old) = TestEnv::ready(TransportKind::Quic).await;
+    let renewed = credentials(&Ca::new());
+    let rotating_credentials = &env.context.rotating_credentials;
+    rotating_credentials.adopt(renewed, true).await;
+    env.lap();
+    let _new = env.peer(TransportKind::Quic).await;
+    env.expect_lap(..0.1);
+    expect_retirement(&mut old).await;
+}
+
+#[tokio::test(start_paused = true)]
+async fn one_session_of_two_is_ready_and_a_condition_says_why_the_other_is_missing() {
+    let mut env = TestEnv::start();
+    let (one, other) = (env.next_of_two().await, env.next_of_two().await);
+    env.until_connected(2).await;
+    assert_eq!(env.condition(), "");
+    env.net.set(Path::Refused);
+    one.close(CloseCode::Draining).await;
+    let missing = "1 of 2 sessions, with server-2; none with server-1: quic: 192.0.2.1:10262";
+    env.until(|env| env.condition().starts_with(missing)).await;
+    assert!(env.is_ready());
+    env.net.set(Path::Open);
+    let one = env.next_of_two().await;
+    env.until_connected(2).await;
+    assert_eq!(env.condition(), "");
+    env.net.set(Path::Refused);
+    one.close(CloseCode::Draining).await;
+    other.close(CloseCode::Draining).await;
+    env.until(|env| !env.is_ready()).await;
+    let missing = "0 of 2 sessions; none with server-";
+    assert!(env.condition().starts_with(missing), "{}", env.condition());
+}
+
+#[tokio::test(start_paused = true)]
+async fn standby_is_ready_and_dials_at_once_when_it_has_the_lock() {
+    let mut env = TestEnv::start();
+    env.context.host_lock.set(LockState::Standby(Some(7)));
+    reject(env.net.arrival().await, CloseCode::NameInUse).await;
+    env.until(|env| env.is_ready()).await;
+    let (_, condition) = env.readiness.conditions().remove(0);
+    assert!(condition.contains("standby: another agent"), "{condition}");
+    env.lap();
+    env.context.host_lock.set(LockState::Held(Instant::now()));
+    for _ in 0..3 {
+        // The server has not read yet that the other agent withdrew.
+        reject(env.net.arrival().await, CloseCode::NameInUse).await;
+        assert!(env.is_ready());
     }
-    // The cursor stays at the address that worked.
-    for _ in 0..2 {
-        let arrival = env.net.arrival().await;
-        assert_eq!(arrival.name, servers[0]);
-        let peer = Peer::admit(arrival).await;
-        env.until(TestEnv::is_ready).await;
-        peer.close(CloseCode::Draining).await;
-    }
+    let _peer = env.peer(TransportKind::Quic).await;
+    env.expect_lap(..1.0);
+    env.until(|env| env.readiness.conditions().is_empty()).await;
 }

@@ -11,8 +11,7 @@ use super::credential::{CredentialFault, CredentialState};
 use super::facts::{AgentAnswer, Facts, PortFacts, RunningAgent};
 use super::report;
 use crate::config::TransportChoice;
-use crate::connector::live::SESSION;
-use crate::connector::status::SessionReport;
+use crate::connector::status::{SESSION, SessionReport};
 use crate::ingress::listeners::CONDITION;
 
 mod cloud;

@@ -4,11 +4,10 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use tokio::sync::{mpsc, watch};
-use tokio::task::{self, Id};
 use tokio_util::sync::CancellationToken;
 use tunnel_proto::process::shutdown::Shutdown;
 use tunnel_proto::wire::control::Member;
-use tunnel_proto::wire::name::{InstanceId, NodeName};
+use tunnel_proto::wire::name::{InstanceId, NodeName, ReplicaId};
 
 use super::lost::LostSessions;
 use crate::config::Limits;
@@ -39,23 +38,31 @@ pub(crate) struct SessionContext {
     pub(crate) graceful_shutdown: CancellationToken,
 }
 
-/// The link between a session's task and the connector.
+/// The number of a dial, and of the session that it leads to.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+pub(crate) struct DialId(pub(crate) u64);
+
+/// The link between a session's task and the connectors.
 #[derive(Debug, Clone)]
 pub(crate) struct SessionHandle {
+    pub(crate) id: DialId,
     /// Canceled when another session takes the new streams, or when the attempt is abandoned.
     pub(crate) retire: CancellationToken,
-    pub(crate) session_event: mpsc::Sender<(Id, SessionEvent)>,
+    pub(crate) session_event: mpsc::Sender<(DialId, SessionEvent)>,
     /// Changes with the servers of the installation.
-    pub(crate) members_generation: watch::Receiver<u64>,
+    pub(crate) members_changed: watch::Receiver<()>,
 }
 
-/// Events of a session for the connector. `Answered` and `Ready` arrive in this order. The end of
+/// Events of a session for the connectors. `Answered` and `Admitted` arrive in this order. The end of
 /// the task reports the end of the session.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(crate) enum SessionEvent {
     Answered,
-    /// Welcome arrived: the server may open streams.
-    Ready,
+    /// Welcome arrived, with the servers of the installation. The session is served, or declined.
+    Admitted {
+        replica: ReplicaId,
+        members: Vec<Member>,
+    },
     /// The server is suspect: it was silent for too long, or reports that it receives nothing from
     /// this end.
     Suspect,
@@ -73,9 +80,8 @@ pub(crate) enum SessionEvent {
 }
 
 impl SessionHandle {
-    /// Sends an event to the connector. Must be called in the session's task. Cancel-safe: no event
-    /// is sent if the future is dropped early.
+    /// Sends an event to the connectors. Cancel-safe: no event is sent if the future is dropped early.
     pub(crate) async fn send(&self, session_event: SessionEvent) {
-        let _connector_may_be_gone = self.session_event.send((task::id(), session_event)).await;
+        let _connector_may_be_gone = self.session_event.send((self.id, session_event)).await;
     }
 }

@@ -4,7 +4,7 @@ use rcgen::KeyPair;
 use tokio::io::AsyncReadExt;
 use tokio::net::TcpListener;
 use tokio::sync::mpsc;
-use tokio::task::{Id, JoinSet};
+use tokio::task::JoinSet;
 use tokio_util::sync::CancellationToken;
 use tunnel_proto::process::shutdown::{DrainOutcome, Shutdown};
 use tunnel_proto::session::control::ControlWriter;
@@ -37,8 +37,8 @@ struct TestEnv {
     shutdown: Shutdown,
     graceful_shutdown: CancellationToken,
     retire: CancellationToken,
-    session_event: mpsc::Receiver<(Id, SessionEvent)>,
-    members_generation: watch::Sender<u64>,
+    session_event: mpsc::Receiver<(DialId, SessionEvent)>,
+    members_changed: watch::Sender<()>,
     agent: JoinSet<SessionResult>,
 }
 
@@ -56,11 +56,12 @@ impl TestEnv {
         agent_session.script().transport = Some(TransportKind::Quic);
         let (event_sender, session_event) = mpsc::channel(8);
         let retire = CancellationToken::new();
-        let members_generation = watch::Sender::new(0);
+        let members_changed = watch::Sender::new(());
         let handle = SessionHandle {
+            id: DialId(0),
             retire: retire.clone(),
             session_event: event_sender,
-            members_generation: members_generation.subscribe(),
+            members_changed: members_changed.subscribe(),
         };
         let (shutdown, graceful_shutdown) =
             (context.shutdown.clone(), context.graceful_shutdown.clone());
@@ -68,6 +69,10 @@ impl TestEnv {
         let session = agent_session.clone();
         agent.spawn(async move {
             let admitted = AdmittedSession::admit(session, &context, Instant::now()).await?;
+            let (replica, members) = ("server-1".parse().unwrap(), Vec::new());
+            handle
+                .send(SessionEvent::Admitted { replica, members })
+                .await;
             Ok(admitted.run(&context, &handle).await)
         });
         Self {
@@ -77,7 +82,7 @@ impl TestEnv {
             graceful_shutdown,
             retire,
             session_event,
-            members_generation,
+            members_changed,
             agent,
         }
     }
@@ -94,7 +99,7 @@ impl TestEnv {
 
     async fn welcomed(mut self) -> (Self, ControlReader, ControlWriter) {
         let (reader, writer) = net::admit(&*self.server, welcome()).await;
-        assert_eq!(self.session_event().await, SessionEvent::Ready);
+        self.expect_admission().await;
         (self, reader, writer)
     }
 
@@ -112,6 +117,11 @@ impl TestEnv {
             context.metrics.clone(),
         );
         Self::with(context).welcomed().await
+    }
+
+    async fn expect_admission(&mut self) {
+        let session_event = self.session_event().await;
+        assert!(matches!(session_event, SessionEvent::Admitted { .. }));
     }
 
     async fn session_event(&mut self) -> SessionEvent {
@@ -164,7 +174,7 @@ async fn session_is_ready_after_welcome_and_reports_why_it_ended() {
     assert!(env.session_event.try_recv().is_err());
     let welcome = ControlMessage::Welcome(welcome());
     writer.send(&welcome).await.unwrap();
-    assert_eq!(env.session_event().await, SessionEvent::Ready);
+    env.expect_admission().await;
     env.server.close(CloseCode::Superseded, "newer").await;
     let summary = env.outcome().await.unwrap();
     assert_eq!(summary.reason.code, CloseCode::Superseded);
@@ -314,8 +324,7 @@ async fn change_of_the_servers_has_quic_sessions_send_at_once_and_thrice_more() 
         env.agent_session.script().transport = Some(transport);
         let sent = || env.agent_session.stats().acknowledged;
         let before = sent();
-        env.members_generation
-            .send_modify(|generation| *generation += 1);
+        env.members_changed.send_replace(());
         for probes in expected {
             sleep(PATH_PROBE_INTERVAL / 2).await;
             assert_eq!(sent() - before, probes, "{transport}");

@@ -11,7 +11,7 @@ use tunnel_proto::session::control::{self, ControlReader, ControlWriter};
 use tunnel_proto::transport::memory::{MemoryConnection, MemoryDialer, Path};
 use tunnel_proto::transport::{CloseReason, Session, Stream, TransportKind};
 use tunnel_proto::wire::code::CloseCode;
-use tunnel_proto::wire::control::{ControlMessage, Hello, Member, Welcome};
+use tunnel_proto::wire::control::{ControlMessage, Hello, Welcome};
 use tunnel_proto::wire::header::{StreamHeader, StreamKind, Target};
 use tunnel_proto::wire::name::{Port, SessionId};
 use tunnel_proto::wire::{VERSION_MAX, VERSION_MIN};
@@ -99,31 +99,6 @@ impl Peer {
         assert_eq!(self.recv_control().await, Some(expected));
     }
 
-    /// Sends that the server receives nothing from the agent.
-    pub(crate) async fn doubts(&mut self) {
-        let message = ControlMessage::Suspect(true);
-        self.writer.send(&message).await.unwrap();
-    }
-
-    /// Sends that the server is stopping.
-    pub(crate) async fn send_drain(&mut self) {
-        self.send_drain_within(Duration::ZERO).await;
-    }
-
-    pub(crate) async fn send_drain_within(&mut self, move_within: Duration) {
-        let message = ControlMessage::Drain {
-            deadline: Duration::from_secs(30),
-            move_within,
-        };
-        self.writer.send(&message).await.unwrap();
-    }
-
-    /// Sends which servers there are.
-    pub(crate) async fn send_members(&mut self, members: Vec<Member>) {
-        let message = ControlMessage::Members(members);
-        self.writer.send(&message).await.unwrap();
-    }
-
     pub(crate) async fn close(&self, code: CloseCode) {
         self.connection.server.close(code, "of the test").await;
     }
@@ -167,7 +142,7 @@ pub(crate) fn welcome() -> Welcome {
         capabilities: vec![],
         streams_per_agent: 64,
         target_dial_timeout: AGES,
-        replica_id: None,
+        replica_id: "server-1".parse().ok(),
         members: vec![],
     }
 }

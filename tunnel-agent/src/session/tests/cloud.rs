@@ -9,7 +9,7 @@ async fn ready_for_cloud(mut env: TestEnv) -> (TestEnv, ControlReader, ControlWr
         ..welcome()
     };
     let (reader, writer) = net::admit(&*env.server, welcome).await;
-    assert_eq!(env.session_event().await, SessionEvent::Ready);
+    env.expect_admission().await;
     (env, reader, writer)
 }
 

@@ -6,164 +6,147 @@
 use std::time::Duration;
 
 use tokio::time::Instant;
-use tokio_util::sync::CancellationToken;
-use tracing::{Instrument, debug_span};
 use tunnel_proto::wire::code::CloseCode;
 
-use super::backoff::ReconnectEvent;
-use super::endpoint::Endpoints;
-use super::happy_eyeballs::{DialAction, DialFailure, HappyEyeballs};
-use super::report::failure_text;
-use super::session_task::{Attempt, Claimant, ConnectError, DialPurpose, SessionTask};
-use super::transport_policy::SessionTransport;
-use super::{Connector, RunningSession};
-use crate::config::Limit;
+use super::attempt::{Attempt, DialPurpose};
+use super::connector::{Connector, Retry};
+use super::{CredentialOutcome, Dial, Shared};
+use crate::connector::backoff::ReconnectEvent;
+use crate::connector::endpoint::Endpoints;
+use crate::connector::happy_eyeballs::{DialAction, HappyEyeballs};
+use crate::connector::report::failure_text;
+use crate::connector::session_task::ConnectError;
+use crate::connector::transport_policy::SessionTransport;
 use crate::credentials::Refusal;
-use crate::session::SessionHandle;
 
 impl Connector {
-    /// Starts an attempt with the first transport. The second starts if the first gives no answer.
+    /// Starts an attempt with the first transport of `order`. The second starts if the first gives no
+    /// answer.
     pub(super) fn start_attempt(
         &mut self,
         purpose: DialPurpose,
-        first: SessionTransport,
-        second: Option<SessionTransport>,
+        order: TransportOrder,
+        shared: &mut Shared,
         now: Instant,
     ) {
-        self.retry_at = None;
-        let head_start = self.context.limits.quic_head_start;
-        let happy_eyeballs = HappyEyeballs::new(first, second, now, head_start);
+        self.retry = None;
+        let (first, second) = order;
+        let happy_eyeballs = HappyEyeballs::new(first, second, now, shared.quic_head_start);
         let endpoints = match purpose {
             DialPurpose::Connect | DialPurpose::Upgrade | DialPurpose::Refresh => {
                 self.endpoints.clone()
             }
             DialPurpose::Move => self.move_endpoints.clone(),
         };
-        let attempt = Attempt::new(purpose, happy_eyeballs, endpoints);
-        self.attempt = Some(attempt);
-        self.dial(first, now);
+        self.attempt = Some(Attempt {
+            purpose,
+            happy_eyeballs,
+            endpoints,
+            next_endpoints: None,
+            dials: Vec::new(),
+            failures: Vec::new(),
+        });
+        self.dial(first, shared, now);
     }
 
-    /// Starts the session task of the attempt for one transport.
-    pub(super) fn dial(&mut self, transport: SessionTransport, now: Instant) {
+    /// Starts the dial of the attempt over one transport.
+    pub(super) fn dial(&mut self, transport: SessionTransport, shared: &mut Shared, now: Instant) {
         let Some(attempt) = &mut self.attempt else {
             return;
         };
         self.transport_policy
-            .record_dial(transport, now, rand::random());
-        let retire = CancellationToken::new();
+            .record_dial(transport, now, shared.random());
         let is_move = attempt.purpose == DialPurpose::Move;
-        let session_task = SessionTask {
+        let dial = Dial {
+            connector: self.id,
             transport,
-            endpoints: attempt.endpoints.clone(),
-            dialers: self.dialers.clone(),
-            context: self.context.clone(),
-            handle: SessionHandle {
-                retire: retire.clone(),
-                session_event: self.event_sender.clone(),
-                members_generation: self.link.shared.replicas.generations(),
-            },
-            claimant: Claimant {
-                shared: self.link.shared.clone(),
-                connector_id: self.link.connector_id,
-                only: is_move.then(|| self.assignment.move_targets().into()),
-            },
+            credentials: shared.credentials,
+            only: is_move.then(|| self.assignment.move_targets().into()),
         };
-        let credentials = self.context.rotating_credentials.generation();
-        let span =
-            debug_span!("session", node = %self.context.node, transport = %transport.transport());
-        let id = self.tasks.spawn(session_task.run().instrument(span)).id();
-        attempt.task_ids.push(id);
-        let running = RunningSession {
-            transport,
-            retire,
-            credentials,
-        };
-        self.sessions.insert(id, running);
+        let id = shared.dial(dial, attempt.endpoints.clone());
+        attempt.dials.push(id);
     }
 
     /// Abandons the attempt. A session that the server may have admitted retires after its Welcome.
-    pub(super) fn abandon(&mut self) {
-        for id in self
-            .attempt
-            .take()
-            .into_iter()
-            .flat_map(|attempt| attempt.task_ids)
-        {
-            self.retire(id);
+    pub(super) fn abandon(&mut self, shared: &mut Shared) {
+        let attempt = self.attempt.take().into_iter();
+        for id in attempt.flat_map(|attempt| attempt.dials) {
+            shared.retire(id);
         }
     }
 
     /// Handles the failure of one transport of an attempt.
     pub(super) fn handle_failure(
         &mut self,
-        transport: SessionTransport,
+        dial: &Dial,
         endpoints: Endpoints,
         error: ConnectError,
-        credentials: u64,
+        shared: &mut Shared,
+        now: Instant,
     ) {
-        let now = Instant::now();
-        self.record_failure(transport, &error);
-        self.record_refusal(error.code(), credentials);
-        if error.is_unknown_issuer() && !self.link.shared.live.is_any() {
-            (self.context.rotating_credentials).distrust_server(credentials);
+        shared.record_failure(dial.transport, &error);
+        self.record_refusal(error.code(), dial.credentials, shared);
+        if error.is_unknown_issuer() && !self.is_any_ready(shared) {
+            let outcome = CredentialOutcome::ServerUntrusted;
+            shared.record_credentials(dial.credentials, outcome);
         }
         let Some(attempt) = &mut self.attempt else {
             return;
         };
-        match attempt.failed(transport, endpoints, error) {
-            DialAction::Dial(transport) => self.dial(transport, now),
+        match attempt.failed(dial.transport, endpoints, error) {
+            DialAction::Dial(transport) => self.dial(transport, shared, now),
             DialAction::Wait => {}
-            DialAction::RoundFailed => self.handle_round_failure(now),
+            DialAction::RoundFailed => self.handle_round_failure(shared, now),
             DialAction::Exhausted => {
-                self.handle_round_failure(now);
-                self.abandon();
+                self.handle_round_failure(shared, now);
+                self.abandon(shared);
             }
         }
     }
 
     /// Records that a server refused the certificate of this generation. A CA that only some servers
     /// trust is no reason to replace the certificate while it carries a session.
-    pub(super) fn record_refusal(&self, code: Option<CloseCode>, credentials: u64) {
+    pub(super) fn record_refusal(
+        &self,
+        code: Option<CloseCode>,
+        credentials: u64,
+        shared: &mut Shared,
+    ) {
         let refusal = match code {
             Some(CloseCode::CredentialExpired) => Refusal::Expired,
             Some(CloseCode::CredentialRevoked) => Refusal::Revoked,
-            Some(CloseCode::CredentialUntrusted) if !self.link.shared.live.is_any() => {
+            Some(CloseCode::CredentialUntrusted) if !self.is_any_ready(shared) => {
                 Refusal::Untrusted
             }
             Some(_) | None => return,
         };
-        (self.context.rotating_credentials).refuse(credentials, refusal);
+        shared.record_credentials(credentials, CredentialOutcome::Refused(refusal));
     }
 
-    /// Counts the failure of one transport.
-    pub(super) fn record_failure(&self, transport: SessionTransport, error: &ConnectError) {
-        let metrics = &self.context.metrics;
-        if error.failure() == DialFailure::Timeout {
-            metrics.limit(Limit::HandshakeTimeout);
-        }
-        metrics.connect_attempt(transport.transport(), error.result());
+    /// Returns whether this or another connector has a live session, or is a standby.
+    fn is_any_ready(&self, shared: &Shared) -> bool {
+        self.is_ready() || shared.has_other_live
     }
 
     /// Handles a round in which no transport gave a ready session.
-    fn handle_round_failure(&mut self, now: Instant) {
+    fn handle_round_failure(&mut self, shared: &mut Shared, now: Instant) {
         let Some(attempt) = &mut self.attempt else {
             return;
         };
         let code = attempt.code();
         let failures = &attempt.failures;
         match attempt.purpose {
-            DialPurpose::Upgrade => self.report.probe_failed(failures),
+            DialPurpose::Upgrade => shared.log.probe_failed(failures),
             DialPurpose::Refresh => {
-                self.report.probe_failed(failures);
+                shared.log.probe_failed(failures);
                 self.refresh_at = if attempt.has_duplicate() {
-                    self.next_refresh(now)
+                    self.next_refresh(shared, now)
                 } else {
                     Some(now + REFRESH_RETRY)
                 };
             }
             DialPurpose::Move => {
-                self.report.probe_failed(failures);
+                shared.log.probe_failed(failures);
                 if let Some(endpoints) = attempt.next_endpoints.take() {
                     self.move_endpoints.advance_to(endpoints);
                 }
@@ -171,7 +154,7 @@ impl Connector {
                 if code.is_none() && !self.move_endpoints.is_at_end() {
                     self.move_at = Some(now);
                 } else {
-                    self.retry_move(now);
+                    self.retry_move(shared, now);
                 }
             }
             DialPurpose::Connect => {
@@ -179,8 +162,8 @@ impl Connector {
                     self.endpoints.advance_to(endpoints);
                 }
                 if attempt.has_duplicate() {
-                    self.report.probe_failed(&attempt.failures);
-                    return self.handle_duplicate(now);
+                    shared.log.probe_failed(&attempt.failures);
+                    return self.handle_duplicate(shared, now);
                 }
                 self.missing_reason = failure_text(failures);
                 // A stopping server reveals nothing about the next one, which may be running by
@@ -198,32 +181,36 @@ impl Connector {
                     code => code,
                 };
                 let is_in_use = code == Some(CloseCode::NameInUse);
-                let host_lock = &self.context.host_lock;
-                let takeover_retry = host_lock.takeover_retry(now).filter(|_| is_in_use);
+                let is_standby = is_in_use && shared.lock.is_standby();
+                let takeover_retry = shared.lock.takeover_retry(now).filter(|_| is_in_use);
                 let mut retry_in = takeover_retry.unwrap_or_else(|| {
                     let event = ReconnectEvent::Failed(reason);
-                    self.backoff.next(event, now, rand::random())
+                    self.backoff.next(event, now, shared.random())
                 });
-                if is_in_use && host_lock.is_standby() {
+                if is_standby {
                     retry_in = retry_in.min(STANDBY_DIAL_MAX);
                 }
-                self.retry_at = Some(now + retry_in);
-                self.wait_ends_with_members = reason.is_none();
-                if is_in_use && host_lock.is_standby() {
+                self.retry = Some(Retry {
+                    at: now + retry_in,
+                    ends_with_members: reason.is_none(),
+                });
+                if is_standby {
                     STANDBY.clone_into(&mut self.missing_reason);
-                    let live = &self.link.shared.live;
-                    self.standby.get_or_insert_with(|| live.add());
-                    self.report.standby(failures, retry_in);
+                    self.is_standby = true;
+                    shared.log.standby(failures, retry_in);
                 } else if takeover_retry.is_some() {
-                    self.report.standby(failures, retry_in);
+                    shared.log.standby(failures, retry_in);
                 } else {
-                    self.standby = None;
-                    self.report.failed(failures, code, retry_in, now);
+                    self.is_standby = false;
+                    shared.log.failed(failures, code, retry_in, now);
                 }
             }
         }
     }
 }
+
+/// The transport to dial, and the one to dial if that gives no answer.
+type TransportOrder = (SessionTransport, Option<SessionTransport>);
 
 /// Longest pause between two dials of a standby, which is ready as long as its servers answer.
 const STANDBY_DIAL_MAX: Duration = Duration::from_secs(60);

@@ -1,30 +1,10 @@
-//! What the set gives to its connectors: the state that they share, and an assignment for each.
+//! What one connector dials.
 
 use std::sync::Arc;
-use std::time::Duration;
 
-use tokio::sync::watch;
-use tokio_util::sync::CancellationToken;
 use tunnel_proto::wire::name::ReplicaId;
 
-use super::live::LiveSessions;
-use super::replicas::{ConnectorId, ReplicaTable};
-use super::status::SessionStatuses;
-use super::transport_policy::SessionTransport;
 use crate::config::ServerAddress;
-
-/// State shared by the connectors of a set.
-#[derive(Debug)]
-pub(super) struct Shared {
-    pub(super) replicas: ReplicaTable,
-    pub(super) live: Arc<LiveSessions>,
-    pub(super) statuses: Arc<SessionStatuses>,
-    /// Transport of the newest session of any connector: whether UDP gets through.
-    pub(super) transport: watch::Sender<Option<SessionTransport>>,
-    /// The connector with the newest session whose server has no name, since it is of an older
-    /// version. The agent holds one such session: two may be with the same server.
-    pub(super) unnamed: watch::Sender<Option<ConnectorId>>,
-}
 
 /// What one connector dials.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -74,16 +54,4 @@ impl Assignment {
     pub(super) fn is_addressed(&self) -> bool {
         self.own_servers > 0
     }
-}
-
-/// The link between a connector and its set.
-#[derive(Debug)]
-pub(super) struct SetLink {
-    pub(super) connector_id: ConnectorId,
-    pub(super) shared: Arc<Shared>,
-    pub(super) assignments: watch::Receiver<Assignment>,
-    /// Canceled when fewer connectors are wanted.
-    pub(super) retire: CancellationToken,
-    /// Wait before the first dial.
-    pub(super) start_in: Duration,
 }
