@@ -30,11 +30,12 @@ mod server_verifier;
 mod signatures;
 mod trust;
 mod unsupported;
+mod validity;
 
-pub(crate) use alerts::{CERTIFICATE_EXPIRED, CLOCK_HINT, is_tls_error, received_alert};
-pub use alerts::{
-    alert_meaning, describe, is_certificate_rejection, is_unknown_issuer, with_dates,
+pub(crate) use alerts::{
+    CERTIFICATE_EXPIRED, CLOCK_HINT, UNKNOWN_CA, is_tls_error, received_alert,
 };
+pub use alerts::{alert_meaning, describe, is_certificate_rejection, is_unknown_issuer, text};
 use client_verifier::ClientVerifier;
 pub(crate) use client_verifier::issuer_path;
 pub use client_verifier::{AgentTrust, RevocationCheck, Revoked};
@@ -46,6 +47,7 @@ use server_verifier::{ExpectedServer, ServerVerifier};
 pub use signatures::{is_ca_signed_by, is_signed_by};
 pub use trust::{Trust, roots};
 pub use unsupported::unsupported;
+pub(crate) use validity::with_dates;
 
 /// Returns the server's configuration for sessions over the transport of `alpn`. The server
 /// requires a client certificate that chains to `agent_roots` and has the agent role.

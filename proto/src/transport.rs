@@ -262,6 +262,9 @@ pub enum HandshakeError {
     /// TLS or the transport failed. The text contains the peer's alert.
     #[error("handshake failed: {0}")]
     Transport(String),
+    /// This end does not trust the CA of the peer's certificate.
+    #[error("handshake failed: {0}")]
+    UnknownIssuer(String),
     /// The server rejected this agent's certificate as revoked, or as not valid at the server's
     /// time.
     #[error("{1}")]
@@ -283,6 +286,7 @@ impl HandshakeError {
             Self::Timeout
             | Self::Connect(_)
             | Self::Transport(_)
+            | Self::UnknownIssuer(_)
             | Self::Identity(_)
             | Self::Local(_) => None,
         }

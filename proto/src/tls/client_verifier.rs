@@ -222,7 +222,8 @@ impl<T: ClientTrust> ClientCertVerifier for ClientVerifier<T> {
         intermediates: &[CertificateDer<'_>],
         now: UnixTime,
     ) -> Result<ClientCertVerified, Error> {
-        self.trust.verify_client(end_entity, intermediates, now)
+        let verified = self.trust.verify_client(end_entity, intermediates, now);
+        verified.map_err(super::validity::remember)
     }
 
     fn verify_tls12_signature(

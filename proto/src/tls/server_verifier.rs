@@ -13,7 +13,7 @@ use rustls_pki_types::{CertificateDer, ServerName, UnixTime};
 
 use super::client_verifier::require_role;
 use super::signatures::PublicKey;
-use super::{PeerTrust, ReloadableIdentity, Trust, provider};
+use super::{PeerTrust, ReloadableIdentity, Trust, provider, validity};
 use crate::identity::{Role, spki_sha256};
 
 /// The verifier of a server's certificate. The dialed name counts for targets only, so any address
@@ -110,7 +110,8 @@ impl ServerCertVerifier for ServerVerifier {
                 self.verify_chain(&identity.trust(), end_entity, intermediates, now)
             }
             ExpectedServer::Peer(trust) => trust.verify_server(end_entity, intermediates, now),
-        }?;
+        }
+        .map_err(validity::remember)?;
         Ok(ServerCertVerified::assertion())
     }
 

@@ -124,14 +124,8 @@ impl ConnectError {
 
     /// Returns whether this agent does not trust the CA of the server's certificate.
     pub(super) fn is_unknown_issuer(&self) -> bool {
-        match self {
-            Self::Dial { source, .. } => source.to_string().contains("UnknownIssuer"),
-            Self::Resolve(_)
-            | Self::Admit { .. }
-            | Self::Duplicate { .. }
-            | Self::Abandoned
-            | Self::Panicked => false,
-        }
+        let unknown = |source: &HandshakeError| matches!(source, HandshakeError::UnknownIssuer(_));
+        matches!(self, Self::Dial { source, .. } if unknown(source))
     }
 
     /// Classifies the error for happy eyeballs.
@@ -146,6 +140,7 @@ impl ConnectError {
                     DialFailure::Unreachable
                 }
                 HandshakeError::Transport(_)
+                | HandshakeError::UnknownIssuer(_)
                 | HandshakeError::CertificateRejected(..)
                 | HandshakeError::Identity(_) => DialFailure::HandshakeFailed,
             },

@@ -282,7 +282,9 @@ impl Prober {
                 QuicFacts::Ready
             }
             Ok(Err(
-                HandshakeError::Transport(text) | HandshakeError::CertificateRejected(_, text),
+                HandshakeError::Transport(text)
+                | HandshakeError::UnknownIssuer(text)
+                | HandshakeError::CertificateRejected(_, text),
             )) => QuicFacts::Refused(text),
             Ok(Err(HandshakeError::Identity(error))) => QuicFacts::Refused(error.to_string()),
             Ok(Err(

@@ -51,7 +51,11 @@ impl H2Dialer {
                     // stops.
                     return HandshakeError::Connect(error);
                 }
-                handshake_failure(tls::received_alert(&error), tls::describe(&error))
+                let text = tls::describe(&error);
+                if tls::is_unknown_issuer(&error) {
+                    return HandshakeError::UnknownIssuer(text);
+                }
+                handshake_failure(tls::received_alert(&error), text)
             })
     }
 }

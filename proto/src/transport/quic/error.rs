@@ -22,6 +22,8 @@ pub(super) fn dial_error(error: quinn::ConnectionError) -> HandshakeError {
     let reported = matches!(error, quinn::ConnectionError::ConnectionClosed(_));
     if let Some((code, reason)) = code.filter(|_| reported).and_then(verdict) {
         HandshakeError::CertificateRejected(code, reason.to_owned())
+    } else if code == Some(CRYPTO_ERROR + u64::from(tls::UNKNOWN_CA)) {
+        HandshakeError::UnknownIssuer(error.to_string())
     } else if alert {
         let expired = code == Some(CRYPTO_ERROR + u64::from(tls::CERTIFICATE_EXPIRED));
         let hint = if expired { tls::CLOCK_HINT } else { "" };
@@ -116,10 +118,12 @@ mod tests {
                 reason: String::new(),
             }))
         };
-        for alert in [42, 46, 48, 116] {
+        for alert in [42, 46, 116] {
             let error = reported(TransportErrorCode::crypto(alert));
             assert!(matches!(error, HandshakeError::Transport(_)), "{alert}");
         }
+        let unknown = reported(TransportErrorCode::crypto(48));
+        assert!(matches!(unknown, HandshakeError::UnknownIssuer(_)));
         // no_application_protocol: another service uses the port.
         let others = [
             TransportErrorCode::crypto(120),

@@ -361,7 +361,7 @@ fn tls_failure(error: &std::io::Error, target_label: &Destination) -> ProxyError
     match failure.outcome {
         // A target that resets or closes the connection during the handshake does not speak TLS.
         Outcome::TargetBadResponse | Outcome::TargetTls => {
-            let text = tls::with_dates(&error.to_string());
+            let text = tls::text(error);
             // Long errors of TLS are cut, so the cause comes first.
             let text = match tls::unsupported(error) {
                 Some(cause) => format!("{cause} ({text})"),

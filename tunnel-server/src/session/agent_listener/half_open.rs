@@ -65,6 +65,7 @@ impl HalfOpenConn {
                 match error {
                     HandshakeError::Timeout => debug!(%error, "agent handshake failed"),
                     HandshakeError::Transport(_)
+                    | HandshakeError::UnknownIssuer(_)
                     | HandshakeError::CertificateRejected(..)
                     | HandshakeError::Identity(_)
                     | HandshakeError::Local(_)
@@ -90,7 +91,7 @@ pub(super) type HandshakeResult = Result<Arc<dyn Session>, HandshakeError>;
 fn handshake_label(error: &HandshakeError) -> &'static str {
     match error {
         HandshakeError::Timeout => TIMEOUT,
-        HandshakeError::Transport(_) => "handshake_failed",
+        HandshakeError::Transport(_) | HandshakeError::UnknownIssuer(_) => "handshake_failed",
         HandshakeError::Identity(_) => "no_identity",
         // These errors occur only on the dialing end, not on the accepting end.
         HandshakeError::Local(_)

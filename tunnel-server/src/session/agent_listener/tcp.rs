@@ -123,7 +123,7 @@ impl TcpHandler {
         let stream = start
             .into_stream(self.session_tls.clone())
             .await
-            .map_err(|error| HandshakeError::Transport(tls::with_dates(&error.to_string())))?;
+            .map_err(|error| HandshakeError::Transport(tls::text(&error)))?;
         h2::accept(stream, &self.settings).await
     }
 
