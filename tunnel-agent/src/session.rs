@@ -52,8 +52,7 @@ pub(crate) use lost::LostSessions;
 pub(crate) struct SessionSummary {
     pub(crate) ready_for: Duration,
     pub(crate) reason: CloseReason,
-    /// The server, unless it is of a version without names.
-    pub(crate) replica: Option<ReplicaId>,
+    pub(crate) replica: ReplicaId,
 }
 
 /// A session after Welcome. It serves no streams before [`AdmittedSession::run`].
@@ -82,9 +81,9 @@ impl AdmittedSession {
         })
     }
 
-    /// Returns the server's name, unless it is of a version without names.
-    pub(crate) fn replica(&self) -> Option<&ReplicaId> {
-        self.admitted.welcome.replica_id.as_ref()
+    /// Returns the server's name.
+    pub(crate) fn replica(&self) -> &ReplicaId {
+        &self.admitted.welcome.replica_id
     }
 
     /// Returns the servers of the installation as of Welcome, and leaves an empty list.
@@ -111,7 +110,7 @@ impl AdmittedSession {
         info!(
             node = %context.node,
             session = welcome.session.0,
-            replica = replica.as_ref().map(tracing::field::display),
+            %replica,
             peer = %session.stats().remote,
             transport = %session.transport(),
             version = welcome.version,
@@ -132,13 +131,13 @@ impl AdmittedSession {
         };
         let id = welcome.session;
         let (active, reader) = ActiveSession::new(session, admitted, params, context, handle);
-        let lost = context.lost_sessions.take(replica.as_ref());
+        let lost = context.lost_sessions.take(&replica);
         active.control_sender.lost(lost.clone());
         let reason = active.run(reader).await;
         if reason.code == CloseCode::Dead && reason.by != ClosedBy::Peer {
             // The server may not have read of the others either.
             let lost = lost.into_iter().chain([id]);
-            context.lost_sessions.add(replica.as_ref(), lost);
+            context.lost_sessions.add(&replica, lost);
         }
         SessionSummary {
             ready_for: ready.elapsed(),

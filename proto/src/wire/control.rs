@@ -94,8 +94,8 @@ pub struct Welcome {
     pub streams_per_agent: u32,
     /// Time limit for the agent to dial a target.
     pub target_dial_timeout: Duration,
-    /// The name of this replica. `None` from older servers.
-    pub replica_id: Option<ReplicaId>,
+    /// The name of this replica.
+    pub replica_id: ReplicaId,
     /// All replicas, this one included.
     pub members: Vec<Member>,
 }
@@ -137,10 +137,7 @@ impl ControlMessage {
                 capabilities: welcome.capabilities.clone(),
                 streams_per_agent: welcome.streams_per_agent,
                 target_dial_timeout_millis: millis(welcome.target_dial_timeout),
-                replica_id: welcome
-                    .replica_id
-                    .as_ref()
-                    .map_or_else(String::new, ToString::to_string),
+                replica_id: welcome.replica_id.to_string(),
                 members: encode_members(&welcome.members),
             })),
             Self::NotAdmitted(code, detail) => Some(Kind::NotAdmitted(pb::NotAdmitted {
@@ -206,10 +203,7 @@ impl ControlMessage {
                 capabilities: sanitize_lines(welcome.capabilities),
                 streams_per_agent: welcome.streams_per_agent,
                 target_dial_timeout: Duration::from_millis(welcome.target_dial_timeout_millis),
-                replica_id: match welcome.replica_id.as_str() {
-                    "" => None,
-                    id => Some(decode_replica(id)?),
-                },
+                replica_id: decode_replica(&welcome.replica_id)?,
                 members: decode_members(welcome.members)?,
             }),
             Kind::NotAdmitted(refusal) => Self::NotAdmitted(

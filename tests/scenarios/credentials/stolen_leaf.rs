@@ -124,7 +124,7 @@ impl Answering {
         let (mut reader, mut writer) = control::split(stream);
         let hello = reader.receive().await?;
         ensure!(matches!(hello, Some(ControlMessage::Hello(_))), "{hello:?}");
-        writer.send(&ControlMessage::Welcome(welcome())).await?;
+        writer.send(&ControlMessage::Welcome(welcome()?)).await?;
         self.acts.send_modify(|count| *count += 1);
         while let Some(message) = reader.receive().await? {
             let ControlMessage::Renew(csr) = message else {
@@ -142,16 +142,16 @@ impl Answering {
     }
 }
 
-fn welcome() -> Welcome {
-    Welcome {
+fn welcome() -> Result<Welcome> {
+    Ok(Welcome {
         version: 1,
         session: SessionId(1),
         capabilities: vec![CAPABILITY_RENEW.to_owned()],
         streams_per_agent: 64,
         target_dial_timeout: TIMEOUT,
-        replica_id: None,
+        replica_id: "server".parse()?,
         members: Vec::new(),
-    }
+    })
 }
 
 /// Returns a server's certificate of the environment's CA with its key.

@@ -34,7 +34,7 @@ fn control_messages() -> Result<Vec<ControlMessage>> {
             capabilities: vec!["renew".into()],
             streams_per_agent: 256,
             target_dial_timeout: Duration::from_secs(5),
-            replica_id: Some("server-0".parse()?),
+            replica_id: "server-0".parse()?,
             members: vec![Member {
                 id: "server-1".parse()?,
                 addresses: vec!["b:2".into()],

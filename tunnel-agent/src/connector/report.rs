@@ -40,7 +40,7 @@ impl ConnectionLog {
             error!(
                 node = %self.agent,
                 transport = %transport.transport(),
-                replica = summary.replica.as_ref().map(tracing::field::display),
+                replica = %summary.replica,
                 code = %summary.reason.code,
                 error = %summary.reason,
                 "server closed the session and refuses this agent; fix the reported cause"
@@ -50,7 +50,7 @@ impl ConnectionLog {
         warn!(
             node = %self.agent,
             transport = %transport.transport(),
-            replica = summary.replica.as_ref().map(tracing::field::display),
+            replica = %summary.replica,
             code = %summary.reason.code,
             error = %summary.reason,
             ready_for = summary.ready_for.as_secs_f64(),
@@ -64,7 +64,7 @@ impl ConnectionLog {
         info!(
             node = %self.agent,
             transport = %transport.transport(),
-            replica = summary.replica.as_ref().map(tracing::field::display),
+            replica = %summary.replica,
             code = %summary.reason.code,
             error = %summary.reason,
             ready_for = summary.ready_for.as_secs_f64(),

@@ -221,11 +221,7 @@ impl SessionTask {
         mut admitted: AdmittedSession,
     ) -> Result<SessionSummary, ConnectError> {
         let members = admitted.take_members();
-        let Some(replica) = admitted.replica().cloned() else {
-            admitted.decline().await;
-            let source = AdmitError::Protocol("Welcome without the name of the server");
-            return Err(ConnectError::Admit { remote, source });
-        };
+        let replica = admitted.replica().clone();
         let session_event = SessionEvent::Admitted { replica, members };
         self.handle.send(session_event).await;
         match (&mut self.admission).await {

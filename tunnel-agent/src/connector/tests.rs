@@ -155,7 +155,7 @@ async fn admit_as(connection: MemoryConnection, id: &str) -> Peer {
         zone: None,
     };
     let welcome = Welcome {
-        replica_id: Some(id.parse().unwrap()),
+        replica_id: id.parse().unwrap(),
         members: TWO.iter().map(member).collect(),
         ..welcome()
     };

@@ -11,16 +11,8 @@ use tunnel_proto::wire::name::{ReplicaId, SessionId};
 pub(crate) struct LostSessions(Mutex<VecDeque<(ReplicaId, SessionId)>>);
 
 impl LostSessions {
-    /// Adds sessions with a server. Without the server's name nothing is added, since another server
-    /// may have the same numbers.
-    pub(crate) fn add(
-        &self,
-        replica: Option<&ReplicaId>,
-        sessions: impl IntoIterator<Item = SessionId>,
-    ) {
-        let Some(replica) = replica else {
-            return;
-        };
+    /// Adds sessions with a server.
+    pub(crate) fn add(&self, replica: &ReplicaId, sessions: impl IntoIterator<Item = SessionId>) {
         let mut lost = self.0.lock();
         lost.extend(
             sessions
@@ -32,10 +24,10 @@ impl LostSessions {
     }
 
     /// Takes the sessions with a server.
-    pub(crate) fn take(&self, replica: Option<&ReplicaId>) -> Vec<SessionId> {
+    pub(crate) fn take(&self, replica: &ReplicaId) -> Vec<SessionId> {
         let mut taken = Vec::new();
         self.0.lock().retain(|(other, session)| {
-            let is_same = replica == Some(other);
+            let is_same = replica == other;
             if is_same {
                 taken.push(*session);
             }
@@ -54,18 +46,15 @@ mod tests {
 
     #[test]
     fn sessions_are_named_once_and_to_their_server_alone() {
-        let replica = |name: &str| Some(name.parse::<ReplicaId>().unwrap());
-        let [one, other] = ["server-1", "server-2"].map(replica);
+        let [one, other] = ["server-1", "server-2"].map(|name| name.parse().unwrap());
         let lost = LostSessions::default();
-        lost.add(one.as_ref(), [1, 2].map(SessionId));
-        lost.add(other.as_ref(), [SessionId(1)]);
-        lost.add(None, [SessionId(9)]);
-        assert_eq!(lost.take(None), []);
-        assert_eq!(lost.take(one.as_ref()), [1, 2].map(SessionId));
-        assert_eq!(lost.take(one.as_ref()), []);
-        assert_eq!(lost.take(other.as_ref()), [SessionId(1)]);
-        lost.add(one.as_ref(), (0..100).map(SessionId));
+        lost.add(&one, [1, 2].map(SessionId));
+        lost.add(&other, [SessionId(1)]);
+        assert_eq!(lost.take(&one), [1, 2].map(SessionId));
+        assert_eq!(lost.take(&one), []);
+        assert_eq!(lost.take(&other), [SessionId(1)]);
+        lost.add(&one, (0..100).map(SessionId));
         let newest: Vec<_> = (84..100).map(SessionId).collect();
-        assert_eq!(lost.take(one.as_ref()), newest);
+        assert_eq!(lost.take(&one), newest);
     }
 }

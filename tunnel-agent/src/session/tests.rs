@@ -434,12 +434,12 @@ async fn declined_session_ends_with_bye_and_is_never_ready() {
         let mut admitted = AdmittedSession::admit(agent_session, &context, Instant::now())
             .await
             .unwrap();
-        assert_eq!(admitted.replica().unwrap().as_str(), "server-1");
+        assert_eq!(admitted.replica().as_str(), "server-1");
         assert_eq!(admitted.take_members(), []);
         admitted.decline().await;
     };
     let welcome = Welcome {
-        replica_id: Some("server-1".parse().unwrap()),
+        replica_id: "server-1".parse().unwrap(),
         ..welcome()
     };
     let serve = async {
@@ -489,7 +489,7 @@ async fn lost_session_is_named_to_its_server_by_the_next_one_and_again_if_that_i
     let context = Arc::new(context(Limits::default()));
     let named = |id| Welcome {
         session: SessionId(id),
-        replica_id: Some("server-1".parse().unwrap()),
+        replica_id: "server-1".parse().unwrap(),
         ..welcome()
     };
     for (id, expected) in [(1, vec![]), (2, vec![1]), (3, vec![1, 2])] {

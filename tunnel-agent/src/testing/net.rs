@@ -142,7 +142,7 @@ pub(crate) fn welcome() -> Welcome {
         capabilities: vec![],
         streams_per_agent: 64,
         target_dial_timeout: AGES,
-        replica_id: "server-1".parse().ok(),
+        replica_id: "server-1".parse().unwrap(),
         members: vec![],
     }
 }

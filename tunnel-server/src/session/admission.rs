@@ -303,7 +303,7 @@ impl Sessions {
             capabilities: self.capabilities(session, &hello.node_name),
             streams_per_agent: self.limits.streams,
             target_dial_timeout: self.limits.target_dial,
-            replica_id: Some(self.peers.own().clone()),
+            replica_id: self.peers.own().clone(),
             members: members.borrow_and_update().to_vec(),
         };
         let welcome = ControlMessage::Welcome(welcome);

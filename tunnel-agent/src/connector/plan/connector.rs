@@ -423,7 +423,7 @@ impl Connector {
                 code: CloseCode::Protocol,
                 reason: error.to_string(),
             },
-            replica: Some(current.replica.clone()),
+            replica: current.replica.clone(),
         });
         self.transport_policy.record_loss(now);
         // Another session is already being dialed, and a local close reveals nothing new about the

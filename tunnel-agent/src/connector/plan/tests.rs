@@ -168,7 +168,7 @@ impl Sim {
         let outcome = Ok(SessionSummary {
             ready_for: self.now - self.served[&id],
             reason: CloseReason { by, code, reason },
-            replica: None,
+            replica: "server-1".parse().unwrap(),
         });
         self.exit(id, outcome);
         self.run_now();

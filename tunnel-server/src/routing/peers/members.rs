@@ -131,7 +131,7 @@ mod tests {
             capabilities: vec!["renew".into()],
             streams_per_agent: u32::MAX,
             target_dial_timeout: Duration::from_secs(5),
-            replica_id: Some(members[0].id.clone()),
+            replica_id: members[0].id.clone(),
             members,
         };
         let mut framed = BytesMut::new();

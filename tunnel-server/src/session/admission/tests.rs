@@ -68,10 +68,7 @@ async fn welcome_names_this_server_and_all_that_agents_may_dial() {
     let ControlMessage::Welcome(welcome) = answer else {
         panic!("{answer:?}");
     };
-    assert_eq!(
-        welcome.replica_id.as_ref(),
-        Some(bench.sessions.peers.own())
-    );
+    assert_eq!(welcome.replica_id, *bench.sessions.peers.own());
     let own = Member {
         id: "server-1".parse().unwrap(),
         addresses: vec![ADVERTISED.into()],
