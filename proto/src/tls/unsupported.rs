@@ -36,12 +36,14 @@ fn certificate(error: &CertificateError) -> Option<String> {
                     "the target's certificate has {key}; give the target another key"
                 ));
             }
-            // webpki's own errors differ by their names only.
-            let name = format!("{:?}", cause.0);
-            let mut known = REFUSED_CERTIFICATES.iter();
-            known
-                .find(|(prefix, _)| name.starts_with(prefix))
-                .map(|(_, text)| (*text).to_owned())
+            let text = match cause.0.downcast_ref::<webpki::Error>()? {
+                webpki::Error::UnsupportedCertVersion => X509_VERSION_1,
+                webpki::Error::UnsupportedCriticalExtension => CRITICAL_EXTENSION,
+                webpki::Error::CaUsedAsEndEntity => CA_AS_TARGET,
+                webpki::Error::MaximumPathDepthExceeded => CHAIN_TOO_LONG,
+                _ => return None,
+            };
+            Some(text.to_owned())
         }
         CertificateError::UnsupportedSignatureAlgorithmContext { .. }
         | CertificateError::UnsupportedSignatureAlgorithmForPublicKeyContext { .. } => {
@@ -61,26 +63,11 @@ const CHAIN_TOO_LARGE: &str = "the target's certificate chain has more than 64 K
                                send its certificate and the intermediate CAs only";
 const SIGNATURE_ALGORITHM: &str = "the target's certificate or one of its CAs is signed by an algorithm that is not supported, \
      for example with SHA-1; issue it again with SHA-256";
-/// Certificates that only `--target-tls verify` refuses, by the name of webpki's error.
-const REFUSED_CERTIFICATES: [(&str, &str); 4] = [
-    (
-        "UnsupportedCertVersion",
-        "the target's certificate or one of its CAs is of X.509 version 1, which cannot be verified; \
-         issue a certificate of version 3, or use --target-tls tunnel",
-    ),
-    (
-        "UnsupportedCriticalExtension",
-        "the target's certificate or one of its CAs has an unknown critical extension, so it cannot \
-         be verified; issue one without it, or use --target-tls tunnel",
-    ),
-    (
-        "CaUsedAsEndEntity",
-        "the target's certificate is that of a CA; issue one for the target, or use \
-         --target-tls tunnel",
-    ),
-    (
-        "MaximumPathDepthExceeded",
-        "the chain from the target's certificate to --target-ca is too long; issue the certificate by \
-         a CA nearer to the root",
-    ),
-];
+// Certificates that only `--target-tls verify` refuses.
+const X509_VERSION_1: &str = "the target's certificate or one of its CAs is of X.509 version 1, which cannot be verified; \
+     issue a certificate of version 3, or use --target-tls tunnel";
+const CRITICAL_EXTENSION: &str = "the target's certificate or one of its CAs has an unknown critical extension, so it cannot \
+     be verified; issue one without it, or use --target-tls tunnel";
+const CA_AS_TARGET: &str = "the target's certificate is that of a CA; issue one for the target, or use --target-tls tunnel";
+const CHAIN_TOO_LONG: &str = "the chain from the target's certificate to --target-ca is too long; issue the certificate by \
+     a CA nearer to the root";
