@@ -9,7 +9,7 @@ mod scratch;
 mod shifted_clock;
 mod terminal;
 
-pub use culvert::{AgentSetup, Listener, Server, ServerSetup};
+pub use culvert::{AgentSetup, Listener, Server, ServerSetup, Setup, TunnelAgent, TunnelServer};
 pub use fleet::Fleet;
 pub use log::Log;
 pub use peering::{Peering, copy_ca};

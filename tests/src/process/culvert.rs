@@ -1,6 +1,7 @@
 //! The two binaries under test, as an operator would run them.
 
 use std::collections::HashMap;
+use std::marker::PhantomData;
 use std::net::{IpAddr, Ipv4Addr, SocketAddr};
 use std::path::Path;
 use std::time::Duration;
@@ -15,16 +16,87 @@ use crate::eventually::eventually;
 use crate::metrics::metric;
 use crate::netns::Namespace;
 
-/// The command line of a server. The server can be started again with the same data, as after a
-/// crash.
+/// The command line of one of the two binaries. The program can be started again with the same
+/// data, as after a crash.
 #[derive(Debug, Clone)]
-pub struct ServerSetup {
+pub struct Setup<P> {
+    program: &'static str,
+    kind: PhantomData<P>,
     namespace: Option<Namespace>,
     data_dir: String,
     arguments: Vec<String>,
     environment: Vec<(String, String)>,
     through: Vec<String>,
     own_group: bool,
+}
+
+/// The binary `tunnel-server`.
+#[derive(Debug, Clone)]
+pub enum TunnelServer {}
+
+/// The binary `tunnel-agent`.
+#[derive(Debug, Clone)]
+pub enum TunnelAgent {}
+
+pub type ServerSetup = Setup<TunnelServer>;
+pub type AgentSetup = Setup<TunnelAgent>;
+
+impl<P> Setup<P> {
+    fn of(program: &'static str, data_dir: &Path, namespace: Option<&Namespace>) -> Self {
+        let data_dir = data_dir.to_string_lossy().into_owned();
+        Self {
+            program,
+            kind: PhantomData,
+            namespace: namespace.cloned(),
+            arguments: vec!["--data-dir".to_owned(), data_dir.clone()],
+            environment: Vec::new(),
+            through: Vec::new(),
+            data_dir,
+            own_group: false,
+        }
+    }
+
+    pub fn arguments(&self) -> &[String] {
+        &self.arguments
+    }
+
+    /// Adds arguments of `run`.
+    pub fn args(mut self, args_text: &[&str]) -> Self {
+        self.arguments
+            .extend(args_text.iter().map(|word| (*word).to_owned()));
+        self
+    }
+
+    /// Sets an environment variable of `run`.
+    pub fn env(mut self, name: &str, value: &str) -> Self {
+        self.environment.push((name.to_owned(), value.to_owned()));
+        self
+    }
+
+    /// Runs the program by another one, see [`Program::through`]. That one must become the program,
+    /// as `exec` of a shell does.
+    pub fn through(mut self, args_text: &[&str]) -> Self {
+        self.through = args_text.iter().map(|word| (*word).to_owned()).collect();
+        self
+    }
+
+    pub fn in_own_group(mut self) -> Self {
+        self.own_group = true;
+        self
+    }
+
+    fn run(&self) -> Result<Process> {
+        let run = Program::ours(self.program)?.args(["run", "--log-format", "json"]);
+        let environment = self.environment.iter();
+        let run = environment.fold(run, |run, (name, value)| run.env(name, value));
+        let run = run.args(&self.arguments).through(&self.through);
+        let program = run.inside(self.namespace.as_ref());
+        if self.own_group {
+            program.in_own_group().start()
+        } else {
+            program.start()
+        }
+    }
 }
 
 impl ServerSetup {
@@ -44,16 +116,7 @@ impl ServerSetup {
 
     /// Creates a server with default settings, inside `namespace` if given.
     pub fn plain(data_dir: &Path, namespace: Option<&Namespace>) -> Self {
-        let data_dir = data_dir.to_string_lossy().into_owned();
-        Self {
-            namespace: namespace.cloned(),
-            arguments: Vec::new(),
-            environment: Vec::new(),
-            through: Vec::new(),
-            data_dir: data_dir.clone(),
-            own_group: false,
-        }
-        .args(&["--data-dir", &data_dir])
+        Self::of("tunnel-server", data_dir, namespace)
     }
 
     /// Creates a server on a loopback address of its own. Between two starts with the same setup no
@@ -74,51 +137,12 @@ impl ServerSetup {
         })
     }
 
-    pub fn arguments(&self) -> &[String] {
-        &self.arguments
-    }
-
-    /// Adds arguments of `run`.
-    pub fn args(mut self, args_text: &[&str]) -> Self {
-        self.arguments
-            .extend(args_text.iter().map(|word| (*word).to_owned()));
-        self
-    }
-
-    /// Sets an environment variable of `run`.
-    pub fn env(mut self, name: &str, value: &str) -> Self {
-        self.environment.push((name.to_owned(), value.to_owned()));
-        self
-    }
-
-    /// Runs the server by another program, see [`Program::through`]. That program must become the
-    /// server, as `exec` of a shell does.
-    pub fn through(mut self, args_text: &[&str]) -> Self {
-        self.through = args_text.iter().map(|word| (*word).to_owned()).collect();
-        self
-    }
-
-    pub fn in_own_group(mut self) -> Self {
-        self.own_group = true;
-        self
-    }
-
     /// Starts the server and waits until all its listeners are open.
     ///
     /// # Errors
     /// Returns an error with the server's log if the server ends or a listener does not open.
     pub async fn start(&self) -> Result<Server> {
-        let run = Program::ours("tunnel-server")?.args(["run", "--log-format", "json"]);
-        let environment = self.environment.iter();
-        let run = environment.fold(run, |run, (name, value)| run.env(name, value));
-        let run = run.args(&self.arguments).through(&self.through);
-        let program = run.inside(self.namespace.as_ref());
-        let program = if self.own_group {
-            program.in_own_group()
-        } else {
-            program
-        };
-        let mut process = program.start()?;
+        let mut process = self.run()?;
         let mut addresses = HashMap::new();
         for listener in Listener::LISTENERS {
             let address =
@@ -246,16 +270,6 @@ impl Server {
     }
 }
 
-/// The command line of an agent. The agent can be started again with the same data.
-#[derive(Debug, Clone)]
-pub struct AgentSetup {
-    namespace: Option<Namespace>,
-    arguments: Vec<String>,
-    environment: Vec<(String, String)>,
-    through: Vec<String>,
-    own_group: bool,
-}
-
 impl AgentSetup {
     /// Creates an agent of `node` for the server at `server`, inside `namespace` if given.
     pub fn new(
@@ -264,16 +278,8 @@ impl AgentSetup {
         data_dir: &Path,
         namespace: Option<&Namespace>,
     ) -> Self {
-        let (server, data_dir) = (server.to_string(), data_dir.to_string_lossy());
-        Self {
-            namespace: namespace.cloned(),
-            arguments: Vec::new(),
-            environment: Vec::new(),
-            through: Vec::new(),
-            own_group: false,
-        }
-        .args(&["--server", &server, "--node-name", node])
-        .args(&["--data-dir", &data_dir])
+        let server = server.to_string();
+        Self::of("tunnel-agent", data_dir, namespace).args(&["--server", &server, "--node-name", node])
     }
 
     /// Creates an agent on free loopback ports, whose targets of class `node` are on loopback.
@@ -290,46 +296,9 @@ impl AgentSetup {
         Self::new(node, server, data_dir, None).args(&loopback)
     }
 
-    pub fn arguments(&self) -> &[String] {
-        &self.arguments
-    }
-
-    /// Adds arguments of `run`.
-    pub fn args(mut self, args_text: &[&str]) -> Self {
-        self.arguments
-            .extend(args_text.iter().map(|word| (*word).to_owned()));
-        self
-    }
-
-    /// Sets an environment variable of `run`.
-    pub fn env(mut self, name: &str, value: &str) -> Self {
-        self.environment.push((name.to_owned(), value.to_owned()));
-        self
-    }
-
-    /// Runs the agent by another program, see [`ServerSetup::through`].
-    pub fn through(mut self, args_text: &[&str]) -> Self {
-        self.through = args_text.iter().map(|word| (*word).to_owned()).collect();
-        self
-    }
-
-    pub fn in_own_group(mut self) -> Self {
-        self.own_group = true;
-        self
-    }
-
     /// Starts the agent. The server reports whether the agent gets a session.
     pub fn start(&self) -> Result<Process> {
-        let run = Program::ours("tunnel-agent")?.args(["run", "--log-format", "json"]);
-        let environment = self.environment.iter();
-        let run = environment.fold(run, |run, (name, value)| run.env(name, value));
-        let run = run.args(&self.arguments).through(&self.through);
-        let program = run.inside(self.namespace.as_ref());
-        if self.own_group {
-            program.in_own_group().start()
-        } else {
-            program.start()
-        }
+        self.run()
     }
 }
 
