@@ -23,7 +23,7 @@ use tunnel_tests::env::{Agent, TestEnv, WAIT_TIMEOUT};
 use tunnel_tests::eventually::{eventually, scaled};
 use tunnel_tests::link::Link;
 use tunnel_tests::metrics::metric;
-use tunnel_tests::process::{Listener, Peering, copy_ca, next_loopback};
+use tunnel_tests::process::{Listener, Peering, next_loopback};
 use tunnel_tests::targets::{TargetTls, deterministic_bytes};
 
 /// Bytes that one end sends before it cuts its connection.
@@ -194,31 +194,27 @@ impl Site {
     async fn start(transport: TransportChoice, kind: Kind, path: Path) -> Result<Self> {
         let node = format!("{kind:?}-{path:?}-{transport:?}").to_lowercase();
         let target = TcpListener::bind("127.0.0.1:0").await?;
-        let mut setup = ServerSetup {
+        let setup = ServerSetup {
             node: node.clone(),
             kind,
             target: target.local_addr()?,
-            peers: Vec::new(),
-            dialed: None,
         };
-        let mut link = None;
-        if path == Path::Hop {
-            setup.peers = Vec::from([(); 2].map(|()| Listener::Peers.on(next_loopback())));
-            link = Some(Link::start(setup.peers[0], 1)?);
-        }
-        let mut servers = vec![TestEnv::start_with(|raw| setup.apply(0, raw)).await?];
-        if path == Path::Hop {
-            let first = servers[0].path().join("server");
-            let mut copied = Ok(());
-            setup.dialed = link.as_ref().map(Link::addr);
-            let second = TestEnv::start_with(|raw| {
-                setup.apply(1, raw);
-                let data_dir = raw.data_dir.as_deref().unwrap_or_default();
-                copied = copy_ca(&first, data_dir.as_ref());
-            });
-            servers.push(second.await?);
-            copied?;
-        }
+        let has_hop = path == Path::Hop;
+        let peering = Peering::in_process(if has_hop { 2 } else { 1 });
+        let first = peering.address(0, Listener::Peers);
+        let link = has_hop.then(|| Link::start(first, 1)).transpose()?;
+        let servers = peering.start_in_process(|number, raw| {
+            setup.apply(raw);
+            if let Some(link) = &link {
+                // As behind a load balancer, so that the agent stays at the first server.
+                raw.advertise = vec![NOBODY.into()];
+                // The second server dials the first one over the link.
+                if number == 1 {
+                    raw.peers[0] = format!("{}={}", Peering::name(0), link.addr());
+                }
+            }
+        });
+        let servers = servers.await?;
         let cloud = Listener::Cloud.on(next_loopback());
         let mut config = servers[0].agent_config_with(&node, |raw: &mut AgentRawConfig| {
             raw.meta_listen = Some("127.0.0.1:0".into());
@@ -537,13 +533,10 @@ struct ServerSetup {
     node: String,
     kind: Kind,
     target: SocketAddr,
-    peers: Vec<SocketAddr>,
-    /// Where the second server dials the first one.
-    dialed: Option<SocketAddr>,
 }
 
 impl ServerSetup {
-    fn apply(&self, number: usize, raw: &mut RawConfig) {
+    fn apply(&self, raw: &mut RawConfig) {
         raw.connect_listen = Some("127.0.0.1:0".into());
         raw.allow_unauthenticated = Some("true".into());
         if self.kind == Kind::Https {
@@ -560,17 +553,6 @@ impl ServerSetup {
         }];
         if self.kind == Kind::Cloud {
             raw.cloud_apiserver = vec![self.target.to_string()];
-        }
-        if let Some(listen) = self.peers.get(number) {
-            raw.replica_name = Some(Peering::name(number));
-            raw.peer_listen = Some(listen.to_string());
-            let first = self.dialed.iter();
-            let peers = first.chain(self.peers.iter().skip(self.dialed.iter().len()));
-            raw.peers = (peers.enumerate())
-                .map(|(number, address)| format!("{}={address}", Peering::name(number)))
-                .collect();
-            // As behind a load balancer, so that the agent stays at the first server.
-            raw.advertise = vec![NOBODY.into()];
         }
     }
 }

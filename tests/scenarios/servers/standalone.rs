@@ -1,21 +1,17 @@
 //! Two servers without a cluster that share a CA and nothing else: a join token of one enrolls at
 //! the other, a node is reached over either, and a revocation holds at both.
 
-use std::net::SocketAddr;
 use std::time::{Duration, SystemTime};
 
 use anyhow::{Context, Result, ensure};
 use serde_json::Value;
 use tunnel_proto::wire::name::NodeName;
 use tunnel_server::ca::revocation::OrderAction;
-use tunnel_server::ca::{CaMaterial, transfer};
-use tunnel_server::config::RawConfig;
-use tunnel_server::store::data_dir::DataDir;
 use tunnel_tests::client::{RawRequest, request};
 use tunnel_tests::env::{Agent, TestEnv, WAIT_TIMEOUT};
 use tunnel_tests::eventually::eventually;
 use tunnel_tests::metrics::meta_page;
-use tunnel_tests::process::{Listener, next_loopback};
+use tunnel_tests::process::Peering;
 use tunnel_tests::targets::Exporter;
 
 #[tokio::test(flavor = "multi_thread")]
@@ -34,7 +30,7 @@ async fn token_of_one_server_enrolls_at_the_other_and_each_serves_the_others_nod
         let page = meta_page(env.bound().meta, path).await?;
         let groups: Value = serde_json::from_str(&page)?;
         let holders = [0, 1].map(|at| &groups[at]["labels"]["__meta_tunnel_server"]);
-        ensure!(holders == ["b", "a"], "{page}");
+        ensure!(holders == ["s1", "s0"], "{page}");
     }
     pair.a.stop_server().await?;
     served(&pair.b, "worker-1", &exporter).await;
@@ -97,21 +93,12 @@ pub(super) struct Pair {
 
 impl Pair {
     pub(super) async fn start() -> Result<Self> {
-        let ca = CaMaterial::generate(SystemTime::now())?;
-        let [at_a, at_b] = [next_loopback(), next_loopback()].map(|ip| Listener::Peers.on(ip));
-        let pair = Self {
-            a: server(&ca, "a", at_a, format!("b={at_b}")).await?,
-            b: server(&ca, "b", at_b, format!("a={at_a}")).await?,
-        };
-        for env in [&pair.a, &pair.b] {
-            eventually("the servers are connected", WAIT_TIMEOUT, async || {
-                let connected = "tunnel_server_peers{state=\"connected\"}";
-                ensure!(env.metric(connected).await? == 1, "not connected");
-                anyhow::Ok(())
-            })
-            .await;
-        }
-        Ok(pair)
+        let mut servers = Peering::in_process(2)
+            .start_in_process(|_number, _settings| {})
+            .await?;
+        let b = servers.pop().context("no server")?;
+        let a = servers.pop().context("no server")?;
+        Ok(Self { a, b })
     }
 
     /// Starts an agent with a token of `creator` that has one session, with `holder`.
@@ -124,24 +111,6 @@ impl Pair {
         holder.connected(node).await;
         Ok(agent)
     }
-}
-
-async fn server(ca: &CaMaterial, name: &str, at: SocketAddr, peer: String) -> Result<TestEnv> {
-    let mut imported = Ok(());
-    let env = TestEnv::start_with(|settings: &mut RawConfig| {
-        imported = import(settings.data_dir.as_deref(), ca);
-        settings.replica_name = Some(name.into());
-        settings.peer_listen = Some(at.to_string());
-        settings.peers = vec![peer];
-    });
-    let env = env.await?;
-    imported?;
-    Ok(env)
-}
-
-fn import(data_dir: Option<&str>, ca: &CaMaterial) -> Result<()> {
-    let data_dir = data_dir.context("no data directory")?;
-    Ok(transfer::import(&DataDir::open(data_dir.as_ref())?, ca)?)
 }
 
 async fn served(env: &TestEnv, node: &str, exporter: &Exporter) {
