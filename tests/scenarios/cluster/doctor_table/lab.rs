@@ -15,7 +15,7 @@ use crate::cluster::{ClusterEnv, FIRST, GUIDE_IP, GUIDE_RECORDS};
 pub(super) struct Lab {
     pub(super) cluster_env: ClusterEnv,
     pub(super) server: Server,
-    pub(super) agent: Option<Process>,
+    _agent: Process,
     /// The kubeconfig of the command.
     pub(super) kubeconfig: PathBuf,
     pub(super) kubelet: FakeKubelet,
@@ -42,17 +42,19 @@ impl Lab {
         let ports = ports.map(|port| port.to_string()).join(", ");
         let lists = [("https-proxy-ports", ports.as_str())];
         cluster_env.objects().set_ports(&lists).await?;
-        let mut lab = Self {
+        let folder = cluster_env.scratch.path().join("agent");
+        let agent = server.agent_setup(NODE, &folder).await?.start()?;
+        server.wait_until_connected(&[NODE]).await;
+        let lab = Self {
             kubeconfig: cluster_env.cluster.admin_kubeconfig()?,
             cluster_env,
             server,
-            agent: None,
+            _agent: agent,
             kubelet,
             unsigned,
             kubectl,
             home: ScratchDir::new()?,
         };
-        lab.start_agent().await?;
         let (http, https) = (Listener::Http, Listener::Https);
         let service = ("services", SYSTEM, "x-tunnel-server-internal-svc");
         lab.change(service, |service| {
@@ -61,15 +63,6 @@ impl Lab {
         })?;
         lab.reset()?;
         Ok(lab)
-    }
-
-    /// Starts the agent, which keeps its credential.
-    pub(super) async fn start_agent(&mut self) -> Result<()> {
-        let folder = self.cluster_env.scratch.path().join("agent");
-        let setup = self.server.agent_setup(NODE, &folder).await?;
-        self.agent = Some(setup.start()?);
-        self.server.wait_until_connected(&[NODE]).await;
-        Ok(())
     }
 
     /// Stores the objects of other programs without faults.
@@ -264,7 +257,7 @@ fn workload(name: &str, label: &str, value: &str) -> Value {
 }
 
 /// Returns the endpoints of a Service, one on each node.
-pub(super) fn slice(service: &str) -> Value {
+fn slice(service: &str) -> Value {
     let endpoint = |node: &str, address: &str| json!({ "addresses": [address], "nodeName": node, "conditions": { "ready": true } });
     json!({
         "metadata": { "name": format!("{service}-x"), "labels": { "kubernetes.io/service-name": service } },
@@ -285,5 +278,5 @@ pub(super) fn set_target(service: &mut Value, port: u16, target: u16) {
 
 pub(super) const NODE: &str = "worker-1";
 pub(super) const SYSTEM: &str = "kube-system";
-pub(super) const APISERVER: (&str, &str, &str) = ("pods", SYSTEM, "kube-apiserver-master-1");
+const APISERVER: (&str, &str, &str) = ("pods", SYSTEM, "kube-apiserver-master-1");
 const CHECKS: &str = "D01,D02,D03,D04,D05,D06,D07,D08,D09,D10,D11,D12,D13,D14,D15,D16,D17";
