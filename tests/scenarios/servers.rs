@@ -179,11 +179,10 @@ async fn agent_holds_a_session_with_each_of_two_servers_and_survives_one() -> Re
     servers.servers[0].process().signal(Signal::Kill)?;
     let until = Instant::now() + Duration::from_secs(3);
     let mut requests = 0;
-    while Instant::now() < until {
+    while Instant::now() < until || requests <= 10 {
         servers.get_ok(1).await?;
         requests += 1;
     }
-    ensure!(requests > 10, "{requests} requests");
     Ok(())
 }
 

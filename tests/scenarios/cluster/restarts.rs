@@ -168,7 +168,7 @@ async fn rolling_restart_of_three_servers_fails_no_request() -> Result<()> {
     })
     .await?;
     site.wait_for_sessions(2 * agents() as u64).await;
-    callers.end().await?.ensure_served(100)
+    callers.end(100).await?.ensure_served()
 }
 
 /// The same restart behind one virtual address, which nft spreads over the servers for callers and
@@ -221,7 +221,7 @@ async fn restart_behind_a_virtual_address() -> Result<()> {
     .await?;
     ensure!(execs.is_empty(), "{} execs on new servers", execs.len());
     site.wait_for_sessions(2 * agents() as u64).await;
-    callers.end().await?.ensure_served(100)
+    callers.end(100).await?.ensure_served()
 }
 
 /// Two of three servers have each agent. A killed server is started again at its addresses, with
@@ -254,7 +254,7 @@ async fn killed_server_costs_callers_of_the_others_no_request_also_without_its_d
         site.wait_for_sessions(2 * site.nodes.len() as u64).await;
         let took = started.elapsed();
         ensure!(!has_disk || took <= scaled(BY_RESET), "{took:?}");
-        callers.end().await?.ensure_served(100)?;
+        callers.end(100).await?.ensure_served()?;
     }
     Ok(())
 }

@@ -64,7 +64,7 @@ async fn scale_up_and_down() -> Result<()> {
         ensure!(sessions > 0, "{} has no sessions", replica.name);
     }
     following.end().await?;
-    callers.end().await?.ensure_served(100)
+    callers.end(100).await?.ensure_served()
 }
 
 /// Applies the manifest in the place of the objects that the harness creates.

@@ -163,7 +163,7 @@ async fn rolled(run: Run) -> Result<()> {
         endpoints.send_replace(http(&stack, None));
         stack.replicas.wait_for_sessions(2).await?;
     }
-    callers.end().await?.ensure_served(100)?;
+    callers.end(100).await?.ensure_served()?;
     // One dial for each session that a restart takes, and one back to the preferred server.
     let dialed = stack.agent_metric(ATTEMPTS).await? - dialed;
     run.report(format_args!("{dialed} dials of the agent, bound {DIALS}"));

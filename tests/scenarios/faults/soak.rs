@@ -364,7 +364,7 @@ impl Traffic {
     async fn end(mut self) -> Result<Vec<Event>> {
         self.stop.cancel();
         let mut events = Vec::new();
-        for call in self.callers.end().await?.0 {
+        for call in self.callers.end(0).await?.0 {
             events.push(Event {
                 kind: match call.is_new {
                     true => EventKind::NewConnection,

@@ -37,14 +37,13 @@ async fn loss_of_a_zone_fails_no_call_to_nodes_with_a_session_in_another_one() -
     }
     let until = Instant::now() + Duration::from_secs(3);
     let (mut requests, port) = (0, servers.kubelet.addr().port());
-    while Instant::now() < until {
+    while Instant::now() < until || requests <= 10 {
         for node in &nodes {
             let host = format!("{node}:{port}");
             servers.servers[2].get_ok(&host, "/metrics").await?;
             requests += 1;
         }
     }
-    ensure!(requests > 10, "{requests} requests");
     Ok(())
 }
 

@@ -95,7 +95,7 @@ async fn rolling_restart() -> Result<()> {
     .await?;
     let open = running.len() + execs.len();
     ensure!(open == 0, "{open} on new servers");
-    callers.end().await?.ensure_served(100)
+    callers.end(100).await?.ensure_served()
 }
 
 /// Starts the kubelet of all nodes, which have the address of their agents. The namespace of the
