@@ -1,9 +1,8 @@
 #!/usr/bin/env python3
-"""Prints a Markdown table of the code's size, long functions, circles of files, and folders that
-use each other.
+"""Prints a Markdown table of the code's size, long functions, and circles of files and of folders.
 
-`--compare REV` adds a column for a git revision. With `--check` the exit code is 1 if files of the
-work tree use each other in a circle. Sizes are a report: no value of them fails.
+`--compare REV` adds a column for a git revision. With `--check` the exit code is 1 if files or
+folders of the work tree use each other in a circle. Sizes are a report: no value of them fails.
 
 Product is `src` of the crates in proto, tunnel-server and tunnel-agent without the items and files
 behind `cfg(test)` or the feature `test-util`. The script matches text and does not expand macros.
@@ -24,7 +23,7 @@ PRODUCT = ("proto", "tunnel-server", "tunnel-agent")
 TEST_FOLDERS = {"harness": "src", "scenario": "scenarios", "benchmark": "bench", "demo": "demo",
                 "simulation": "scale"}
 LONG_FUNCTION = 80
-CIRCLES = "circles of files"
+CIRCLES = ("circles of files", "circles of folders")
 
 # A comment, a string or a character. A lifetime has no closing quote and does not match.
 OPAQUE = re.compile(
@@ -187,8 +186,18 @@ def references(sources):
     return edges
 
 
+def between_folders(edges):
+    """Returns {(folder, folder): example} of references between files, with `x.rs` in the folder `x`."""
+    folders = {}
+    for (source, target), example in edges.items():
+        arc = tuple(re.match(r"(?:.*?/)?src/(\w+)", path)[1] for path in (source, target))
+        if arc[0] != arc[1]:
+            folders.setdefault(arc, f"{example} -> {target}")
+    return folders
+
+
 def find_circles(edges):
-    """Returns the arcs of each strongly connected component with more than one file."""
+    """Returns the arcs of each strongly connected component with more than one file, or folder."""
     reach = {source: {source} for source, _ in edges}
     changed = True
     while changed:
@@ -200,18 +209,6 @@ def find_circles(edges):
     groups = sorted((len(group), sorted(group), group) for group in groups if len(group) > 1)
     return [{arc: edges[arc] for arc in sorted(edges) if group.issuperset(arc)}
             for _, _, group in reversed(groups)]
-
-
-def folder_pairs(edges):
-    """Returns each two folders or files at the top of a crate that use each other, with examples."""
-    def top(path):
-        parts = Path(path).with_suffix("").parts
-        return "/".join(parts[:parts.index("src") + 2])
-    between = {}
-    for (source, target), example in sorted(edges.items()):
-        between.setdefault((top(source), top(target)), f"{example} -> {target}")
-    return {pair: [example, between[pair[::-1]]] for pair, example in between.items()
-            if pair[0] < pair[1] and pair[::-1] in between}
 
 
 def product_crates(root):
@@ -235,7 +232,7 @@ def spread(name, values):
 
 def measure(root):
     """Returns the rows of the table and the lists by title."""
-    product, unit_tests, circles, pairs = [], [], [], {}
+    product, unit_tests, circles, folder_circles = [], [], [], []
     for crate in product_crates(root):
         sources = read_sources(root, crate / "src")
         test_modules = {(*source.module, name)
@@ -246,7 +243,7 @@ def measure(root):
         unit_tests += [source for source in sources if source not in code]
         edges = references(code)
         circles += find_circles(edges)
-        pairs |= folder_pairs(edges)
+        folder_circles += find_circles(between_folders(edges))
     folders = {f"{name} lines (tests/{folder})":
                sum(source.lines for source in read_sources(root, f"tests/{folder}"))
                for name, folder in TEST_FOLDERS.items()}
@@ -267,16 +264,17 @@ def measure(root):
         f"functions above {LONG_FUNCTION} lines": len(long),
         "unwrap and expect per 1,000 product lines": round(1000 * panics / sum(sizes), 2),
         "crates": len(product_crates(root)),
-        "pairs of folders that use each other": len(pairs),
-        CIRCLES: len(circles),
+        CIRCLES[0]: len(circles),
+        CIRCLES[1]: len(folder_circles),
     }
     lists = {f"Functions above {LONG_FUNCTION} lines": long}
-    for (first, second), examples in sorted(pairs.items()):
-        lists[f"{first} and {second} use each other"] = examples
     for number, arcs in enumerate(circles, 1):
         files = sorted({source for source, _ in arcs})
         title = f"Circle {number} of {len(files)} files: {', '.join(files)}"
         lists[title] = [f"{example} -> {target}" for (_, target), example in arcs.items()]
+    for number, arcs in enumerate(folder_circles, 1):
+        names = sorted({source for source, _ in arcs})
+        lists[f"Circle {number} of folders: {', '.join(names)}"] = [*arcs.values()]
     return rows, lists
 
 
@@ -305,7 +303,7 @@ def main():
         print(f"| {' | '.join([name, *cells])} |")
     for title, lines in lists.items():
         print(f"\n{title}:\n" + "\n".join(f"- {line}" for line in lines or ["none"]))
-    if args.check and rows[CIRCLES]:
+    if args.check and any(rows[name] for name in CIRCLES):
         sys.exit(1)
 
 

@@ -79,7 +79,7 @@ fn files_that_the_map_names_exist() {
 }
 
 #[test]
-fn files_of_a_crate_use_each_other_in_no_circle() {
+fn files_and_folders_of_a_crate_use_each_other_in_no_circle() {
     let Some(mut python) = or_skip(Tool::Python.command()) else {
         return;
     };

@@ -67,6 +67,7 @@ fn tests() -> Result<BTreeSet<String>> {
         "tunnel-agent",
         "tests/scenarios",
         "tests/src",
+        "tests/scale",
     ] {
         functions(&root().join(folder), &mut found)?;
     }
