@@ -1,14 +1,12 @@
-//! A fake kube-apiserver: complete enough for kubectl and client libraries, in memory, with faults
-//! on demand.
+//! A fake kube-apiserver in memory, with faults on demand. It has what the scenarios ask of it.
 //!
 //! The server serves, over TLS on a free loopback port, the kinds that a tunnel uses. Supported are
-//! get, list in pages, watch with resource versions, bookmarks and initial events, create, update,
-//! JSON, merge and strategic patches and delete; discovery, tables, field and label selectors. A
-//! server-side apply merges, without field managers and thus without conflicts. Users are
+//! get, list in pages, watch from a resource version with bookmarks, create, update, JSON, merge and
+//! strategic patches and delete; discovery, tables, selectors by equality. A server-side apply
+//! merges, without field managers and thus without conflicts. Objects are not validated. Users are
 //! authorized by the roles in the server. There are no controllers, so Endpoints are not created and
-//! garbage is not collected. Tests that must also hold against a
-//! real server use [`crate::cluster`], which has one interface for both. Those tests use this
-//! module only for faults and request counts.
+//! garbage is not collected. Tests that must also hold against a real server use [`crate::cluster`],
+//! which has one interface for both. Those tests use this module only for faults and request counts.
 
 mod access;
 mod bootstrap;

@@ -106,7 +106,8 @@ async fn printed_commands_remove_their_findings() -> Result<()> {
     lab.change(node, |node| set_kubelet_port(node, &lab.unsigned))?;
     lab.wait_for_finding("D03", &[]).await;
     lab.change(node, |node| set_kubelet_port(node, &lab.kubelet))?;
-    lab.wait_until_healthy("the certificate of the node", &[]).await;
+    lab.wait_until_healthy("the certificate of the node", &[])
+        .await;
     Ok(())
 }
 

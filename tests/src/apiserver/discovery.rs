@@ -15,14 +15,6 @@ pub(super) fn group_list() -> Value {
     json!({ "kind": "APIGroupList", "apiVersion": "v1", "groups": groups })
 }
 
-/// Returns the document of a group, such as `/apis/apps`.
-pub(super) fn group(group: &str) -> Value {
-    let mut group = described(group);
-    group["kind"] = "APIGroup".into();
-    group["apiVersion"] = "v1".into();
-    group
-}
-
 fn described(group: &str) -> Value {
     let version = json!({ "groupVersion": format!("{group}/{VERSION}"), "version": VERSION });
     json!({ "name": group, "versions": [version], "preferredVersion": version })
@@ -36,14 +28,7 @@ pub(super) fn resources(group: &str) -> Value {
             &["create"]
         } else {
             &[
-                "create",
-                "delete",
-                "deletecollection",
-                "get",
-                "list",
-                "patch",
-                "update",
-                "watch",
+                "create", "delete", "get", "list", "patch", "update", "watch",
             ]
         };
         resources.push(json!({
@@ -74,17 +59,6 @@ pub(super) fn version() -> Value {
     })
 }
 
-/// Returns `/openapi/v2`: a document without definitions, in the protobuf form that kubectl
-/// requests (field 1, `swagger`) or as JSON. kubectl does not validate objects of kinds without a
-/// definition.
-pub(super) fn openapi(protobuf: bool) -> (&'static str, Vec<u8>) {
-    if protobuf {
-        (
-            "application/com.github.proto-openapi.spec.v2.v1.0+protobuf",
-            b"\x0a\x032.0".to_vec(),
-        )
-    } else {
-        let document = json!({ "swagger": "2.0", "info": { "title": "Kubernetes", "version": "v1.33.0" }, "paths": {}, "definitions": {} });
-        ("application/json", document.to_string().into_bytes())
-    }
-}
+/// Media type of `/openapi/v2`, the protobuf form that kubectl requests. kubectl does not validate
+/// objects of kinds without a definition, and the document has none (field 1, `swagger`).
+pub(super) const OPENAPI: &str = "application/com.github.proto-openapi.spec.v2.v1.0+protobuf";

@@ -12,8 +12,6 @@ pub(super) struct Kind {
     pub(super) namespaced: bool,
     /// `status`: whether the status has a path of its own.
     pub(super) has_status: bool,
-    /// `put`: whether PUT may create the object.
-    pub(super) created_by_update: bool,
     /// `generation`: whether `metadata.generation` counts changes of the spec.
     pub(super) has_generation: bool,
 }
@@ -31,23 +29,23 @@ const TABLE: &str = "
 core namespaces Namespace ns cluster status
 core nodes Node no cluster status
 core pods Pod po status
-core services Service svc status put
-core endpoints Endpoints ep put
+core services Service svc status
+core endpoints Endpoints ep
 core configmaps ConfigMap cm
 core secrets Secret -
 core serviceaccounts ServiceAccount sa
-core events Event ev put
+core events Event ev
 apps deployments Deployment deploy status generation
 apps daemonsets DaemonSet ds status generation
 apps replicasets ReplicaSet rs status generation
-coordination.k8s.io leases Lease - put
-rbac.authorization.k8s.io roles Role - put
-rbac.authorization.k8s.io rolebindings RoleBinding - put
-rbac.authorization.k8s.io clusterroles ClusterRole - cluster put
-rbac.authorization.k8s.io clusterrolebindings ClusterRoleBinding - cluster put
-discovery.k8s.io endpointslices EndpointSlice - put
+coordination.k8s.io leases Lease -
+rbac.authorization.k8s.io roles Role -
+rbac.authorization.k8s.io rolebindings RoleBinding -
+rbac.authorization.k8s.io clusterroles ClusterRole - cluster
+rbac.authorization.k8s.io clusterrolebindings ClusterRoleBinding - cluster
+discovery.k8s.io endpointslices EndpointSlice -
 networking.k8s.io servicecidrs ServiceCIDR - cluster status
-events.k8s.io events Event ev put
+events.k8s.io events Event ev
 policy poddisruptionbudgets PodDisruptionBudget pdb status generation
 networking.k8s.io networkpolicies NetworkPolicy netpol generation
 scheduling.k8s.io priorityclasses PriorityClass pc cluster generation
@@ -73,7 +71,6 @@ impl Kind {
             short: Some(short).filter(|short| *short != "-"),
             namespaced: !flags.contains(&"cluster"),
             has_status: flags.contains(&"status"),
-            created_by_update: flags.contains(&"put"),
             has_generation: flags.contains(&"generation"),
         }
     }
@@ -142,8 +139,6 @@ pub(super) enum ApiRoute {
     Versions,
     /// `/apis`: the list of groups.
     Groups,
-    /// `/apis/apps`: one group and its versions.
-    Group(&'static str),
     /// `/api/v1`, `/apis/apps/v1`: the resources of a group version.
     Resources(&'static str),
     /// A collection or an object.
@@ -182,7 +177,6 @@ impl ApiRoute {
             ["openapi", "v2"] => Self::OpenApi,
             ["api", VERSION] => Self::Resources(""),
             ["api", VERSION, rest @ ..] => Self::objects("", rest),
-            ["apis", group] => known_group(group).map_or(Self::Unknown, Self::Group),
             ["apis", group, VERSION] => known_group(group).map_or(Self::Unknown, Self::Resources),
             ["apis", group, VERSION, rest @ ..] => {
                 known_group(group).map_or(Self::Unknown, |group| Self::objects(group, rest))

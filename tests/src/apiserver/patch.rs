@@ -1,36 +1,15 @@
-//! Strategic merge patches.
+//! Strategic merge patches, without the directives that delete or replace.
 
 use serde_json::{Map, Value};
 
-/// Applies a strategic merge patch with the directives that kubectl writes.
+/// Applies a strategic merge patch.
 pub(super) fn strategic(target: &mut Value, patch: &Value) {
     let Value::Object(patch) = patch else {
         *target = patch.clone();
         return;
     };
-    match patch.get("$patch").and_then(Value::as_str) {
-        Some("replace") => {
-            *target = without_directives(patch);
-            return;
-        }
-        Some("delete") => {
-            *target = Value::Object(Map::new());
-            return;
-        }
-        _ => {}
-    }
     let target = object(target);
-    if let Some(Value::Array(keep)) = patch.get("$retainKeys") {
-        target.retain(|key, _| keep.iter().any(|name| name == key));
-    }
     for (key, change) in patch {
-        if let Some(list) = key.strip_prefix("$deleteFromPrimitiveList/") {
-            if let (Some(Value::Array(found)), Value::Array(gone)) = (target.get_mut(list), change)
-            {
-                found.retain(|item| !gone.contains(item));
-            }
-            continue;
-        }
         if key.starts_with('$') {
             continue;
         }
@@ -46,18 +25,6 @@ pub(super) fn strategic(target: &mut Value, patch: &Value) {
                     items,
                     merge_key,
                 );
-            }
-            (Value::Array(items), None) if key == "finalizers" => {
-                let found = target
-                    .entry(key.clone())
-                    .or_insert_with(|| Value::Array(Vec::new()));
-                if let Value::Array(found) = found {
-                    for item in items {
-                        if !found.contains(item) {
-                            found.push(item.clone());
-                        }
-                    }
-                }
             }
             (Value::Object(_), _) => {
                 strategic(target.entry(key.clone()).or_insert(Value::Null), change)
@@ -82,15 +49,6 @@ fn object(value: &mut Value) -> &mut Map<String, Value> {
         Value::Object(map) => map,
         _ => unreachable!("just made an object"),
     }
-}
-
-fn without_directives(patch: &Map<String, Value>) -> Value {
-    let plain = patch.iter().filter(|(key, _)| !key.starts_with('$'));
-    Value::Object(
-        plain
-            .map(|(key, value)| (key.clone(), value.clone()))
-            .collect(),
-    )
 }
 
 /// Returns the field that identifies the items of a list, for the served kinds; `None` if the list
@@ -120,33 +78,13 @@ fn merge_list(target: &mut Value, patch: &[Value], key: &str) {
         *target = Value::Array(patch.to_vec());
         return;
     };
-    if patch.iter().any(|item| item["$patch"] == "replace") {
-        *target = patch
-            .iter()
-            .filter(|item| item["$patch"] != "replace")
-            .cloned()
-            .collect();
-        return;
-    }
     for item in patch {
-        let found = target
-            .iter()
-            .position(|existing| existing[key] == item[key]);
-        match (found, item["$patch"] == "delete") {
-            (Some(found), true) => {
-                target.remove(found);
-            }
-            (None, true) => {}
-            (Some(found), false) => {
-                if let Some(existing) = target.get_mut(found) {
-                    strategic(existing, item);
-                }
-            }
-            (None, false) => {
-                let mut new = Value::Null;
-                strategic(&mut new, item);
-                target.push(new);
-            }
+        match target
+            .iter_mut()
+            .find(|existing| existing[key] == item[key])
+        {
+            Some(existing) => strategic(existing, item),
+            None => target.push(item.clone()),
         }
     }
 }

@@ -8,7 +8,7 @@ pub struct RecordedRequest {
     /// Time at which its head had been read.
     pub at: Instant,
     pub user: String,
-    /// API verb: `get`, `list`, `watch`, `create`, `update`, `patch`, `delete`, `deletecollection`.
+    /// API verb: `get`, `list`, `watch`, `create`, `update`, `patch`, `delete`.
     pub verb: String,
     pub method: String,
     /// Plural name of the kind, empty for discovery requests.
@@ -29,7 +29,7 @@ pub struct RecordedRequest {
 impl RecordedRequest {
     /// Returns whether the request changes an object.
     pub fn is_write(&self) -> bool {
-        ["create", "update", "patch", "delete", "deletecollection"].contains(&self.verb.as_str())
+        ["create", "update", "patch", "delete"].contains(&self.verb.as_str())
     }
 }
 

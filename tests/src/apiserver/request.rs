@@ -7,7 +7,7 @@ use std::sync::Arc;
 use serde_json::{Value, json};
 
 use super::access::{self, Action, User};
-use super::defaulting::{born, check_frame, complete, key, name_of, now, preserve_server_fields};
+use super::defaulting::{born, complete, key, preserve_server_fields, set_address};
 use super::kinds::Address;
 use super::patch;
 use super::protobuf;
@@ -54,12 +54,10 @@ impl Query {
     pub(super) fn revision(&self) -> Result<Option<u64>, Status> {
         match self.get("resourceVersion") {
             None | Some("0") => Ok(None),
-            Some(text) => {
-                let number = text.parse().map_err(|_not_a_number| {
-                    Status::bad_request(format!("invalid resource version {text:?}"))
-                })?;
-                Ok(Some(number))
-            }
+            Some(text) => match text.parse() {
+                Ok(number) => Ok(Some(number)),
+                Err(error) => Err(Status::bad_request(format!("revision {text:?}: {error}"))),
+            },
         }
     }
 }
@@ -76,7 +74,6 @@ impl Request {
     /// Returns the selectors of the parameters.
     pub(super) fn selector(&self) -> Result<Selector, Status> {
         Selector::parse(
-            self.address.kind,
             self.query.get("labelSelector"),
             self.query.get("fieldSelector"),
         )
@@ -99,18 +96,6 @@ impl Request {
 
     /// Executes the verb. Watches are not handled here.
     pub(super) fn serve(&self, store: &Store, families: &[IpAddr]) -> Result<Answer, Status> {
-        let known_part = self
-            .address
-            .subresource
-            .as_deref()
-            .is_none_or(|sub| match sub {
-                "status" => self.address.kind.has_status,
-                "approval" => self.address.kind.is_approved(),
-                _ => false,
-            });
-        if !known_part {
-            return Err(Status::no_such_path());
-        }
         match self.verb {
             "get" => store
                 .read(|content| self.lookup(content).cloned())
@@ -120,7 +105,6 @@ impl Request {
             "update" => store.write(|content| self.update(content, families)),
             "patch" => store.write(|content| self.patch(content, families)),
             "delete" => store.write(|content| self.delete(content)),
-            "deletecollection" => self.delete_collection(store),
             _ => Err(Status::method_not_allowed()),
         }
     }
@@ -160,31 +144,10 @@ impl Request {
                 .ok_or_else(|| Status::bad_request("continue key is not valid"))
         });
         let resume = resume.transpose()?;
-        let asked = self.query.revision()?;
-        let exact = self.query.get("resourceVersionMatch") == Some("Exact");
         store.read(|content| {
-            if asked.is_some_and(|asked| asked > content.revision()) {
-                let message = format!(
-                    "Too large resource version: {}, current: {}",
-                    asked.unwrap_or_default(),
-                    content.revision()
-                );
-                let mut status = Status::new(504, "Timeout", message);
-                status.retry_after = Some(1);
-                return Err(status);
-            }
-            let revision = match (&resume, asked) {
-                (Some((revision, _)), _) if *revision < content.compacted() => {
-                    return Err(Status::continue_expired());
-                }
-                (Some((revision, _)), _) => *revision,
-                (None, Some(asked)) if exact => {
-                    if asked < content.compacted() {
-                        return Err(Status::expired(asked, content.compacted()));
-                    }
-                    asked
-                }
-                _ => content.revision(),
+            let revision = match &resume {
+                Some((revision, _)) => *revision,
+                None => content.revision(),
             };
             let after = resume.map(|(_, after)| after);
             let objects = content.collection_at(
@@ -227,9 +190,7 @@ impl Request {
         if self.content_type.starts_with(protobuf::MEDIA_TYPE) {
             return protobuf::read(&self.body);
         }
-        serde_json::from_slice(&self.body).map_err(|error| {
-            Status::bad_request(format!("the body of the request is no JSON: {error}"))
-        })
+        serde_json::from_slice(&self.body).map_err(|error| Status::bad_request(error.to_string()))
     }
 
     fn may_create(&self, content: &Content) -> Result<(), Status> {
@@ -241,19 +202,8 @@ impl Request {
     }
 
     fn create(&self, content: &mut Content, families: &[IpAddr]) -> Result<Answer, Status> {
-        if self.address.name.is_some() {
-            return Err(Status::method_not_allowed());
-        }
         let mut object = self.sent()?;
-        check_frame(&self.address, &mut object)?;
-        if object["metadata"]["resourceVersion"]
-            .as_str()
-            .is_some_and(|revision| !revision.is_empty())
-        {
-            return Err(Status::bad_request(
-                "resourceVersion should not be set on objects to be created",
-            ));
-        }
+        set_address(&self.address, &mut object);
         self.insert(content, object, families)
     }
 
@@ -264,7 +214,10 @@ impl Request {
         families: &[IpAddr],
     ) -> Result<Answer, Status> {
         let kind = self.address.kind;
-        let name = name_of(kind, &mut object)?;
+        let name = object["metadata"]["name"]
+            .as_str()
+            .unwrap_or_default()
+            .to_owned();
         if let Some(namespace) = &self.address.namespace
             && content
                 .get(&Key {
@@ -284,7 +237,7 @@ impl Request {
             return Err(Status::already_exists(kind, &name));
         }
         born(kind, &mut object);
-        complete(kind, &mut object, None, content, families)?;
+        complete(kind, &mut object, None, content, families);
         let stored = self.keep(content, &name, object);
         Ok(Answer::Object(201, stored))
     }
@@ -299,24 +252,8 @@ impl Request {
 
     fn update(&self, content: &mut Content, families: &[IpAddr]) -> Result<Answer, Status> {
         let mut object = self.sent()?;
-        check_frame(&self.address, &mut object)?;
-        let Ok(old) = self.lookup(content).cloned() else {
-            let has_revision = object["metadata"]["resourceVersion"]
-                .as_str()
-                .is_some_and(|revision| !revision.is_empty());
-            if !self.address.kind.created_by_update || self.address.subresource.is_some() {
-                return Err(Status::not_found(self.address.kind, self.name()));
-            }
-            self.may_create(content)?;
-            if has_revision {
-                return Err(Status::conflict(self.address.kind, self.name()));
-            }
-            object["metadata"]["name"] = self.name().into();
-            return self.insert(content, object, families);
-        };
-        if object["metadata"]["name"].is_null() {
-            return Err(Status::bad_request("name must be provided"));
-        }
+        set_address(&self.address, &mut object);
+        let old = self.lookup(content)?.clone();
         self.replace(content, &old, object, families)
     }
 
@@ -330,18 +267,10 @@ impl Request {
         };
         let old = self.lookup(content).cloned();
         if self.content_type.starts_with(APPLY) {
-            if self.query.get("fieldManager").is_none() {
-                return Err(Status::new(
-                    422,
-                    "Invalid",
-                    "PatchOptions.meta.k8s.io \"\" is invalid: fieldManager: Required value: is required for apply patch",
-                ));
-            }
             if old.is_err() {
                 self.may_create(content)?;
                 let mut new = patch;
-                check_frame(&self.address, &mut new)?;
-                new["metadata"]["name"] = self.name().into();
+                set_address(&self.address, &mut new);
                 return self.insert(content, new, families);
             }
         }
@@ -362,14 +291,9 @@ impl Request {
                 json_patch::patch(&mut new, &operations)
                     .map_err(|error| Status::new(422, "Invalid", error.to_string()))?;
             }
-            other => {
-                let message = format!(
-                    "the body of the request was in an unknown format - accepted media types include: application/json-patch+json, application/merge-patch+json, application/strategic-merge-patch+json, {APPLY}; got {other}"
-                );
-                return Err(Status::new(415, "UnsupportedMediaType", message));
-            }
+            other => return Err(Status::bad_request(format!("a patch of type {other}"))),
         }
-        check_frame(&self.address, &mut new)?;
+        set_address(&self.address, &mut new);
         self.replace(content, &old, new, families)
     }
 
@@ -390,19 +314,12 @@ impl Request {
             }
         }
         preserve_server_fields(kind, old, &mut new, self.address.subresource.as_deref());
-        complete(kind, &mut new, Some(old), content, families)?;
+        complete(kind, &mut new, Some(old), content, families);
         // As in the real API server, a write that changes nothing keeps the revision.
         if **old == new {
             return Ok(Answer::Object(200, Arc::clone(old)));
         }
-        let gone = !new["metadata"]["deletionTimestamp"].is_null()
-            && new["metadata"]["finalizers"]
-                .as_array()
-                .is_none_or(Vec::is_empty);
         let stored = self.keep(content, self.name(), new);
-        if gone && self.query.get("dryRun").is_none() {
-            self.remove(content, &self.key(self.name()));
-        }
         Ok(Answer::Object(200, stored))
     }
 
@@ -423,20 +340,6 @@ impl Request {
         let details =
             json!({ "name": self.name(), "kind": kind.plural, "uid": old["metadata"]["uid"] });
         let done = json!({ "kind": "Status", "apiVersion": "v1", "metadata": {}, "status": "Success", "details": details });
-        if self.query.get("dryRun").is_some() || !options["dryRun"].is_null() {
-            return Ok(Answer::Object(200, Arc::new(done)));
-        }
-        if old["metadata"]["finalizers"]
-            .as_array()
-            .is_some_and(|finalizers| !finalizers.is_empty())
-        {
-            let mut leaving = Value::clone(&old);
-            leaving["metadata"]["deletionTimestamp"] = now().into();
-            return Ok(Answer::Object(
-                200,
-                content.put(self.key(self.name()), leaving),
-            ));
-        }
         self.remove(content, &self.key(self.name()));
         Ok(Answer::Object(200, Arc::new(done)))
     }
@@ -451,29 +354,6 @@ impl Request {
                 ..key.clone()
             });
         }
-    }
-
-    fn delete_collection(&self, store: &Store) -> Result<Answer, Status> {
-        let selector = self.selector()?;
-        store.write(|content| {
-            let inside = content.collection(
-                self.address.kind.storage(),
-                self.address.namespace.as_deref(),
-            );
-            let gone: Vec<_> = inside
-                .filter(|(_, object)| selector.fits(object))
-                .map(|(key, object)| (key.clone(), Arc::clone(object)))
-                .collect();
-            let objects = gone.into_iter().map(|(key, object)| {
-                self.remove(content, &key);
-                object
-            });
-            let objects = objects.collect();
-            Ok(Answer::List(
-                objects,
-                json!({ "resourceVersion": content.revision().to_string() }),
-            ))
-        })
     }
 }
 

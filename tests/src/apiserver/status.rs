@@ -67,11 +67,6 @@ impl Status {
         Self::new(400, "BadRequest", message)
     }
 
-    pub(super) fn invalid(kind: &Kind, name: &str, problem: &str) -> Self {
-        let message = format!("{} {name:?} is invalid: {problem}", kind.kind);
-        Self::new(422, "Invalid", message).about(kind, name)
-    }
-
     pub(super) fn method_not_allowed() -> Self {
         Self::new(
             405,
@@ -90,16 +85,6 @@ impl Status {
             410,
             "Expired",
             format!("too old resource version: {asked} ({oldest})"),
-        )
-    }
-
-    /// Returns the failure for a continue token of a compacted revision.
-    pub(super) fn continue_expired() -> Self {
-        Self::new(
-            410,
-            "Expired",
-            "The provided continue parameter is too old to display a consistent list result. You must start a new list \
-             without the continue parameter.",
         )
     }
 

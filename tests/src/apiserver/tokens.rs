@@ -142,11 +142,6 @@ impl Signer {
         let own: Vec<&str> = own
             .map(|own| own.iter().filter_map(Value::as_str).collect())
             .unwrap_or_else(|| vec![ISSUER]);
-        let asked = if asked.is_empty() {
-            &[ISSUER][..]
-        } else {
-            asked
-        };
         let common: Vec<_> = asked.iter().filter(|asked| own.contains(asked)).collect();
         if common.is_empty() && reviewing != Reviewing::WithoutAudiences {
             return Err(format!(

@@ -1,4 +1,4 @@
-//! A watch: initial events, changes, bookmarks, 410, and the timeout.
+//! A watch from a revision: changes, bookmarks, 410, and the timeout.
 
 use std::collections::VecDeque;
 use std::io;
@@ -51,12 +51,6 @@ impl Watch {
         signals: Signals,
     ) -> Result<Self, Status> {
         let bookmarks = request.query.is_true("allowWatchBookmarks");
-        let initial = request.query.is_true("sendInitialEvents");
-        if initial && request.query.get("resourceVersionMatch") != Some("NotOlderThan") {
-            return Err(Status::bad_request(
-                "sendInitialEvents requires setting resourceVersionMatch to NotOlderThan",
-            ));
-        }
         let asked = request.query.revision()?;
         let seconds = request
             .query
@@ -80,24 +74,6 @@ impl Watch {
         };
         watch.changes.mark_changed();
         watch.cuts.mark_unchanged();
-        if initial || asked.is_none() {
-            store.read(|content| {
-                watch.sent_revision = content.revision();
-                let objects = content.collection(
-                    watch.address.kind.storage(),
-                    watch.address.namespace.as_deref(),
-                );
-                let fitting = objects.filter(|(_, object)| watch.selector.fits(object));
-                let events: Vec<_> = fitting
-                    .map(|(_, object)| watch.event("ADDED", object))
-                    .collect();
-                watch.ready.extend(events);
-            });
-            if initial && bookmarks {
-                let end = watch.bookmark(true);
-                watch.ready.push_back(end);
-            }
-        }
         Ok(watch)
     }
 
@@ -105,12 +81,9 @@ impl Watch {
         json!({ "type": kind, "object": super::shown(self.address.kind, object) })
     }
 
-    fn bookmark(&self, ends_initial: bool) -> Value {
+    fn bookmark(&self) -> Value {
         let kind = self.address.kind;
-        let mut object = json!({ "kind": kind.kind, "apiVersion": kind.api_version(), "metadata": { "resourceVersion": self.sent_revision.to_string(), "creationTimestamp": null } });
-        if ends_initial {
-            object["metadata"]["annotations"] = json!({ "k8s.io/initial-events-end": "true" });
-        }
+        let object = json!({ "kind": kind.kind, "apiVersion": kind.api_version(), "metadata": { "resourceVersion": self.sent_revision.to_string(), "creationTimestamp": null } });
         json!({ "type": "BOOKMARK", "object": object })
     }
 
@@ -147,7 +120,7 @@ impl Watch {
                 () = sleep_until(self.next_bookmark), if self.bookmarks => {
                     self.next_bookmark += BOOKMARK_INTERVAL;
                     self.sent_revision = self.sent_revision.max(self.store.read(super::store::Content::revision));
-                    let bookmark = self.bookmark(false);
+                    let bookmark = self.bookmark();
                     self.ready.push_back(bookmark);
                 }
             }

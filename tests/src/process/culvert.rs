@@ -279,7 +279,12 @@ impl AgentSetup {
         namespace: Option<&Namespace>,
     ) -> Self {
         let server = server.to_string();
-        Self::of("tunnel-agent", data_dir, namespace).args(&["--server", &server, "--node-name", node])
+        Self::of("tunnel-agent", data_dir, namespace).args(&[
+            "--server",
+            &server,
+            "--node-name",
+            node,
+        ])
     }
 
     /// Creates an agent on free loopback ports, whose targets of class `node` are on loopback.

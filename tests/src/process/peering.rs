@@ -49,8 +49,7 @@ impl Peering {
             let server = TestEnv::start_with(|settings| {
                 if count > 1 {
                     settings.replica_name = Some(Self::name(number));
-                    settings.peer_listen =
-                        Some(self.address(number, Listener::Peers).to_string());
+                    settings.peer_listen = Some(self.address(number, Listener::Peers).to_string());
                     settings.peers = (0..count).map(|other| self.peer(other)).collect();
                 }
                 if let Some(first) = first {
