@@ -3,8 +3,12 @@
 
 use std::collections::BTreeSet;
 
-use k8s_openapi::api::core::v1::ConfigMap;
-use serde_json::Value;
+use k8s_openapi::api::apps::v1::{DaemonSet, Deployment};
+use k8s_openapi::api::core::v1::{ConfigMap, Pod, PodSpec, Service, Volume};
+use k8s_openapi::api::discovery::v1::EndpointSlice;
+use k8s_openapi::apimachinery::pkg::apis::meta::v1::ObjectMeta;
+use kube::ResourceExt as _;
+use kube::config::Kubeconfig;
 
 use super::monitors::{MonitorFacts, MonitorKind};
 use super::reader::{Fact, Reader};
@@ -13,15 +17,12 @@ use crate::cluster::objects::SERVICE_NAME_LABEL;
 /// The objects, as the API server returned them.
 #[derive(Debug)]
 pub(super) struct AddonObjects {
-    pub(super) dns_deployments: Fact<Vec<Value>>,
-    pub(super) dns_daemon_sets: Fact<Vec<Value>>,
-    pub(super) dns_service: Fact<Option<Value>>,
-    pub(super) dns_slices: Fact<Vec<Value>>,
-    pub(super) server_deployments: Fact<Vec<Value>>,
-    pub(super) server_daemon_sets: Fact<Vec<Value>>,
-    pub(super) service_monitors: Fact<Vec<Value>>,
-    pub(super) pod_monitors: Fact<Vec<Value>>,
-    pub(super) yurthub_pods: Fact<Vec<Value>>,
+    pub(super) dns_workloads: Fact<Vec<Workload>>,
+    pub(super) dns_service: Fact<Option<Service>>,
+    pub(super) dns_slices: Fact<Vec<EndpointSlice>>,
+    pub(super) server_workloads: Fact<Vec<Workload>>,
+    pub(super) monitors: Fact<Vec<MonitorFacts>>,
+    pub(super) yurthub_pods: Fact<Vec<Pod>>,
     pub(super) kube_proxy_map: Fact<Option<ConfigMap>>,
 }
 
@@ -74,41 +75,30 @@ pub(crate) struct ServerWorkload {
 impl AddonObjects {
     /// Reads the objects, all at the same time.
     pub(super) async fn read(reader: &Reader, namespace: &str) -> Self {
-        let of_server = |plural: &str| format!("/apis/apps/v1/namespaces/{namespace}/{plural}");
         let of_dns = format!("{SERVICE_NAME_LABEL}=kube-dns");
-        let (deployments, daemon_sets) = (of_server("deployments"), of_server("daemonsets"));
         let (
-            dns_deployments,
-            dns_daemon_sets,
+            dns_workloads,
             dns_service,
             dns_slices,
-            server_deployments,
-            server_daemon_sets,
-            service_monitors,
-            pod_monitors,
+            server_workloads,
+            monitors,
             yurthub_pods,
             kube_proxy_map,
         ) = tokio::join!(
-            Box::pin(reader.list(SYSTEM_DEPLOYMENTS, DNS_LABEL)),
-            Box::pin(reader.list(SYSTEM_DAEMON_SETS, DNS_LABEL)),
+            Box::pin(read_workloads(reader, "kube-system", DNS_LABEL)),
             Box::pin(reader.get(DNS_SERVICE)),
             Box::pin(reader.list(SYSTEM_SLICES, &of_dns)),
-            Box::pin(reader.list(&deployments, SERVER_LABEL)),
-            Box::pin(reader.list(&daemon_sets, SERVER_LABEL)),
-            Box::pin(reader.list_served(SERVICE_MONITORS)),
-            Box::pin(reader.list_served(POD_MONITORS)),
+            Box::pin(read_workloads(reader, namespace, SERVER_LABEL)),
+            Box::pin(read_monitors(reader)),
             Box::pin(reader.list(SYSTEM_PODS, YURTHUB_LABEL)),
             Box::pin(reader.get(KUBE_PROXY_MAP)),
         );
         Self {
-            dns_deployments,
-            dns_daemon_sets,
+            dns_workloads,
             dns_service,
             dns_slices,
-            server_deployments,
-            server_daemon_sets,
-            service_monitors,
-            pod_monitors,
+            server_workloads,
+            monitors,
             yurthub_pods,
             kube_proxy_map,
         }
@@ -116,132 +106,136 @@ impl AddonObjects {
 
     /// Returns what follows from the objects. `records_map` is the ConfigMap of the records.
     pub(super) fn facts(self, records_map: &str) -> AddonFacts {
-        let dns = workloads(self.dns_deployments, self.dns_daemon_sets);
-        let server = workloads(self.server_deployments, self.server_daemon_sets);
-        let monitors = self.service_monitors.and_then(|services| {
-            let services = MonitorFacts::all(MonitorKind::Service, &services);
-            let pods = MonitorFacts::all(MonitorKind::Pod, &self.pod_monitors?);
-            Ok(services.into_iter().chain(pods).collect())
-        });
+        let mounts = |workloads: Vec<Workload>| {
+            let mounts = workloads.iter().flat_map(|one| one.mounts(records_map));
+            mounts.collect()
+        };
         AddonFacts {
-            records_mounts: dns.map(|dns| {
-                let mounts = dns.iter().flat_map(|one| one.mounts(records_map));
-                mounts.collect()
-            }),
+            records_mounts: self.dns_workloads.map(mounts),
             cluster_dns: self.dns_service.and_then(|service| match service {
                 Some(service) => Ok(Some(cluster_dns(&service, &self.dns_slices?))),
                 None => Ok(None),
             }),
-            server_workloads: server.map(|server| {
-                let workloads = server.iter().map(|one| ServerWorkload {
-                    workload: one.name.clone(),
-                    dns_policy: one.dns_policy().to_owned(),
+            server_workloads: self.server_workloads.map(|server| {
+                let workloads = server.into_iter().map(|one| ServerWorkload {
+                    // Without the field it is ClusterFirst.
+                    dns_policy: one.spec.dns_policy.unwrap_or("ClusterFirst".to_owned()),
+                    workload: one.name,
                 });
                 workloads.collect()
             }),
-            monitors,
+            monitors: self.monitors,
             yurthub_nodes: self.yurthub_pods.map(|pods| {
-                let nodes = pods
-                    .iter()
-                    .filter_map(|pod| pod["spec"]["nodeName"].as_str());
-                nodes.map(str::to_owned).collect()
+                let nodes = pods.into_iter().filter_map(|pod| pod.spec?.node_name);
+                nodes.collect()
             }),
             kube_proxy_server: (self.kube_proxy_map)
-                .map(|map| server_of(&map?.data?.remove(KUBE_PROXY_KUBECONFIG)?)),
+                .map(|map| server_of(map?.data?.get(KUBE_PROXY_KUBECONFIG)?)),
         }
     }
 }
 
+async fn read_workloads(reader: &Reader, namespace: &str, label: &str) -> Fact<Vec<Workload>> {
+    let path = |plural: &str| format!("/apis/apps/v1/namespaces/{namespace}/{plural}");
+    let (deployments, daemon_sets) = (path("deployments"), path("daemonsets"));
+    let (deployments, daemon_sets) = tokio::join!(
+        Box::pin(reader.list(&deployments, label)),
+        Box::pin(reader.list(&daemon_sets, label)),
+    );
+    Ok(Workload::all(deployments?, daemon_sets?))
+}
+
+async fn read_monitors(reader: &Reader) -> Fact<Vec<MonitorFacts>> {
+    let (services, pods) = tokio::join!(
+        Box::pin(reader.list_served(SERVICE_MONITORS)),
+        Box::pin(reader.list_served(POD_MONITORS)),
+    );
+    let mut monitors = MonitorFacts::all(MonitorKind::Service, &services?);
+    monitors.extend(MonitorFacts::all(MonitorKind::Pod, &pods?));
+    Ok(monitors)
+}
+
 /// A Deployment or a DaemonSet.
-struct Workload {
+#[derive(Debug)]
+pub(super) struct Workload {
     /// Kind and name, as kubectl accepts them.
     name: String,
-    object: Value,
+    spec: PodSpec,
 }
 
 impl Workload {
-    fn spec(&self) -> &Value {
-        &self.object["spec"]["template"]["spec"]
-    }
-
-    fn dns_policy(&self) -> &str {
-        // Without the field it is ClusterFirst.
-        self.spec()["dnsPolicy"].as_str().unwrap_or("ClusterFirst")
+    fn all(deployments: Vec<Deployment>, daemon_sets: Vec<DaemonSet>) -> Vec<Self> {
+        let workload = |kind: &str, metadata: ObjectMeta, spec: Option<PodSpec>| {
+            Some(Self {
+                name: format!("{kind} {}", metadata.name?),
+                spec: spec.unwrap_or_default(),
+            })
+        };
+        let deployments = deployments.into_iter().filter_map(|one| {
+            let spec = one.spec.and_then(|spec| spec.template.spec);
+            workload("deployment", one.metadata, spec)
+        });
+        let daemon_sets = daemon_sets.into_iter().filter_map(|one| {
+            let spec = one.spec.and_then(|spec| spec.template.spec);
+            workload("daemonset", one.metadata, spec)
+        });
+        deployments.chain(daemon_sets).collect()
     }
 
     /// Returns the mounts of volumes of a ConfigMap.
     fn mounts(&self, config_map: &str) -> Vec<RecordsMount> {
-        let volumes = self.spec()["volumes"].as_array().into_iter().flatten();
-        let names: BTreeSet<&str> = volumes
-            .filter(|volume| volume["configMap"]["name"] == config_map)
-            .filter_map(|volume| volume["name"].as_str())
-            .collect();
-        let containers = self.spec()["containers"].as_array().into_iter().flatten();
-        let mounts = containers.enumerate().flat_map(|(container, spec)| {
-            let mounts = spec["volumeMounts"].as_array().into_iter().flatten();
-            mounts
-                .enumerate()
-                .map(move |(mount, spec)| (container, mount, spec))
+        let volumes = self.spec.volumes.iter().flatten();
+        let is_of_map = |volume: &&Volume| {
+            let map = volume.config_map.as_ref();
+            map.is_some_and(|map| map.name == config_map)
+        };
+        let volumes: Vec<_> = volumes.filter(is_of_map).collect();
+        let containers = self.spec.containers.iter().enumerate();
+        let mounts = containers.flat_map(|(container, spec)| {
+            let mounts = spec.volume_mounts.iter().flatten().enumerate();
+            mounts.map(move |(mount, spec)| (container, mount, spec))
         });
-        mounts
-            .filter(|(_, _, spec)| {
-                spec["name"]
-                    .as_str()
-                    .is_some_and(|name| names.contains(name))
-            })
-            .filter_map(|(container, mount, spec)| {
-                Some(RecordsMount {
-                    workload: self.name.clone(),
-                    container,
-                    mount,
-                    path: spec["mountPath"].as_str()?.to_owned(),
-                    has_sub_path: !spec["subPath"].is_null(),
-                })
-            })
-            .collect()
+        let of_map = mounts.filter(|(_, _, mount)| {
+            let mut volumes = volumes.iter();
+            volumes.any(|volume| volume.name == mount.name)
+        });
+        let mounts = of_map.map(|(container, mount, spec)| RecordsMount {
+            workload: self.name.clone(),
+            container,
+            mount,
+            path: spec.mount_path.clone(),
+            has_sub_path: spec.sub_path.is_some(),
+        });
+        mounts.collect()
     }
 }
 
-fn workloads(deployments: Fact<Vec<Value>>, daemon_sets: Fact<Vec<Value>>) -> Fact<Vec<Workload>> {
-    let kinds = [("deployment", deployments?), ("daemonset", daemon_sets?)];
-    let workloads = kinds.into_iter().flat_map(|(kind, objects)| {
-        objects.into_iter().filter_map(move |object| {
-            let name = format!("{kind} {}", object["metadata"]["name"].as_str()?);
-            Some(Workload { name, object })
-        })
+fn cluster_dns(service: &Service, slices: &[EndpointSlice]) -> ClusterDnsFacts {
+    let has_field = service.spec.as_ref().is_some_and(|spec| {
+        spec.internal_traffic_policy.as_deref() == Some("Local")
+            || spec.traffic_distribution.is_some()
     });
-    Ok(workloads.collect())
-}
-
-fn cluster_dns(service: &Value, slices: &[Value]) -> ClusterDnsFacts {
-    let spec = &service["spec"];
-    let annotations = &service["metadata"]["annotations"];
-    let endpoints = slices
-        .iter()
-        .filter_map(|slice| slice["endpoints"].as_array())
-        .flatten();
-    let nodes = endpoints.filter_map(|endpoint| endpoint["nodeName"].as_str());
+    let annotations = service.annotations();
+    let mut known = TRAFFIC_ANNOTATIONS.iter();
+    let endpoints = slices.iter().flat_map(|slice| &slice.endpoints);
     ClusterDnsFacts {
-        has_traffic_policy: spec["internalTrafficPolicy"] == "Local"
-            || !spec["trafficDistribution"].is_null()
-            || TRAFFIC_ANNOTATIONS
-                .iter()
-                .any(|name| !annotations[*name].is_null()),
-        nodes: nodes.map(str::to_owned).collect(),
+        has_traffic_policy: has_field || known.any(|name| annotations.contains_key(*name)),
+        nodes: endpoints
+            .filter_map(|endpoint| endpoint.node_name.clone())
+            .collect(),
     }
 }
 
 /// Returns the address of the API server in a kubeconfig; the rest may hold secrets.
 fn server_of(kubeconfig: &str) -> Option<String> {
-    let mut lines = kubeconfig.lines().map(str::trim);
-    let server = lines.find_map(|line| line.strip_prefix("server:"))?;
-    Some(server.trim().to_owned())
+    let clusters = Kubeconfig::from_yaml(kubeconfig).ok()?.clusters;
+    clusters
+        .into_iter()
+        .find_map(|named| named.cluster?.server)
 }
 
 /// Pods of the control plane. A static Pod has a mirror Pod here.
 pub(super) const SYSTEM_PODS: &str = "/api/v1/namespaces/kube-system/pods";
-const SYSTEM_DEPLOYMENTS: &str = "/apis/apps/v1/namespaces/kube-system/deployments";
-const SYSTEM_DAEMON_SETS: &str = "/apis/apps/v1/namespaces/kube-system/daemonsets";
 const SYSTEM_SLICES: &str = "/apis/discovery.k8s.io/v1/namespaces/kube-system/endpointslices";
 const DNS_SERVICE: &str = "/api/v1/namespaces/kube-system/services/kube-dns";
 /// Label of CoreDNS in every cluster, for compatibility with its predecessor.
@@ -263,12 +257,17 @@ const TRAFFIC_ANNOTATIONS: [&str; 3] = [
 
 #[cfg(test)]
 mod tests {
-    use serde_json::json;
+    use serde::de::DeserializeOwned;
+    use serde_json::{Value, json};
 
     use super::*;
 
+    fn object<T: DeserializeOwned>(json: Value) -> T {
+        serde_json::from_value(json).unwrap()
+    }
+
     fn objects() -> AddonObjects {
-        let coredns = json!({
+        let coredns = object(json!({
             "metadata": {"name": "coredns"},
             "spec": {"template": {"spec": {
                 "volumes": [
@@ -280,21 +279,19 @@ mod tests {
                     {"name": "edge", "mountPath": "/etc/edge/tunnel-nodes", "subPath": "tunnel-nodes"},
                 ]}],
             }}},
-        });
+        }));
+        let server = object(json!({"metadata": {"name": "tunnel-server"}}));
         let kubeconfig = json!({"data": {
-            "kubeconfig.conf": "clusters:\n- cluster:\n    server: https://192.0.2.1:6443\n",
+            "kubeconfig.conf": "clusters: [{name: default, cluster: {server: 'https://192.0.2.1:6443'}}]\n",
         }});
         AddonObjects {
-            dns_deployments: Ok(vec![coredns]),
-            dns_daemon_sets: Ok(Vec::new()),
-            dns_service: Ok(Some(json!({"spec": {"internalTrafficPolicy": "Cluster"}}))),
-            dns_slices: Ok(vec![json!({"endpoints": [{"nodeName": "a"}, {}]})]),
-            server_deployments: Ok(vec![json!({"metadata": {"name": "tunnel-server"}})]),
-            server_daemon_sets: Ok(Vec::new()),
-            service_monitors: Ok(Vec::new()),
-            pod_monitors: Ok(Vec::new()),
-            yurthub_pods: Ok(vec![json!({"spec": {"nodeName": "a"}})]),
-            kube_proxy_map: Ok(Some(serde_json::from_value(kubeconfig).unwrap())),
+            dns_workloads: Ok(Workload::all(vec![coredns], Vec::new())),
+            dns_service: Ok(Some(object(json!({"spec": {"internalTrafficPolicy": "Cluster"}})))),
+            dns_slices: Ok(vec![object(json!({"endpoints": [{"nodeName": "a"}, {}]}))]),
+            server_workloads: Ok(Workload::all(Vec::new(), vec![server])),
+            monitors: Ok(Vec::new()),
+            yurthub_pods: Ok(vec![object(json!({"spec": {"nodeName": "a"}}))]),
+            kube_proxy_map: Ok(Some(object(kubeconfig))),
         }
     }
 
@@ -313,6 +310,7 @@ mod tests {
         assert!(!dns.has_traffic_policy);
         assert_eq!(dns.nodes, BTreeSet::from(["a".to_owned()]));
         let workload = &facts.server_workloads.unwrap()[0];
+        assert_eq!(workload.workload, "daemonset tunnel-server");
         assert_eq!(workload.dns_policy, "ClusterFirst");
         assert_eq!(facts.yurthub_nodes.unwrap().len(), 1);
         let server = facts.kube_proxy_server.unwrap();
@@ -326,14 +324,15 @@ mod tests {
             json!({"spec": {"trafficDistribution": "PreferSameNode"}}),
             json!({"metadata": {"annotations": {"openyurt.io/topologyKeys": "openyurt.io/nodepool"}}}),
         ] {
-            assert!(cluster_dns(&service, &[]).has_traffic_policy, "{service}");
+            let facts = cluster_dns(&object(service.clone()), &[]);
+            assert!(facts.has_traffic_policy, "{service}");
         }
     }
 
     #[test]
     fn object_that_cannot_be_read_leaves_the_others() {
         let mut objects = objects();
-        objects.pod_monitors = Err("forbidden".to_owned());
+        objects.monitors = Err("forbidden".to_owned());
         let facts = objects.facts("yurt-tunnel-nodes");
         assert_eq!(facts.monitors.unwrap_err(), "forbidden");
         assert!(facts.cluster_dns.is_ok());

@@ -9,13 +9,12 @@ use rustls::client::verify_server_name;
 use rustls::server::ParsedCertificate;
 use rustls_pki_types::ServerName;
 use tokio::net::TcpStream;
-use tokio::time::timeout;
 use tokio_rustls::TlsConnector;
+use tunnel_doctor::{Fact, within};
 use tunnel_proto::process::meta;
 use tunnel_proto::tls;
 use tunnel_proto::tls::files::KeyPairFiles;
 
-use crate::cluster::doctor::Fact;
 use crate::config::{APISERVER_TARGET, Config};
 use crate::dns::response_times;
 
@@ -65,13 +64,12 @@ impl DialedFacts {
             .iter()
             .filter(|target| target.name.as_str() == APISERVER_TARGET)
             .flat_map(|target| &target.addresses);
-        let apiservers = apiservers.take(ADDRESSES_MAX).map(async |address| {
-            let handshake = timeout(DIAL_LIMIT, is_for_service(address)).await;
-            CloudApiServer {
+        let apiservers = apiservers
+            .take(ADDRESSES_MAX)
+            .map(async |address| CloudApiServer {
                 address: address.clone(),
-                is_for_service: handshake.unwrap_or_else(|_elapsed| Err(NO_ANSWER.to_owned())),
-            }
-        });
+                is_for_service: within(DIAL_LIMIT, is_for_service(address)).await,
+            });
         let resolvers = async {
             match &config.dns {
                 Some(settings) => {
@@ -101,14 +99,13 @@ impl DialedFacts {
 
 async fn dial_all(addresses: &[String]) -> Vec<Dialed> {
     let dialing = addresses.iter().take(ADDRESSES_MAX).map(async |address| {
-        let error = match timeout(DIAL_LIMIT, TcpStream::connect(address.as_str())).await {
-            Ok(Ok(_connected)) => None,
-            Ok(Err(error)) => Some(error.to_string()),
-            Err(_elapsed) => Some(NO_ANSWER.to_owned()),
+        let dial = async {
+            let connected = TcpStream::connect(address.as_str()).await;
+            connected.map_err(|error| error.to_string())
         };
         Dialed {
             address: address.clone(),
-            error,
+            error: within(DIAL_LIMIT, dial).await.err(),
         }
     });
     join_all(dialing).await
@@ -158,7 +155,6 @@ fn uncovered_by(pair: &KeyPairFiles, advertised: &[String]) -> Fact<Vec<String>>
     Ok(uncovered.map(str::to_owned).collect())
 }
 
-const NO_ANSWER: &str = "no answer in time";
 /// Name of the API server that the kubeconfigs of edge nodes verify.
 const SERVICE_NAME: &str = "kubernetes.default.svc";
 /// Maximum number of addresses of a kind to which the command connects.

@@ -12,12 +12,13 @@ use rustls_pki_types::ServerName;
 use tokio::net::UnixStream;
 use tokio::time::timeout;
 use tokio_rustls::TlsConnector;
+use tunnel_doctor::{Fact, NO_ANSWER};
 use tunnel_proto::tls;
 use tunnel_proto::tls::files::load_roots;
 use tunnel_proto::wire::name::{NodeName, Port};
 
 use crate::admin::verbs::connect::open_tunnel;
-use crate::cluster::doctor::{ClusterFacts, Fact, ReportedNode};
+use crate::cluster::doctor::{ClusterFacts, ReportedNode};
 use crate::config::Config;
 use crate::ingress::target_tls::server_name;
 use crate::store::data_dir::DataDir;
@@ -102,7 +103,7 @@ pub(super) async fn probe_all(config: &Config, kubelets: Vec<Kubelet>) -> Fact<V
             node: kubelet.node.to_string(),
             port: kubelet.port.get(),
             answer: answer.unwrap_or_else(|_elapsed| {
-                KubeletAnswer::Unreachable("no answer in time".to_owned())
+                KubeletAnswer::Unreachable(NO_ANSWER.to_owned())
             }),
         }
     });
