@@ -155,23 +155,30 @@ pub struct BoundAddrs {
 
 impl BoundAddrs {
     pub(super) fn log(&self) {
-        let log = |listener: &str, address: &SocketAddr| info!(listener, %address, "listening");
-        log("agents", &self.agents);
-        self.peers.iter().for_each(|address| log("peers", address));
-        self.https.iter().for_each(|address| log("https", address));
-        self.http.iter().for_each(|address| log("http", address));
-        log("meta", &self.meta);
-        self.status
-            .iter()
-            .for_each(|address| log("status", address));
-        self.dns.iter().for_each(|address| log("dns", address));
-        self.connect
-            .iter()
-            .for_each(|address| log("connect", address));
-        self.proxy.iter().for_each(|address| log("proxy", address));
+        for (listener, address) in self.listeners() {
+            info!(listener, %address, "listening");
+        }
         for (name, address) in &self.services {
             info!(listener = "service", service = name, %address, "listening");
         }
+    }
+
+    /// Returns the listeners that are no TCP services.
+    fn listeners(&self) -> impl Iterator<Item = (&'static str, SocketAddr)> {
+        let single = [
+            ("agents", Some(self.agents)),
+            ("peers", self.peers),
+            ("https", self.https),
+            ("http", self.http),
+            ("meta", Some(self.meta)),
+            ("status", self.status),
+            ("dns", self.dns),
+            ("connect", self.connect),
+        ];
+        let bound = single
+            .into_iter()
+            .filter_map(|(listener, address)| Some((listener, address?)));
+        bound.chain(self.proxy.iter().map(|address| ("proxy", *address)))
     }
 
     /// Returns the ports that callers never reach as ports of a node.
@@ -185,19 +192,10 @@ impl BoundAddrs {
     }
 
     pub(super) fn tcp_ports(&self) -> Vec<Port> {
-        let single = [
-            self.https,
-            self.http,
-            self.dns,
-            self.connect,
-            self.peers,
-            self.status,
-        ];
-        let many = self.proxy.iter().copied();
-        let many = many.chain(self.services.iter().map(|(_, address)| *address));
-        let all = [self.agents, self.meta].into_iter().chain(many);
-        all.chain(single.into_iter().flatten())
-            .filter_map(|address| Port::new(address.port()))
+        let services = self.services.iter().map(|(_, address)| *address);
+        let listeners = self.listeners().map(|(_, address)| address);
+        let all = listeners.chain(services);
+        all.filter_map(|address| Port::new(address.port()))
             .collect()
     }
 
