@@ -10,7 +10,6 @@ use governor::state::keyed::HashMapStateStore;
 use governor::{Quota, RateLimiter};
 use tokio::sync::Semaphore;
 use tunnel_proto::process::shutdown::Shutdown;
-use tunnel_proto::session::LivenessLimits;
 use tunnel_proto::tls::AgentTrust;
 use tunnel_proto::wire::control::Member;
 use tunnel_proto::wire::name::{NodeName, ReplicaId};
@@ -18,6 +17,7 @@ use tunnel_proto::wire::name::{NodeName, ReplicaId};
 use self::saved_connections::SavedConnections;
 use crate::ca::renewal::Renewals;
 use crate::ca::revocation::Revocations;
+use crate::config::Limits;
 use crate::egress::CloudEgress;
 use crate::metrics::Metrics;
 use crate::routing::known_nodes::KnownNodes;
@@ -42,7 +42,11 @@ pub struct Sessions {
     pub metrics: Metrics,
     /// Shutdown signals and the tasks that they cover.
     pub shutdown: Shutdown,
-    pub limits: SessionLimits,
+    pub limits: Limits,
+    /// Time for which open streams can continue after SIGTERM.
+    pub drain: Duration,
+    /// Time after SIGTERM within which agents move to another server, if there is one.
+    pub move_within: Duration,
     /// Connections that the next process resets if this one is killed.
     pub(crate) saved_connections: Option<SavedConnections>,
     /// Rate limit for the sessions that a node opens.
@@ -57,24 +61,6 @@ pub struct Sessions {
     pub cloud: Option<Arc<CloudEgress>>,
     /// Issues renewed certificates. With `None`, operators replace the certificates of agents.
     pub renewals: Option<Arc<Renewals>>,
-}
-
-#[derive(Debug, Clone, Copy)]
-pub struct SessionLimits {
-    /// Time from the end of the handshake to Hello.
-    pub handshake: Duration,
-    /// Streams that can be open at once.
-    pub streams: u32,
-    /// Time that the agent has to dial a target.
-    pub target_dial: Duration,
-    /// Time for which open streams can continue after SIGTERM.
-    pub drain: Duration,
-    /// Time after SIGTERM within which agents move to another server, if there is one.
-    pub move_within: Duration,
-    /// Silence after which an agent is suspect, and after which it is dead.
-    pub liveness: LivenessLimits,
-    /// Time for which a session can continue after its certificate has ended.
-    pub expiry_grace: Duration,
 }
 
 impl Sessions {

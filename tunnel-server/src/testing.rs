@@ -8,7 +8,6 @@ use prometheus_client::registry::Registry as MetricsRegistry;
 use tokio::sync::Semaphore;
 use tokio::time::{Instant, sleep, timeout};
 use tunnel_proto::process::shutdown::Shutdown;
-use tunnel_proto::session::LivenessLimits;
 use tunnel_proto::session::control::{self, ControlReader, ControlWriter};
 use tunnel_proto::transport::memory::{self, MemorySession};
 use tunnel_proto::transport::{BufferPool, Session, Stream};
@@ -19,13 +18,14 @@ use tunnel_proto::wire::peer::{HeldNode, Holds};
 
 use crate::admin::status::{NodeSources, SessionSources};
 use crate::ca::revocation::Revocations;
+use crate::config::Limits;
 use crate::metrics::Metrics;
 use crate::routing::known_nodes::KnownNodes;
 use crate::routing::peers::{PeerAddress, PeerLimits, PeerMetrics, Peers};
 use crate::routing::registry::{CallerKey, OpenError, Registry, RegistryLimits, StreamRequest};
 use crate::routing::routes::{RouteNode, RouteSource};
 use crate::routing::{OpenStream, Routing};
-use crate::session::{SessionLimits, Sessions};
+use crate::session::Sessions;
 use crate::store::testing::Scratch;
 pub(crate) use crate::store::testing::{assert_contains, node};
 
@@ -150,18 +150,12 @@ impl Bench {
             nodes: Arc::new(KnownNodes::open(&scratch.0).unwrap()),
             metrics: Metrics::new(&mut counters, BufferPool::new(POOL)),
             shutdown: Shutdown::new(),
-            limits: SessionLimits {
-                handshake: Duration::from_secs(5),
-                streams: 4,
-                target_dial: Duration::from_secs(5),
-                drain: Duration::from_secs(30),
-                move_within: Duration::from_secs(10),
-                liveness: LivenessLimits {
-                    probes_idle: true,
-                    ..LivenessLimits::default()
-                },
-                expiry_grace: Duration::from_secs(30),
+            limits: Limits {
+                streams_per_agent: 4,
+                ..Limits::default()
             },
+            drain: Duration::from_secs(30),
+            move_within: Duration::from_secs(10),
             saved_connections: None,
             admission_rate: Arc::new(crate::session::AdmissionRate::new(1000)),
             permits: Arc::new(Semaphore::new(SESSIONS)),

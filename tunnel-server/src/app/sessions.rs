@@ -20,7 +20,7 @@ use crate::config::{Capacity, Limits};
 use crate::egress::CloudEgress;
 use crate::session::agent_listener::{AgentListener, TcpHandler};
 use crate::session::saved_connections::SavedConnections;
-use crate::session::{AdmissionRate, SessionLimits, Sessions};
+use crate::session::{AdmissionRate, Sessions};
 
 pub(super) struct SessionInputs<'a> {
     pub(super) quic: Arc<QuicAcceptor>,
@@ -69,15 +69,9 @@ pub(super) fn start(inputs: SessionInputs<'_>, context: &ServerContext) -> anyho
         nodes: context.nodes.clone(),
         metrics: context.metrics.clone(),
         shutdown: context.shutdown.clone(),
-        limits: SessionLimits {
-            handshake: limits.handshake_timeout,
-            streams: limits.streams_per_agent,
-            target_dial: limits.target_dial_timeout,
-            drain: context.config.drain_delay + context.config.drain_timeout,
-            move_within: context.config.move_within(),
-            liveness: limits.liveness(),
-            expiry_grace: limits.expiry_grace(),
-        },
+        limits: *limits,
+        drain: context.config.drain_delay + context.config.drain_timeout,
+        move_within: context.config.move_within(),
         saved_connections: Some(reset_earlier(&inputs.quic, context)),
         admission_rate: Arc::new(AdmissionRate::new(limits.admissions_per_node)),
         permits: Arc::new(Semaphore::new(inputs.capacity.sessions)),
@@ -90,7 +84,6 @@ pub(super) fn start(inputs: SessionInputs<'_>, context: &ServerContext) -> anyho
         quic: inputs.quic,
         tcp_handler: Arc::new(tcp_handler),
         sessions: Arc::new(sessions),
-        handshake_limit: limits.handshake_timeout,
         pre_auth: ConnLimiter::new(inputs.capacity.half_open),
         tcp_permits: Arc::new(Semaphore::new(inputs.capacity.agents_over_tcp)),
     };

@@ -3,7 +3,6 @@
 
 use std::net::SocketAddr;
 use std::sync::Arc;
-use std::time::Duration;
 
 use tokio::net::TcpListener;
 use tokio::sync::Semaphore;
@@ -30,8 +29,6 @@ pub struct AgentListener {
     pub quic: Arc<QuicAcceptor>,
     pub tcp_handler: Arc<TcpHandler>,
     pub sessions: Arc<Sessions>,
-    /// Timeout of a handshake, and of a whole enrollment.
-    pub handshake_limit: Duration,
     pub pre_auth: Arc<ConnLimiter>,
     /// Permits for TCP connections. A connection holds its permit until it ends. The permits bound
     /// the file descriptors that agents use, because other parts of the server need some too.
@@ -129,7 +126,7 @@ impl AgentListener {
         };
         Some(HalfOpenConn {
             sessions: self.sessions.clone(),
-            deadline: Instant::now() + self.handshake_limit,
+            deadline: Instant::now() + self.sessions.limits.handshake_timeout,
             permit,
         })
     }

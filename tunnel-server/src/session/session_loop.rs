@@ -55,7 +55,7 @@ impl Sessions {
         // never waits for a message to be sent, because it may never leave on a silent session.
         let mut sending = pin!(sending);
         let mut monitor =
-            AgentMonitor::new(agent.clone(), self.limits.liveness, self.metrics.clone());
+            AgentMonitor::new(agent.clone(), self.limits.liveness(), self.metrics.clone());
         let mut closed = pin!(agent.session.closed());
         let mut next_poll = pin!(sleep(Duration::ZERO));
         // Both stay registered: all sessions share the lists of waiters and their locks.
@@ -71,7 +71,7 @@ impl Sessions {
                 () = agent.busy() => {}
                 () = &mut leaving, if !is_leaving => {
                     is_leaving = true;
-                    control_sender.drain(self.limits.drain, self.move_within());
+                    control_sender.drain(self.drain, self.move_within());
                 }
                 never = &mut members_sent => match never {},
                 received = reader.receive(), if can_recv => match received {
@@ -107,7 +107,7 @@ impl Sessions {
     /// Returns the time within which agents move to another server, or zero without one.
     fn move_within(&self) -> Duration {
         if can_agents_move(&self.peers.members().borrow(), self.peers.own()) {
-            self.limits.move_within
+            self.move_within
         } else {
             Duration::ZERO
         }
@@ -138,7 +138,7 @@ impl Sessions {
     /// Closes the session if its certificate has ended and was not renewed, by any session of the
     /// agent's process. Returns the time of the close while the certificate is valid.
     fn close_expired(&self, agent: &Arc<AgentSession>, now: Instant) -> Option<Instant> {
-        let grace = self.limits.expiry_grace;
+        let grace = self.limits.expiry_grace();
         let expires_at = agent.valid_until() + grace;
         if now < expires_at {
             return Some(expires_at);
