@@ -3,8 +3,8 @@
 //!
 //! Anybody who reaches the port may cause its work. So what grows with the number of nodes is made
 //! outside the runtime's own threads, one document of a source at a time, and is shared by the callers
-//! of a moment (`documents.rs`) or made in chunks while it is read (`streamed.rs`), and no connection
-//! holds it for longer than 30 s.
+//! of a moment (`documents.rs`) or made in chunks while it is read (`streamed.rs`), and a connection
+//! ends when its caller takes nothing for 30 s (`stall_limit.rs`).
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::convert::Infallible;
@@ -43,10 +43,12 @@ use super::unix_socket::{self, SocketPermissions};
 
 mod documents;
 mod response;
+mod stall_limit;
 mod streamed;
 
 use self::response::response;
 pub use self::response::{FullResponse, json, text};
+use self::stall_limit::StallLimit;
 pub use self::streamed::Chunks;
 use self::streamed::{MetaBody, StreamedBody};
 
@@ -58,8 +60,9 @@ const CONN_LIMITS: ConnLimits = ConnLimits {
 };
 /// Time limit for a caller to send its request head.
 const HEAD_TIMEOUT: Duration = Duration::from_secs(5);
-/// Time limit of a connection. The largest page is read in a second on a local network.
-const CONNECTION_TIMEOUT: Duration = Duration::from_secs(30);
+/// Time for which a caller may take nothing of a response. The time in which a page is made does not
+/// count, and neither does that of a slow network.
+const STALL_TIMEOUT: Duration = Duration::from_secs(30);
 /// Memory for the part of a response that a connection has not sent.
 const BUFFERED_MAX_BYTES: usize = 64 * 1024;
 /// Longest response body that [`get`] accepts. The metrics of 10,000 nodes are about 3 MiB.
@@ -219,7 +222,6 @@ impl MetaServer {
             listener,
             "meta",
             CONN_LIMITS,
-            CONNECTION_TIMEOUT,
             &self.0.shutdown,
             move |socket, peer| state.clone().serve(socket, peer),
         );
@@ -249,7 +251,7 @@ impl MetaServer {
                 let connection = state.clone().serve(socket, LOCAL);
                 tasks.spawn_service(async move {
                     let _permit = permit;
-                    let _over = tokio::time::timeout(CONNECTION_TIMEOUT, connection).await;
+                    connection.await;
                 });
             }
         });
@@ -298,8 +300,9 @@ impl MetaState {
                 Err(_no_document) => std::future::pending().await,
             }
         };
+        let socket = TokioIo::new(StallLimit::new(socket, STALL_TIMEOUT));
         tokio::select! {
-            ended = server.serve_connection(TokioIo::new(socket), service) => {
+            ended = server.serve_connection(socket, service) => {
                 if let Err(error) = ended {
                     debug!(%error, %peer, "meta connection ended");
                 }
@@ -810,10 +813,7 @@ mod tests {
         }
         let held = begin.elapsed();
         assert!(held > Duration::from_secs(5), "{held:?}");
-        assert!(
-            held <= CONNECTION_TIMEOUT + Duration::from_secs(2),
-            "{held:?}"
-        );
+        assert!(held <= STALL_TIMEOUT + Duration::from_secs(2), "{held:?}");
         let mut received = Vec::new();
         let _cut = reader.read_to_end(&mut received).await;
         assert!(received.len() < BYTES, "{} bytes", received.len());

@@ -1,12 +1,10 @@
 //! The accept loop of the listeners for operators: a bounded number of connections, each in a task
-//! of its own and for a limited time.
+//! of its own.
 
 use std::net::SocketAddr;
-use std::time::Duration;
 
 use socket2::SockRef;
 use tokio::net::{TcpListener, TcpStream};
-use tokio::time::timeout;
 use tracing::debug;
 
 use super::accept::RetryingListener;
@@ -17,13 +15,12 @@ use super::shutdown::Shutdown;
 /// the buffer grow to megabytes for each connection.
 const SEND_BUFFER_BYTES: usize = 64 * 1024;
 
-/// Serves the connections of `listener` until `stop`, each for at most `time_limit`. At a limit of
+/// Serves the connections of `listener` until `stop`. `serve` limits the time of each. At a limit of
 /// connections, a newer connection evicts the oldest one. Log lines name the listener `name`.
 pub fn serve_bounded<F>(
     listener: TcpListener,
     name: &'static str,
     limits: ConnLimits,
-    time_limit: Duration,
     shutdown: &Shutdown,
     serve: impl Fn(TcpStream, SocketAddr) -> F + Send + 'static,
 ) where
@@ -42,12 +39,10 @@ pub fn serve_bounded<F>(
             if let Err(error) = SockRef::from(&socket).set_send_buffer_size(SEND_BUFFER_BYTES) {
                 debug!(listener = name, %peer, %error, "cannot limit the send buffer");
             }
-            let connection = timeout(time_limit, serve(socket, peer));
+            let connection = serve(socket, peer);
             tasks.spawn_service(async move {
                 tokio::select! {
-                    ended = connection => if ended.is_err() {
-                        debug!(listener = name, %peer, "connection closed after its time limit");
-                    },
+                    () = connection => {}
                     () = permit.evicted() => {
                         debug!(listener = name, %peer, "connection evicted by a newer one");
                     }

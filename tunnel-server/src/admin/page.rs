@@ -120,9 +120,15 @@ pub(crate) fn start(sources: PageSources, listener: TcpListener, shutdown: &Shut
         listener,
         "status",
         CONN_LIMITS,
-        CONNECTION_TIMEOUT,
         shutdown,
-        move |socket, peer| Box::pin(serve(page.clone(), socket, peer)),
+        move |socket, peer| {
+            let serving = timeout(CONNECTION_TIMEOUT, serve(page.clone(), socket, peer));
+            Box::pin(async move {
+                if serving.await.is_err() {
+                    debug!(%peer, "status connection closed after its time limit");
+                }
+            })
+        },
     );
 }
 

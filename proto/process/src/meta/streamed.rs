@@ -116,6 +116,30 @@ mod tests {
         assert_eq!(remaining.len(), 90);
     }
 
+    /// Each has its turn, so that none of them waits until another one is complete.
+    #[tokio::test(start_paused = true)]
+    async fn bodies_of_one_source_that_are_read_at_once_advance_together() {
+        const CHUNKS: usize = 50;
+        let read = async || {
+            let chunks = (0..CHUNKS).map(|_| Ok(Bytes::from_static(b"x")));
+            let mut body = StreamedBody::new(SOURCE, Box::new(chunks));
+            let mut frames = 0;
+            while let Some(frame) = body.frame().await {
+                frame.unwrap();
+                frames += 1;
+                READ.fetch_add(1, Ordering::Relaxed);
+            }
+            // What the others have read when this one is complete.
+            (frames, READ.load(Ordering::Relaxed))
+        };
+        static READ: AtomicUsize = AtomicUsize::new(0);
+        let bodies = futures_util::future::join_all((0..8).map(|_| read())).await;
+        for (frames, read) in bodies {
+            assert_eq!(frames, CHUNKS);
+            assert!(read > 8 * (CHUNKS - 2), "{read} of all chunks were read");
+        }
+    }
+
     #[tokio::test]
     async fn error_or_panic_ends_the_body_without_its_end() {
         let failing = [Ok("a".into()), Err(io::Error::other("a test"))];
