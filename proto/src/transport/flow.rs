@@ -167,6 +167,9 @@ pub(super) trait FlowTransport: Send + Sync {
     /// Tells the peer that this end is short, see [`SessionFlow::set_peer_short`].
     fn report_shortage(&self);
 
+    /// Tells the peer, which is short, that a stream waits, see [`SessionFlow::set_peer_waits`].
+    fn report_waiting(&self);
+
     /// Returns the congestion window in bytes, if the transport keeps sent data until it is
     /// acknowledged.
     fn congestion_window(&self) -> Option<u64>;
@@ -398,9 +401,6 @@ impl SessionFlow {
     /// nothing if the pool has no memory for the stream, or the source must have no more.
     pub(super) fn open(&self, source: u64) -> Option<Arc<ReadMonitor>> {
         let state = &mut *self.lock();
-        if source != 0 && state.shortage.is_held(source) {
-            return None;
-        }
         if source != 0 && self.is_refused(state, source) {
             self.record_refusal(state);
             return None;
@@ -421,7 +421,8 @@ impl SessionFlow {
 
     /// Returns whether a source gets no new streams, because it holds the most of what is short.
     fn is_refused(&self, state: &mut FlowState, source: u64) -> bool {
-        self.pool.heavy_sources.lock().contains(&source)
+        state.shortage.is_held(source)
+            || self.pool.heavy_sources.lock().contains(&source)
             || (self.is_exhausted(state) && state.heavy_sources().contains(&source))
     }
 
@@ -483,9 +484,18 @@ impl SessionFlow {
         has_room
     }
 
-    fn record_refusal(&self, state: &mut FlowState) {
+    /// Records that a stream waits for memory of this end.
+    fn record_waiting(&self, state: &mut FlowState) {
         state.refused = REFUSED_SAMPLES;
         self.pool.refused.store(REFUSED_SAMPLES, Ordering::Relaxed);
+    }
+
+    /// Records that a stream waits for memory: of this end, or of the peer if that is short.
+    fn record_refusal(&self, state: &mut FlowState) {
+        self.record_waiting(state);
+        if state.shortage.begin_waiting_report() {
+            self.transport.report_waiting();
+        }
     }
 
     /// Returns whether stalled streams hold the window, and it cannot grow.
@@ -712,6 +722,11 @@ impl StreamOwner for SessionFlow {
         let is_held = source != 0 && state.shortage.is_held(source);
         state.shortage.has_held_streams |= is_held;
         activity.set_source(source, is_held);
+    }
+
+    fn refuses(&self, source: u64) -> bool {
+        let state = &mut *self.lock();
+        source != 0 && self.is_refused(state, source)
     }
 
     fn finish_stream(&self) {

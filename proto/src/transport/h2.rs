@@ -248,6 +248,10 @@ impl FlowTransport for H2Flow {
         self.send_command(|commands| commands.report_shortage = true);
     }
 
+    fn report_waiting(&self) {
+        self.send_command(|commands| commands.report_waiting = true);
+    }
+
     /// The operating system keeps what was sent.
     fn congestion_window(&self) -> Option<u64> {
         None

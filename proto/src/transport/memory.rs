@@ -17,6 +17,7 @@ use tokio::io::{AsyncRead, AsyncWrite, ReadBuf};
 use tokio::sync::{Mutex as AsyncMutex, mpsc, watch};
 use tokio::time::{Instant, sleep, sleep_until};
 
+use super::flow::ReadMonitor;
 use super::stream::{CutSignal, IncomingStream, RawStream, Stream, StreamCut, Traffic};
 use super::{
     CloseReason, ClosedBy, Dialer, HandshakeError, Session, SessionError, SessionStats,
@@ -83,6 +84,9 @@ pub struct Script {
     pub is_silent: bool,
     /// Whether stalled readers hold too much, see [`Session::has_room`].
     pub is_full: bool,
+    /// Whether what is written to a stream that is opened waits, because its source holds the most of
+    /// what the peer is short of.
+    pub is_peer_short: bool,
     /// Whether opening a stream panics, as a bug would.
     pub is_panicking: bool,
     /// Whether closing takes one second, as a transport may take to deliver its last data.
@@ -202,10 +206,14 @@ impl Session for MemorySession {
         if self.outgoing.send(theirs).await.is_err() {
             return Err(self.closed().await.into());
         }
+        let read_monitor = Arc::<ReadMonitor>::default();
+        if self.script().is_peer_short {
+            read_monitor.hold();
+        }
         let mut stream = Stream::opened(
             Box::new(ours),
             self.traffic.clone(),
-            Arc::default(),
+            read_monitor,
             reply_timeout,
         );
         // A window that is narrower than the header is read by the peer in the meantime. The

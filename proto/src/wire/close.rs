@@ -1,5 +1,5 @@
 //! The messages of the close stream, of a transport without frames for them (h2). QUIC's
-//! CONNECTION_CLOSE carries code and reason, and its datagrams the reports of a shortage.
+//! CONNECTION_CLOSE carries code and reason, and its datagrams the reports about memory.
 
 use bytes::BytesMut;
 use prost::Message;
@@ -14,6 +14,8 @@ use super::pb;
 pub enum SessionMessage {
     /// The sender has no memory for more of what the sources with the most unread data send.
     Short,
+    /// The sender has refused a stream, because the receiver has no memory for it.
+    Waiting,
     /// The session ends, for this reason.
     Close(SessionClose),
 }
@@ -26,10 +28,14 @@ impl SessionMessage {
                 is_short: true,
                 ..pb::SessionClose::default()
             },
+            Self::Waiting => pb::SessionClose {
+                is_waiting: true,
+                ..pb::SessionClose::default()
+            },
             Self::Close(close) => pb::SessionClose {
                 code: close.code.number(),
                 reason: one_line(&close.reason),
-                is_short: false,
+                ..pb::SessionClose::default()
             },
         };
         // The message cannot be too large: `one_line` bounds the reason far below the cap.
@@ -47,6 +53,7 @@ impl SessionMessage {
             Ok(None) => None,
             Ok(Some(frame)) => Some(match pb::SessionClose::decode(frame) {
                 Ok(message) if message.is_short => Self::Short,
+                Ok(message) if message.is_waiting => Self::Waiting,
                 Ok(message) => Self::Close(SessionClose {
                     code: CloseCode::from_number(message.code),
                     reason: one_line(&message.reason),

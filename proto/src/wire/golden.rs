@@ -339,6 +339,7 @@ fn close_of_a_session_is_as_captured() {
     check(
         &[
             ("021801", SessionMessage::Short),
+            ("022001", SessionMessage::Waiting),
             ("00", close(CloseCode::Normal, "")),
             (
                 "0e0801120a676f696e672061776179",

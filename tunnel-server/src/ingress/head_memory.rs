@@ -53,6 +53,11 @@ impl HeadMemory {
         self.pool.permit()
     }
 
+    /// Returns the size of the pool, in bytes.
+    pub(crate) fn pool_bytes(&self) -> u64 {
+        self.pool.limit()
+    }
+
     /// Returns the bytes that all heads have reserved.
     #[cfg(test)]
     pub(crate) fn reserved(&self) -> u64 {

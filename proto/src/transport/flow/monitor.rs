@@ -22,6 +22,9 @@ pub(super) trait StreamOwner: Send + Sync + std::fmt::Debug {
     fn count_written(&self, bytes: u64);
     /// Sets the source of a stream that the peer has opened.
     fn set_source(&self, source: u64, activity: &StreamActivity);
+    /// Returns whether a new stream of a source would be refused, because the source holds the most of
+    /// what is short.
+    fn refuses(&self, source: u64) -> bool;
     /// Records that a stream can hold no more bytes.
     fn finish_stream(&self);
 }
@@ -168,6 +171,23 @@ impl ReadMonitor {
 
     pub(super) fn activity(&self) -> &Arc<StreamActivity> {
         &self.activity
+    }
+
+    /// Returns whether what is written waits, because the stream's source holds the most at the peer.
+    pub(in crate::transport) fn is_held(&self) -> bool {
+        self.activity.writer.is_held()
+    }
+
+    /// Lets what is written wait, as [`Self::is_held`] says. For tests of other layers.
+    #[cfg(any(test, feature = "test-util"))]
+    pub(in crate::transport) fn hold(&self) {
+        self.activity.writer.set_held(true);
+    }
+
+    /// Returns whether a new stream of the same source would be refused.
+    pub(in crate::transport) fn is_source_refused(&self) -> bool {
+        let source = self.activity.source.load(Ordering::Relaxed);
+        (self.session.as_ref()).is_some_and(|session| session.refuses(source))
     }
 
     /// Returns whether the stream must end because its reader is stalled.

@@ -7,9 +7,13 @@
 //! others, whose small requests pass again and again. When the reserve is used up, because of
 //! streams that had not stalled before, it grows, as far as memory permits.
 //!
+//! The peer reports in turn that it has refused a stream. So streams wait at the end that is short,
+//! too, and a reader that has been stalled for long ends there (`flow/stalled.rs`).
+//!
 //! ```text
 //! receiver:  stalled streams hold all --> reports --> 100 ms later: reserve --> ... --> has room
 //! sender:                                 sources that hold the most wait             they go on
+//!                                         new streams of theirs are refused: report
 //! ```
 
 use std::collections::HashSet;
@@ -22,7 +26,7 @@ use super::{BufferPool, FlowState, SHORT_SHARE, SPARE_MIN, SessionFlow};
 /// Credit that is added at once: a quarter of a first window.
 const RESERVE_STEP: u64 = 64 << 10;
 /// Samples between two reports: 200 ms.
-const REPORT_SAMPLES: u32 = 4;
+pub(super) const REPORT_SAMPLES: u32 = 4;
 /// Samples after the first report in which the peer finds the sources that must wait: 100 ms.
 const SAMPLES_TO_HOLD: u32 = 2;
 /// Samples for which a session is short after its window was exhausted the last time: 1 s.
@@ -42,6 +46,14 @@ impl SessionFlow {
         // Later, each sample does so.
         if before == 0 {
             self.hold_writers(state);
+        }
+    }
+
+    /// Records the peer's report that it has refused a stream, because this end is short.
+    pub(in crate::transport) fn set_peer_waits(&self) {
+        let state = &mut *self.lock();
+        if state.shortage.is_short() {
+            self.record_waiting(state);
         }
     }
 
@@ -128,6 +140,8 @@ impl SessionFlow {
     pub(super) fn sample_peer_shortage(&self, state: &mut FlowState) {
         let samples_left = &mut state.shortage.peer_samples_left;
         *samples_left = samples_left.saturating_sub(1);
+        let samples = &mut state.shortage.waiting_report_samples;
+        *samples = samples.saturating_sub(1);
         self.hold_writers(state);
     }
 }

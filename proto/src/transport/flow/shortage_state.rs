@@ -2,6 +2,8 @@
 
 use std::collections::HashSet;
 
+use super::shortage::REPORT_SAMPLES;
+
 /// What a session knows of its own shortage, and of its peer's.
 #[derive(Debug, Default)]
 pub(super) struct Shortage {
@@ -20,11 +22,22 @@ pub(super) struct Shortage {
     /// The sources that may not open streams while the peer is short.
     pub(super) held_sources: HashSet<u64>,
     pub(super) has_held_streams: bool,
+    /// Samples until the peer may be told again that a stream waits.
+    pub(super) waiting_report_samples: u32,
 }
 
 impl Shortage {
     pub(super) fn is_short(&self) -> bool {
         self.samples_left > 0
+    }
+
+    /// Returns whether to tell the peer now that a stream waits for its memory.
+    pub(super) fn begin_waiting_report(&mut self) -> bool {
+        let is_due = self.peer_samples_left > 0 && self.waiting_report_samples == 0;
+        if is_due {
+            self.waiting_report_samples = REPORT_SAMPLES;
+        }
+        is_due
     }
 
     /// Returns whether the streams of a source wait because the peer is short.

@@ -11,6 +11,7 @@ struct TransportState {
     on_windows: Box<dyn Fn(ReceiveWindows) + Send + Sync>,
     blocked: AtomicU64,
     reports: AtomicU64,
+    waiting_reports: AtomicU64,
     congestion_window: Option<u64>,
     send_window: AtomicU64,
 }
@@ -38,6 +39,7 @@ impl TestTransport {
             on_windows,
             blocked: AtomicU64::new(0),
             reports: AtomicU64::new(0),
+            waiting_reports: AtomicU64::new(0),
             congestion_window,
             send_window: AtomicU64::new(SEND_BASE_WINDOW),
         }))
@@ -59,6 +61,10 @@ impl TestTransport {
         self.0.reports.load(Ordering::Relaxed)
     }
 
+    pub(super) fn waiting_reports(&self) -> u64 {
+        self.0.waiting_reports.load(Ordering::Relaxed)
+    }
+
     pub(super) fn block(&self) {
         self.0.blocked.fetch_add(1, Ordering::Relaxed);
     }
@@ -76,6 +82,10 @@ impl FlowTransport for TestTransport {
 
     fn report_shortage(&self) {
         self.0.reports.fetch_add(1, Ordering::Relaxed);
+    }
+
+    fn report_waiting(&self) {
+        self.0.waiting_reports.fetch_add(1, Ordering::Relaxed);
     }
 
     fn congestion_window(&self) -> Option<u64> {

@@ -46,6 +46,10 @@ impl WriteMonitor {
         poll_released(&self.is_held, &self.sender, cx)
     }
 
+    pub(super) fn is_held(&self) -> bool {
+        self.is_held.load(Ordering::Acquire)
+    }
+
     pub(super) fn set_held(&self, is_held: bool) {
         if self.is_held.swap(is_held, Ordering::AcqRel) != is_held {
             self.writer.wake();

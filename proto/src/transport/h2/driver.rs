@@ -38,6 +38,7 @@ use super::wakeups::Wakeups;
 use crate::timers::{coalesced_period, current_slot};
 use crate::transport::SessionSettings;
 use crate::transport::flow::SessionFlow;
+use crate::wire::close::SessionMessage;
 use crate::wire::code::CloseCode;
 
 mod close;
@@ -209,7 +210,10 @@ impl<S: AsyncRead + AsyncWrite + Unpin> Driver<S> {
             }
         }
         if commands.report_shortage {
-            self.report_shortage();
+            self.report(&SessionMessage::Short);
+        }
+        if commands.report_waiting {
+            self.report(&SessionMessage::Waiting);
         }
         if let Some(count) = commands.stream_limit {
             self.offers.set_limit(count);

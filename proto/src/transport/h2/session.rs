@@ -61,6 +61,7 @@ pub(super) struct Commands {
     pub(super) close: Option<(CloseCode, String)>,
     pub(super) windows: Option<ReceiveWindows>,
     pub(super) report_shortage: bool,
+    pub(super) report_waiting: bool,
     /// How many streams the peer may have open at once by answering offers.
     pub(super) stream_limit: Option<u32>,
     /// Requests offers from the peer.

@@ -89,6 +89,11 @@ impl FlowTransport for QuicFlow {
         let _best_effort = self.0.send_datagram(Bytes::from_static(SHORTAGE_REPORT));
     }
 
+    fn report_waiting(&self) {
+        // As above.
+        let _best_effort = self.0.send_datagram(Bytes::from_static(WAITING_REPORT));
+    }
+
     fn congestion_window(&self) -> Option<u64> {
         Some(self.0.stats().path.cwnd)
     }
@@ -98,13 +103,16 @@ impl FlowTransport for QuicFlow {
     }
 }
 
-/// Receives the peer's reports of a shortage until the session ends. Other datagrams are probes.
+/// Receives the peer's reports about memory until the session ends. Other datagrams are probes.
 async fn receive_reports(connection: Connection, flow: Weak<SessionFlow>) {
     while let Ok(datagram) = connection.read_datagram().await {
-        if datagram == SHORTAGE_REPORT
-            && let Some(flow) = flow.upgrade()
-        {
-            flow.set_peer_short();
+        let report: fn(&SessionFlow) = match &*datagram {
+            SHORTAGE_REPORT => SessionFlow::set_peer_short,
+            WAITING_REPORT => SessionFlow::set_peer_waits,
+            _ => continue,
+        };
+        if let Some(flow) = flow.upgrade() {
+            report(&flow);
         }
     }
 }
@@ -391,6 +399,8 @@ pub(super) fn window(bytes: u64) -> VarInt {
 const PROBE: &[u8] = &[0];
 /// The datagram that reports a shortage.
 const SHORTAGE_REPORT: &[u8] = &[1];
+/// The datagram that reports a stream that waits for memory of the other end.
+const WAITING_REPORT: &[u8] = &[2];
 /// Memory of unread bytes, in percent of their number.
 const MEMORY_PERCENT: u64 = 280;
 /// Streams that a peer may open at first, if it may open any. quinn uses some 80 bytes for each

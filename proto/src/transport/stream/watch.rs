@@ -31,6 +31,18 @@ impl StreamWatch {
         self.read_monitor.must_end()
     }
 
+    /// Returns whether what is written to the stream waits, because its source holds the most of what
+    /// the peer is short of.
+    pub fn is_held(&self) -> bool {
+        self.read_monitor.is_held()
+    }
+
+    /// Returns whether a new stream of the same source would be refused, because the source holds the
+    /// most of what this end or the peer is short of.
+    pub fn is_source_refused(&self) -> bool {
+        self.read_monitor.is_source_refused()
+    }
+
     /// Polls for the time when the stream must end because its reader is stalled. One task at a time
     /// can wait.
     pub fn poll_stalled(&self, cx: &Context<'_>) -> Poll<()> {

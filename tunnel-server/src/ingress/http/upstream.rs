@@ -5,17 +5,18 @@ use std::fmt;
 use std::future::pending;
 use std::pin::pin;
 use std::sync::Arc;
+use std::time::Duration;
 
 use http::header::UPGRADE;
 use http::request::Parts;
 use http::{Method, Request, Response};
 use http_body_util::{Either, Empty};
 use hyper::body::{Body as _, Incoming};
-use tokio::time::timeout;
+use tokio::time::{sleep, timeout};
 use tokio_rustls::TlsConnector;
 use tunnel_proto::egress::TargetSocket;
 use tunnel_proto::tls;
-use tunnel_proto::transport::{Stream, source_number};
+use tunnel_proto::transport::{ByteCount, Stream, StreamWatch, source_number};
 use tunnel_proto::wire::header::{StreamHeader, StreamKind};
 
 use super::request_body::RequestBody;
@@ -38,6 +39,10 @@ mod target_io;
 use connection::{Carrier, SendError, SentBody, Upstream};
 pub(crate) use pool::{PoolKey, UpstreamPool};
 pub(in crate::ingress) use target_io::{TargetConn, TargetIo};
+
+/// Time for which a request waits before anything of it is sent, while its caller has the most unread
+/// data. A moment without memory is shorter.
+const HELD_MAX: Duration = Duration::from_secs(5);
 
 /// The destination of a request and the parameters of the connection to it.
 #[derive(Debug)]
@@ -164,7 +169,18 @@ impl UpstreamRequest<'_> {
     ) -> Result<Response<Incoming>, Box<SendError>> {
         let via = upstream.carrier.via.clone();
         let moves = pin!(self.moves(replay, via.as_ref()));
-        upstream.send(request, self.destination, moves).await
+        let held = held(
+            upstream.carrier.watch.clone(),
+            upstream.carrier.bytes.clone(),
+        );
+        tokio::select! {
+            biased;
+            sent = upstream.send(request, self.destination, moves) => sent,
+            () = held => {
+                let full = OpenError::BufferPoolFull(self.ingress.head_memory.pool_bytes());
+                Err(ProxyError::from_open(&full, self.destination).into())
+            }
+        }
     }
 
     /// Waits until a request should not wait over `via` any longer: the session is suspect, and
@@ -214,6 +230,24 @@ impl UpstreamRequest<'_> {
                 let conn = TargetConn::Tls(Box::new(stream));
                 Upstream::start(conn, carrier, ingress, target_label).await
             }
+        }
+    }
+}
+
+/// Waits until a request must be refused: the caller holds the most of what the agent, or another
+/// server, is short of, so that nothing of the request has been sent for [`HELD_MAX`].
+async fn held(watch: Option<StreamWatch>, bytes: ByteCount) {
+    let Some(watch) = watch else {
+        return pending().await;
+    };
+    let (_, before) = bytes.read();
+    loop {
+        sleep(HELD_MAX).await;
+        if bytes.read().1 != before {
+            return pending().await;
+        }
+        if watch.is_held() {
+            return;
         }
     }
 }

@@ -18,7 +18,7 @@ use crate::wire::close::{SessionClose, SessionMessage};
 use crate::wire::code::CloseCode;
 
 impl<S: AsyncRead + AsyncWrite + Unpin> Driver<S> {
-    /// Handles the peer's messages on the close stream: reports of a shortage, and the close
+    /// Handles the peer's messages on the close stream: reports about memory, and the close
     /// message.
     pub(super) fn read_close_stream(&mut self, cx: &mut Context<'_>) {
         let Some(close_stream) = &self.close_stream else {
@@ -28,6 +28,7 @@ impl<S: AsyncRead + AsyncWrite + Unpin> Driver<S> {
         while let Some(message) = SessionMessage::take(&mut self.close_message) {
             match message {
                 SessionMessage::Short => self.flow.set_peer_short(),
+                SessionMessage::Waiting => self.flow.set_peer_waits(),
                 SessionMessage::Close(close) => {
                     self.shared.set_closed(CloseReason {
                         by: ClosedBy::Peer,
@@ -43,14 +44,14 @@ impl<S: AsyncRead + AsyncWrite + Unpin> Driver<S> {
         }
     }
 
-    /// Reports a shortage, unless a report is still to be sent.
-    pub(super) fn report_shortage(&mut self) {
+    /// Sends a report about memory, unless one is still to be sent: reports are repeated.
+    pub(super) fn report(&mut self, report: &SessionMessage) {
         if let Some(close_stream) = &self.close_stream
             && matches!(self.state, DriverState::Running)
         {
             let mut state = close_stream.lock();
             if state.unsent() == 0 {
-                SessionMessage::Short.encode(&mut state.write_buffer);
+                report.encode(&mut state.write_buffer);
                 state.wake_pump();
             }
         }

@@ -11,7 +11,8 @@ use tokio::time::Instant;
 use tokio_util::task::TaskTracker;
 use tunnel_proto::process::conn_limiter::{ConnLimiter, ConnLimits};
 use tunnel_proto::process::shutdown::Shutdown;
-use tunnel_proto::transport::{BufferPool, Session, Stream, memory};
+use tunnel_proto::transport::memory::{self, MemorySession};
+use tunnel_proto::transport::{BufferPool, Session, Stream};
 use tunnel_proto::wire::code::RefusalCode;
 use tunnel_proto::wire::header::StreamHeader;
 use tunnel_proto::wire::name::InstanceId;
@@ -44,6 +45,8 @@ pub(in crate::ingress) struct Fixture {
 
 /// The agent's end of a session.
 pub(in crate::ingress) struct Agent {
+    /// The server's end.
+    pub(in crate::ingress) near: Arc<MemorySession>,
     pub(in crate::ingress) far: Arc<dyn Session>,
     _registered: Registration,
 }
@@ -163,8 +166,9 @@ impl Fixture {
     pub(in crate::ingress) fn agent(&self) -> Agent {
         let (near, far) = memory::pair();
         let id = self.registry.next_id();
-        let entry = AgentSession::new(id, node(), InstanceId::new([1; 16]), near);
+        let entry = AgentSession::new(id, node(), InstanceId::new([1; 16]), near.clone());
         Agent {
+            near,
             far,
             _registered: self.registry.register(entry, &[]).unwrap(),
         }

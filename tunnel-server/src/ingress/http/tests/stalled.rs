@@ -3,11 +3,11 @@
 use std::time::Duration;
 
 use tokio::io::{AsyncReadExt, AsyncWriteExt};
-use tokio::time::{sleep, timeout};
+use tokio::time::{Instant, sleep, timeout};
 use tunnel_proto::wire::code::{CloseCode, ResetCode};
 
 use super::fixture::{Fixture, get, head};
-use crate::testing::{eventually, within};
+use crate::testing::{assert_contains, eventually, within};
 
 /// More than the caller's connection holds without a reader.
 const BODY_BYTES: usize = 96 << 10;
@@ -34,6 +34,25 @@ async fn complete_response_is_not_cut_with_the_idle_connection_to_its_target() {
     let mut got = vec![0; BODY_BYTES];
     within(caller.read_exact(&mut got)).await.unwrap();
     assert!(got == body);
+}
+
+/// Its caller holds the most of what the agent has no memory for.
+#[tokio::test(start_paused = true)]
+async fn request_of_which_nothing_can_be_sent_for_5_s_is_refused_with_the_reason() {
+    for body in ["", "Content-Length: 5\r\n"] {
+        let (fixture, agent) = Fixture::with_agent();
+        agent.near.script().is_peer_short = true;
+        let began = Instant::now();
+        let answer = fixture.ask(&format!("{}Connection: close\r\n{body}\r\n", get("/"))).await;
+        let waited = began.elapsed().as_secs_f64();
+        assert!((5.0..6.0).contains(&waited), "{waited} s");
+        assert!(answer.starts_with("HTTP/1.1 503 "), "{answer}");
+        assert_contains(&answer, "too_many_streams");
+        assert_contains(&answer, "limits.bufferPool");
+        // The stream that was opened has ended.
+        let mut stream = agent.accepts().await;
+        assert!(within(stream.read_u8()).await.is_err());
+    }
 }
 
 /// A reader that takes some bytes gets those before a cut, but not for longer than 5 s.

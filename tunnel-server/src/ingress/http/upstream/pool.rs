@@ -8,6 +8,7 @@ use parking_lot::Mutex;
 use tokio::sync::Notify;
 use tokio::time::{Instant, sleep_until};
 use tokio_util::task::TaskTracker;
+use tunnel_proto::transport::StreamWatch;
 
 use super::connection::Upstream;
 use crate::ingress::target_tls::TlsProfileId;
@@ -86,7 +87,7 @@ impl UpstreamPool {
     }
 
     /// Returns the idle connection if it is open, matches `pool_key` and uses what a new stream
-    /// would use. Any other open connection stays in the slot: the new stream evicts it if it needs
+    /// would use, which is not refused. Any other open connection stays in the slot: the new stream evicts it if it needs
     /// its permit, which a graceful close would hold until the target has closed too.
     pub(crate) fn take(&self, pool_key: &PoolKey, routing: &Routing) -> Option<Upstream> {
         let mut slot = self.slot.lock();
@@ -102,8 +103,10 @@ impl UpstreamPool {
             return None;
         }
         let is_open = *until > Instant::now() && upstream.sender.is_ready();
+        let is_refused = |watch: &StreamWatch| watch.is_source_refused();
         let fits = current_key == pool_key
             && upstream.carrier.via.is_some()
+            && !upstream.carrier.watch.as_ref().is_some_and(is_refused)
             && routing.active(&pool_key.destination.node) == upstream.carrier.via;
         if is_open && !fits {
             return None;
