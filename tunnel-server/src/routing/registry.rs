@@ -21,6 +21,7 @@ use crate::routing::via::Via;
 
 mod agent_session;
 mod closes;
+mod holders;
 mod idle;
 mod limiter;
 mod probe;
@@ -28,6 +29,7 @@ mod probe;
 pub use crate::routing::registry::agent_session::{AgentSession, SuspectReason};
 pub use closes::LastClose;
 use closes::{CLOSES_MAX, Closes};
+use holders::ChangedNodes;
 pub use idle::IdleStream;
 use idle::IdleStreams;
 pub use limiter::{CallerKey, QuotaExhausted, StreamQuota};
@@ -150,6 +152,7 @@ pub struct Registry {
     limits: RegistryLimits,
     idle: Arc<IdleStreams>,
     closes: Mutex<Closes>,
+    changed_nodes: Arc<ChangedNodes>,
 }
 
 /// Limits of streams to agents.
@@ -235,6 +238,7 @@ impl Registry {
             limits,
             idle: Arc::default(),
             closes: Mutex::new(Closes::new(CLOSES_MAX)),
+            changed_nodes: Arc::default(),
         }
     }
 
@@ -269,6 +273,7 @@ impl Registry {
                 session.continue_from(other);
             }
         }
+        session.report_to(&self.changed_nodes);
         let session = Arc::new(session);
         // Runs before a lookup can return both sessions, so that two agent processes never own a
         // name together.
@@ -280,7 +285,7 @@ impl Registry {
         let newest = std::iter::once(&session);
         node.sessions = newest.chain(node.sessions.iter()).cloned().collect();
         drop(nodes);
-        self.changes.send_modify(|count| *count += 1);
+        self.notify(&session.node);
         Ok(Registration {
             registry: self.clone(),
             session,
@@ -308,24 +313,43 @@ impl Registry {
             .map_or_else(Vec::new, |node| node.sessions.to_vec())
     }
 
-    /// Returns the nodes whose agent has not withdrawn, ordered by name, each with the agent process
-    /// and the admission of its oldest session. Nodes whose sessions are suspect are included: no
-    /// other server may dial past an agent that is silent for a moment.
-    pub fn held_nodes(&self) -> Vec<HeldNode> {
-        let mut held_nodes: Vec<_> = (self.nodes.lock().iter())
-            .filter_map(|(name, node)| {
-                let not_withdrawn = || node.sessions.iter().find(|agent| !agent.is_withdrawn());
-                let instance = node.active().or_else(not_withdrawn)?.instance;
-                let same = (node.sessions.iter()).filter(|agent| agent.instance == instance);
-                Some(HeldNode {
-                    node: name.clone(),
-                    instance,
-                    since: same.map(|agent| agent.since).min()?,
-                })
-            })
-            .collect();
-        held_nodes.sort_unstable_by(|one, other| one.node.cmp(&other.node));
-        held_nodes
+    /// Returns the agent process of a node that has not withdrawn, with the admission of its oldest
+    /// session. All sessions of a node that have not withdrawn are of one process. A node whose
+    /// sessions are suspect is held, too: no other server may dial past an agent that is silent for a
+    /// moment.
+    pub fn held_node(&self, name: &NodeName) -> Option<HeldNode> {
+        let nodes = self.nodes.lock();
+        let sessions = &nodes.get(name)?.sessions;
+        let instance = sessions
+            .iter()
+            .find(|agent| !agent.is_withdrawn())?
+            .instance;
+        let same = sessions.iter().filter(|agent| agent.instance == instance);
+        Some(HeldNode {
+            node: name.clone(),
+            instance,
+            since: same.map(|agent| agent.since).min()?,
+        })
+    }
+
+    /// Returns the nodes for which [`Self::held_node`] may have another result than at the last call;
+    /// at the first call those with sessions. For one task.
+    pub fn take_changed_nodes(&self) -> Vec<NodeName> {
+        match self.changed_nodes.take() {
+            Some(names) => names.into_iter().collect(),
+            None => self.nodes.lock().keys().cloned().collect(),
+        }
+    }
+
+    /// Returns the number of nodes that [`Self::take_changed_nodes`] would return.
+    #[cfg(test)]
+    pub(in crate::routing) fn changed_nodes(&self) -> usize {
+        self.changed_nodes.len()
+    }
+
+    /// Waits until [`Self::take_changed_nodes`] may have a node. Cancel-safe. For the same task.
+    pub async fn nodes_changed(&self) {
+        self.changed_nodes.added().await;
     }
 
     /// Records how a session of a node ended. The registry remembers the last one of each node, for
@@ -513,6 +537,11 @@ impl Registry {
             }
         }
         drop(nodes);
+        self.notify(node);
+    }
+
+    fn notify(&self, node: &NodeName) {
+        self.changed_nodes.add(node);
         self.changes.send_modify(|count| *count += 1);
     }
 }

@@ -1,43 +1,46 @@
 //! What this server announces to the others: the nodes that it holds.
 
-use std::cmp::Ordering;
 use std::convert::Infallible;
 use std::future::pending;
 use std::sync::Arc;
 use std::time::Duration;
 
 use tokio::sync::{mpsc, watch};
-use tokio::time::{Instant, MissedTickBehavior, interval, sleep_until};
+use tokio::time::sleep;
 use tunnel_proto::wire::name::NodeName;
 use tunnel_proto::wire::peer::{HeldNode, Holds, PEER_MESSAGE_MAX, PeerMessage};
 
 use crate::routing::registry::Registry;
+use crate::store::tables::VersionedMap;
 
-/// The nodes that this server holds, ordered by name.
-pub(super) type HeldNodes = Arc<[HeldNode]>;
+/// The nodes that this server holds. A clone costs nothing, and says what has changed since another.
+pub(super) type HeldNodes = VersionedMap<NodeName, HeldNode>;
 
 /// Publishes the nodes of the registry whenever they change: the first change at once, those of the
 /// next 100 ms together.
 pub(super) async fn follow_registry(registry: Arc<Registry>, held_nodes: watch::Sender<HeldNodes>) {
-    let mut changed = registry.changed();
-    // A session that is suspect or withdrawn stays registered, and causes no notification.
-    let mut ticks = interval(POLL);
-    ticks.set_missed_tick_behavior(MissedTickBehavior::Delay);
     loop {
-        let nodes = registry.held_nodes();
-        held_nodes.send_if_modified(|published| {
-            let is_changed = **published != *nodes;
-            if is_changed {
-                *published = nodes.into();
-            }
-            is_changed
-        });
-        let next = Instant::now() + BATCH;
-        tokio::select! {
-            _ = changed.changed() => sleep_until(next).await,
-            _ = ticks.tick() => {}
+        held_nodes.send_if_modified(|published| update(published, &registry));
+        sleep(BATCH).await;
+        registry.nodes_changed().await;
+    }
+}
+
+/// Makes the held nodes those of the registry. Returns whether that changes them.
+fn update(held_nodes: &mut HeldNodes, registry: &Registry) -> bool {
+    let mut is_changed = false;
+    for name in registry.take_changed_nodes() {
+        let current = registry.held_node(&name);
+        if held_nodes.get(&name) == current.as_ref() {
+            continue;
+        }
+        is_changed = true;
+        match current {
+            Some(held_node) => held_nodes.insert(name, held_node),
+            None => drop(held_nodes.remove(&name)),
         }
     }
+    is_changed
 }
 
 /// Sends the full list and then each change to the queue of a connection, and that this server
@@ -51,7 +54,7 @@ pub(super) async fn announce(
     let mut has_left = false;
     loop {
         let current = held_nodes.borrow_and_update().clone();
-        for holds in changes(sent.as_deref(), &current) {
+        for holds in changes(sent.as_ref(), &current) {
             if outbox.send(PeerMessage::Holds(holds)).await.is_err() {
                 return pending().await;
             }
@@ -74,29 +77,22 @@ pub(super) async fn announce(
     }
 }
 
-/// Returns the messages that lead from the list that was sent to the current one. Both are ordered
-/// by name. Without a sent list the first message begins a new one, which the last message ends.
-fn changes(sent: Option<&[HeldNode]>, current: &[HeldNode]) -> Vec<Holds> {
+/// Returns the messages that lead from the nodes that were sent to the current ones. If none were sent,
+/// the first message begins a list, which the last message ends.
+fn changes(sent: Option<&HeldNodes>, current: &HeldNodes) -> Vec<Holds> {
     let mut messages = Messages {
         is_list: sent.is_none(),
         ..Messages::default()
     };
-    let mut before = sent.unwrap_or_default().iter().peekable();
-    let mut now = current.iter().peekable();
-    loop {
-        let order = match (before.peek(), now.peek()) {
-            (None, None) => break,
-            (Some(_), None) => Ordering::Less,
-            (None, Some(_)) => Ordering::Greater,
-            (Some(old), Some(new)) => old.node.cmp(&new.node),
-        };
-        let old = before.next_if(|_| order.is_le());
-        let new = now.next_if(|_| order.is_ge());
-        match (old, new) {
-            (Some(old), None) => messages.remove(&old.node),
-            (None, Some(new)) => messages.add(new),
-            (Some(old), Some(new)) if old != new => messages.add(new),
-            (Some(_), Some(_)) | (None, None) => {}
+    let Some(sent) = sent else {
+        current.iter().for_each(|(_, node)| messages.add(node));
+        return messages.finish();
+    };
+    for name in current.changed_from(sent) {
+        match (sent.get(name), current.get(name)) {
+            (Some(_), None) => messages.remove(name),
+            (before, Some(node)) if before != Some(node) => messages.add(node),
+            (_, Some(_)) | (None, None) => {}
         }
     }
     messages.finish()
@@ -156,8 +152,6 @@ impl Messages {
 /// Least time between two announcements, so that a burst of sessions is a few messages. A change
 /// after a longer time is announced at once.
 const BATCH: Duration = Duration::from_millis(100);
-/// Time until a session that is suspect or withdrawn is no longer announced.
-const POLL: Duration = Duration::from_secs(1);
 /// Upper bound for the bytes of the entries in one message.
 const MESSAGE_BYTES: usize = PEER_MESSAGE_MAX - 256;
 /// Upper bound for the encoded size of an entry without its name: instance, time, tags, lengths.
@@ -170,9 +164,21 @@ mod tests {
     use std::time::{SystemTime, UNIX_EPOCH};
 
     use bytes::BytesMut;
+    use tunnel_proto::transport::memory;
     use tunnel_proto::wire::name::InstanceId;
 
     use super::*;
+    use crate::routing::registry::{AgentSession, RegistryLimits};
+    use crate::store::tables::visits;
+    use crate::testing::{POOL, STREAMS};
+
+    fn held_nodes(nodes: &[HeldNode]) -> HeldNodes {
+        let mut held_nodes = HeldNodes::default();
+        for held_node in nodes {
+            held_nodes.insert(held_node.node.clone(), held_node.clone());
+        }
+        held_nodes
+    }
 
     fn held_node(number: usize, instance: u8) -> HeldNode {
         let since: SystemTime = UNIX_EPOCH + Duration::from_millis(1_700_000_000_123);
@@ -188,17 +194,26 @@ mod tests {
 
     #[test]
     fn changes_lead_from_one_list_to_the_other() {
-        let before = [held_node(1, 1), held_node(2, 1), held_node(4, 1)];
-        let after = [held_node(2, 2), held_node(3, 1), held_node(4, 1)];
+        let nodes = [held_node(1, 1), held_node(2, 1), held_node(4, 1)];
+        let before = held_nodes(&nodes);
+        let mut after = before.clone();
+        let added = [held_node(2, 2), held_node(3, 1)];
+        for held_node in &added {
+            after.insert(held_node.node.clone(), held_node.clone());
+        }
+        after.remove(&nodes[0].node);
+        // It is the same again.
+        after.remove(&nodes[2].node);
+        after.insert(nodes[2].node.clone(), nodes[2].clone());
         let messages = changes(Some(&before), &after);
         let [holds] = &messages[..] else {
             panic!("{messages:?}");
         };
         assert!(!holds.is_full);
-        assert_eq!(holds.added, after[..2]);
-        assert_eq!(holds.removed, [before[0].node.clone()]);
+        assert_eq!(holds.added, added);
+        assert_eq!(holds.removed, [nodes[0].node.clone()]);
         assert!(changes(Some(&after), &after).is_empty());
-        let empty = changes(None, &[]);
+        let empty = changes(None, &HeldNodes::default());
         assert!(empty.len() == 1 && empty[0].is_full && empty[0].added.is_empty());
         assert!(!empty[0].has_more);
     }
@@ -206,8 +221,11 @@ mod tests {
     #[test]
     fn long_lists_are_messages_that_fit() {
         let list: Vec<_> = (0..1000).map(|number| held_node(number, 255)).collect();
+        let list = held_nodes(&list);
+        let mut none = list.clone();
+        list.iter().for_each(|(name, _)| drop(none.remove(name)));
         let full = changes(None, &list);
-        let gone = changes(Some(&list), &[]);
+        let gone = changes(Some(&list), &none);
         assert!(full.len() > 1 && gone.len() > 1);
         assert!(full[0].is_full && !full[1].is_full);
         let (last, others) = full.split_last().unwrap();
@@ -226,5 +244,62 @@ mod tests {
             PeerMessage::Holds(holds).encode(&mut buffer).unwrap();
             assert!(buffer.len() <= PEER_MESSAGE_MAX, "{} bytes", buffer.len());
         }
+    }
+
+    /// What one change of a session costs.
+    #[derive(Debug, PartialEq, Eq)]
+    struct Cost {
+        /// Entries that are visited, up to the messages.
+        visits: u64,
+        /// Nodes that are looked up in the registry.
+        lookups: usize,
+        messages: Vec<Holds>,
+    }
+
+    #[tokio::test]
+    async fn change_among_20000_sessions_visits_as_many_entries_as_among_1000() {
+        let costs = [1000, 20_000].map(|count| {
+            let registry = Arc::new(Registry::new(RegistryLimits {
+                streams_per_agent: STREAMS,
+                buffer_pool: POOL,
+            }));
+            let since: SystemTime = UNIX_EPOCH;
+            let register = |number: usize, instance: u8| {
+                let instance = InstanceId::new([instance; 16]);
+                let node = format!("n{number:05}").parse().unwrap();
+                let (session, _agent) = memory::pair();
+                let mut entry = AgentSession::new(registry.next_id(), node, instance, session);
+                entry.since = since;
+                registry.register(entry, &[]).unwrap()
+            };
+            let mut sessions: Vec<_> = (0..count).map(|number| register(number, 1)).collect();
+            let mut published = HeldNodes::default();
+            assert!(update(&mut published, &registry));
+            let mut cost = || {
+                let (sent, before) = (published.clone(), visits::count());
+                let lookups = registry.changed_nodes();
+                assert!(update(&mut published, &registry));
+                let messages = changes(Some(&sent), &published);
+                Cost {
+                    visits: visits::count() - before,
+                    lookups,
+                    messages,
+                }
+            };
+            sessions[7].session().withdraw();
+            let withdrawn = cost();
+            sessions.push(register(7, 2));
+            let replaced = cost();
+            drop(sessions.remove(9));
+            let removed = cost();
+            // A pass over all nodes is counted.
+            let before = visits::count();
+            assert!(changes(None, &published).len() > 1);
+            assert!(visits::count() - before >= count as u64 - 1);
+            [withdrawn, replaced, removed]
+        });
+        assert_eq!(costs[0], costs[1]);
+        let names = |held: &Cost| (held.messages[0].added.len(), held.messages[0].removed.len());
+        assert_eq!(costs[0].each_ref().map(names), [(0, 1), (1, 0), (0, 1)]);
     }
 }

@@ -13,6 +13,8 @@ use tunnel_proto::transport::{CloseReason, ClosedBy, Session};
 use tunnel_proto::wire::code::CloseCode;
 use tunnel_proto::wire::name::{InstanceId, NodeName, SessionId};
 
+use super::holders::ChangedNodes;
+
 #[derive(Debug)]
 pub struct AgentSession {
     /// Identifies the session on this server.
@@ -33,6 +35,8 @@ pub struct AgentSession {
     admitted: Instant,
     pub session: Arc<dyn Session>,
     withdrawn: AtomicBool,
+    /// Learns of the end of the session's part in routing. Set when it is registered.
+    changed_nodes: OnceLock<Arc<ChangedNodes>>,
     /// Whether other servers were answered that this process keeps the name.
     times_kept_name: AtomicU64,
     suspect_reason: Mutex<Option<SuspectReason>>,
@@ -100,6 +104,7 @@ impl AgentSession {
             admitted: now,
             session,
             withdrawn: AtomicBool::new(false),
+            changed_nodes: OnceLock::new(),
             times_kept_name: AtomicU64::new(0),
             suspect_reason: Mutex::default(),
             becomes_suspect: Notify::new(),
@@ -169,8 +174,16 @@ impl AgentSession {
 
     /// Removes the session from routing permanently. Open streams continue.
     pub fn withdraw(&self) {
-        self.withdrawn.store(true, Ordering::Relaxed);
+        let was_withdrawn = self.withdrawn.swap(true, Ordering::Relaxed);
         self.session.stop_opening();
+        if let Some(changed_nodes) = self.changed_nodes.get().filter(|_| !was_withdrawn) {
+            changed_nodes.add(&self.node);
+        }
+    }
+
+    /// Sets what learns that the session has withdrawn.
+    pub(super) fn report_to(&self, changed_nodes: &Arc<ChangedNodes>) {
+        let _only_set_once = self.changed_nodes.set(changed_nodes.clone());
     }
 
     /// Returns whether the session was removed from routing permanently.

@@ -102,9 +102,28 @@ async fn suspect_node_stays_held_until_its_agent_withdraws() {
     let registry = registry();
     let member = join(&registry);
     member.suspect();
-    assert_eq!(registry.held_nodes().len(), 1);
+    assert!(registry.held_node(&node()).is_some());
     member.session().withdraw();
-    assert!(registry.held_nodes().is_empty());
+    assert!(registry.held_node(&node()).is_none());
+}
+
+#[tokio::test]
+async fn node_changes_when_a_session_is_registered_withdrawn_or_removed() {
+    let registry = registry();
+    let first = join(&registry);
+    let changed = || registry.take_changed_nodes().len();
+    assert_eq!((changed(), changed()), (1, 0), "all nodes at first");
+    let second = join(&registry);
+    assert_eq!((changed(), changed()), (1, 0));
+    first.suspect();
+    assert_eq!(changed(), 0);
+    first.session().withdraw();
+    first.session().withdraw();
+    assert_eq!((changed(), changed()), (1, 0));
+    assert!(registry.held_node(&node()).is_some(), "by the second one");
+    drop(second);
+    assert_eq!((changed(), changed()), (1, 0));
+    registry.nodes_changed().await;
 }
 
 #[tokio::test(start_paused = true)]
