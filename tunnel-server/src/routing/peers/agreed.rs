@@ -47,10 +47,12 @@ pub(super) fn digest_of(orders: &[NodeOrder]) -> [u8; 32] {
             at,
             generation,
             reissued_at,
+            ends_at,
         } = *order;
         content.extend_from_slice(node.as_str().as_bytes());
         content.push(0);
-        for number in [counter, u64::from(is_revoked), at, generation, reissued_at] {
+        let is_revoked = u64::from(is_revoked);
+        for number in [counter, is_revoked, at, generation, reissued_at, ends_at] {
             content.extend_from_slice(&number.to_be_bytes());
         }
     }

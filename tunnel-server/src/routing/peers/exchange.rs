@@ -270,8 +270,8 @@ fn answer_messages(orders: &[NodeOrder]) -> Vec<PeerMessage> {
 
 /// Interval at which a server announces its clock.
 const CLOCK_INTERVAL: Duration = Duration::from_secs(15);
-/// Orders in one message, with the longest names and 56 bytes for the numbers and lengths.
-const ORDERS_PER_MESSAGE: usize = PEER_MESSAGE_MAX / (253 + 56);
+/// Orders in one message, with the longest names and 67 bytes for the numbers and lengths.
+const ORDERS_PER_MESSAGE: usize = PEER_MESSAGE_MAX / (253 + 67);
 /// Maximum number of orders of one answer. A server stores fewer of the others.
 const FETCHED_MAX: usize = 20_000;
 
@@ -337,6 +337,7 @@ mod tests {
                     at: u64::MAX,
                     generation: u64::MAX,
                     reissued_at: u64::MAX,
+                    ends_at: u64::MAX,
                 },
             });
             orders.collect()

@@ -43,7 +43,9 @@ async fn request_of_which_nothing_can_be_sent_for_5_s_is_refused_with_the_reason
         let (fixture, agent) = Fixture::with_agent();
         agent.near.script().is_peer_short = true;
         let began = Instant::now();
-        let answer = fixture.ask(&format!("{}Connection: close\r\n{body}\r\n", get("/"))).await;
+        let answer = fixture
+            .ask(&format!("{}Connection: close\r\n{body}\r\n", get("/")))
+            .await;
         let waited = began.elapsed().as_secs_f64();
         assert!((5.0..6.0).contains(&waited), "{waited} s");
         assert!(answer.starts_with("HTTP/1.1 503 "), "{answer}");

@@ -1,0 +1,201 @@
+//! The ends of orders. An order that concerns no certificate and no token any more is *over*: it is not
+//! announced, not compared and not in the document that servers share. A day later it is forgotten.
+//!
+//! A revocation in force has no such end, and is never forgotten here. Servers renew it while they are
+//! connected to another one, or to the API server. So one that is over was taken back elsewhere, and
+//! that was forgotten. The server that returns with it refuses the node, tells nobody, and reports a
+//! condition.
+//!
+//! The clock of this server alone ends nothing. Another clock must agree with it, and for a day before
+//! anything is forgotten.
+
+use std::time::{Duration, SystemTime};
+
+use tokio::time::Instant;
+use tunnel_proto::wire::name::NodeName;
+use tunnel_proto::wire::order::Order;
+use tunnel_store::state_store::{RowChange, Table, listed};
+
+use super::{OrderAction, State, seconds};
+
+/// What a server knows of the time.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum KnownTime {
+    /// No other clock can be read now, or one of them differs.
+    Unknown,
+    /// There is no other server, and no API server. The time may be wrong.
+    Alone(SystemTime),
+    /// All other clocks agree.
+    Confirmed(SystemTime),
+}
+
+/// What a server knows of the ends of orders.
+#[derive(Debug)]
+pub(super) struct Ends {
+    /// Seconds after which no certificate is left of those that a reissue refuses.
+    certificates: u64,
+    /// Confirmed time in seconds since 1970; 0 while it is not known.
+    as_of: u64,
+    /// First reading since which the clock is confirmed and has not jumped.
+    steady_since: Option<(Instant, SystemTime)>,
+}
+
+impl Default for Ends {
+    fn default() -> Self {
+        Self {
+            certificates: LIFE_MAX_SECONDS + GRACE_SECONDS,
+            as_of: 0,
+            steady_since: None,
+        }
+    }
+}
+
+impl Ends {
+    pub(super) fn set_certificate_life(&mut self, life: Duration) {
+        self.certificates = life.as_secs() + GRACE_SECONDS;
+    }
+
+    /// Returns the end of an order that is made now. A clock that is certainly wrong gives it none.
+    pub(super) fn of(&self, action: OrderAction, now: u64) -> u64 {
+        if now < CLOCK_MIN_SECONDS {
+            return u64::MAX;
+        }
+        now.saturating_add(match action {
+            OrderAction::Revoke | OrderAction::Unrevoke => ORDER_SECONDS,
+            OrderAction::Reissue => ORDER_SECONDS.max(self.certificates),
+        })
+    }
+
+    pub(super) fn is_over(&self, order: Order) -> bool {
+        order.is_over(self.as_of)
+    }
+
+    /// Returns an order of the shared document, which has no revocation that was taken back.
+    pub(super) fn in_document(&self, order: Order) -> Order {
+        if order.is_revoked && self.is_over(order) {
+            order.with_end(renewed(self.as_of))
+        } else {
+            order
+        }
+    }
+
+    /// Records what is known of the time. Returns whether anything may be forgotten.
+    fn observe(&mut self, time: KnownTime, now: Instant) -> bool {
+        let KnownTime::Confirmed(time) = time else {
+            (self.as_of, self.steady_since) = (0, None);
+            return false;
+        };
+        self.as_of = seconds(time);
+        let (since, began) = self.steady_since.unwrap_or((now, time));
+        let passed = now.saturating_duration_since(since);
+        let expected = seconds(began) + passed.as_secs();
+        let is_steady = self.as_of.abs_diff(expected) <= JUMP_SECONDS;
+        self.steady_since = Some(if is_steady {
+            (since, began)
+        } else {
+            (now, time)
+        });
+        is_steady && passed.as_secs() >= DAY_SECONDS
+    }
+}
+
+/// Returns the end of what a certificate proves: it can be renewed for a while after its own end.
+pub(super) fn of_certificate(not_after: SystemTime) -> u64 {
+    seconds(not_after).saturating_add(GRACE_SECONDS)
+}
+
+/// Returns the end of a revocation that is renewed now. It is the same for servers that renew it at
+/// about the same time.
+fn renewed(now: u64) -> u64 {
+    now.saturating_add(ORDER_SECONDS)
+        .checked_next_multiple_of(RENEWAL_SECONDS)
+        .unwrap_or(u64::MAX)
+}
+
+impl State {
+    /// Returns the orders that are not over.
+    pub(super) fn current(&self) -> impl Iterator<Item = (&NodeName, &Order)> {
+        let orders = self.orders.iter();
+        orders.filter(|(_, order)| !self.ends.is_over(**order))
+    }
+
+    /// Renews revocations and forgets orders. Returns whether that changes what others learn.
+    pub(super) fn observe_time(&mut self, time: KnownTime, now: Instant) -> bool {
+        let changes = self.changes;
+        let before = self.current().count();
+        let may_forget = self.ends.observe(time, now);
+        if self.current().count() != before {
+            self.changes += 1;
+        }
+        self.renew(time);
+        if may_forget {
+            self.forget();
+        }
+        self.changes != changes
+    }
+
+    fn renew(&mut self, time: KnownTime) {
+        let (now, is_alone) = match time {
+            KnownTime::Unknown => return,
+            KnownTime::Alone(time) => (seconds(time), true),
+            KnownTime::Confirmed(time) => (seconds(time), false),
+        };
+        let due = self.orders.iter().filter(|(node, order)| {
+            let is_known = is_alone || !self.ends.is_over(**order) || self.own.contains_key(*node);
+            order.is_revoked && is_known && order.ends_at < now.saturating_add(ORDER_SECONDS / 2)
+        });
+        let due: Vec<_> = due.map(|(node, _)| node.clone()).collect();
+        for node in &due {
+            self.insert(node.clone(), self.order(node).with_end(renewed(now)));
+        }
+        if !due.is_empty() {
+            self.save(&due);
+        }
+    }
+
+    fn forget(&mut self) {
+        let until = self.ends.as_of.saturating_sub(DAY_SECONDS);
+        let over = self.orders.iter().filter(|(node, order)| {
+            let is_pending = self.own.contains_key(*node) || self.unreadable.contains_key(*node);
+            !order.is_revoked && !is_pending && order.is_over(until)
+        });
+        let over: Vec<_> = over.map(|(node, _)| node.clone()).collect();
+        for node in &over {
+            self.orders.remove(node);
+            self.changes += 1;
+        }
+        if !over.is_empty() {
+            let rows = over.iter().map(|node| RowChange::remove(node.as_str()));
+            self.rows.change(Table::Orders, rows.collect());
+        }
+    }
+
+    /// Returns the condition about revocations that nobody has renewed.
+    pub(super) fn unconfirmed_revocations(&self) -> Option<String> {
+        let orders = self.orders.iter();
+        let mut over = orders
+            .filter(|(_, order)| order.is_revoked && self.ends.is_over(**order))
+            .map(|(node, _)| node.as_str())
+            .peekable();
+        over.peek()?;
+        let nodes = listed(over);
+        Some(format!(
+            "this server refuses nodes that no other server has confirmed to be revoked for more than a year: {nodes}; decide \
+             again with 'tunnel-server nodes revoke' or 'unrevoke'"
+        ))
+    }
+}
+
+const DAY_SECONDS: u64 = 24 * 60 * 60;
+/// Time for which an order is known. Tokens, which it can make void, end within 365 days.
+const ORDER_SECONDS: u64 = 500 * DAY_SECONDS;
+/// The ends of renewed revocations are multiples of this.
+const RENEWAL_SECONDS: u64 = 30 * DAY_SECONDS;
+/// Largest life of a certificate: `limits.certificateLife`, and the usual one of other CAs.
+const LIFE_MAX_SECONDS: u64 = 3653 * DAY_SECONDS;
+/// Time for which an expired certificate can be renewed (90 days), and as much for clocks.
+const GRACE_SECONDS: u64 = 180 * DAY_SECONDS;
+/// Clocks that show an earlier time are wrong: 2025-01-01.
+const CLOCK_MIN_SECONDS: u64 = 1_735_689_600;
+/// Difference to the monotonic clock that is a jump.
+const JUMP_SECONDS: u64 = 30;
