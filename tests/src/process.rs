@@ -12,7 +12,7 @@ mod terminal;
 pub use culvert::{AgentSetup, Listener, Server, ServerSetup, Setup, TunnelAgent, TunnelServer};
 pub use fleet::Fleet;
 pub use log::Log;
-pub use peering::Peering;
+pub use peering::{Peering, copy_ca};
 pub use running::{Finished, Piped, Process, Program, Signal};
 pub use scratch::{ScratchDir, next_loopback, own_loopback, stored_text};
 pub use shifted_clock::ShiftedClock;

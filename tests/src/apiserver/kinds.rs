@@ -110,11 +110,6 @@ impl Kind {
         self.kind.ends_with("Review")
     }
 
-    /// Returns whether `approval` is another path for the status, for its conditions only.
-    pub(super) fn is_approved(&self) -> bool {
-        self.kind == "CertificateSigningRequest"
-    }
-
     /// Returns the storage name: events of both groups are one set of objects.
     pub(super) fn storage(&self) -> &'static str {
         self.plural

@@ -122,7 +122,7 @@ async fn wait_for_links(metas: impl ExactSizeIterator<Item = SocketAddr>) {
 }
 
 /// Copies the CA of a data directory to one that no server has used.
-fn copy_ca(from: &Path, to: &Path) -> Result<()> {
+pub fn copy_ca(from: &Path, to: &Path) -> Result<()> {
     fs::create_dir(to)?;
     fs::set_permissions(to, fs::Permissions::from_mode(0o700))?;
     for file in ["ca.crt", "ca.key"] {

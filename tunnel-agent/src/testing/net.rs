@@ -71,7 +71,8 @@ pub(crate) async fn reject(connection: MemoryConnection, code: CloseCode) {
 pub(crate) struct Peer {
     pub(crate) connection: MemoryConnection,
     reader: ControlReader,
-    writer: ControlWriter,
+    /// Keeps the control stream open.
+    _writer: ControlWriter,
 }
 
 impl Peer {
@@ -84,7 +85,7 @@ impl Peer {
         Self {
             connection,
             reader,
-            writer,
+            _writer: writer,
         }
     }
 

@@ -96,7 +96,10 @@ impl Sessions {
         session: &Arc<dyn Session>,
         node: &NodeName,
     ) -> Result<AdmittedSession, AdmissionError> {
-        let pending = timeout(self.limits.handshake_timeout, self.recv_hello(session, node));
+        let pending = timeout(
+            self.limits.handshake_timeout,
+            self.recv_hello(session, node),
+        );
         match pending.await {
             Ok(Ok(pending)) => self.admit(session, node, pending).await,
             Ok(Err(error)) => Err(error),

@@ -229,9 +229,7 @@ fn cluster_dns(service: &Service, slices: &[EndpointSlice]) -> ClusterDnsFacts {
 /// Returns the address of the API server in a kubeconfig; the rest may hold secrets.
 fn server_of(kubeconfig: &str) -> Option<String> {
     let clusters = Kubeconfig::from_yaml(kubeconfig).ok()?.clusters;
-    clusters
-        .into_iter()
-        .find_map(|named| named.cluster?.server)
+    clusters.into_iter().find_map(|named| named.cluster?.server)
 }
 
 /// Pods of the control plane. A static Pod has a mirror Pod here.
@@ -286,7 +284,9 @@ mod tests {
         }});
         AddonObjects {
             dns_workloads: Ok(Workload::all(vec![coredns], Vec::new())),
-            dns_service: Ok(Some(object(json!({"spec": {"internalTrafficPolicy": "Cluster"}})))),
+            dns_service: Ok(Some(object(
+                json!({"spec": {"internalTrafficPolicy": "Cluster"}}),
+            ))),
             dns_slices: Ok(vec![object(json!({"endpoints": [{"nodeName": "a"}, {}]}))]),
             server_workloads: Ok(Workload::all(Vec::new(), vec![server])),
             monitors: Ok(Vec::new()),

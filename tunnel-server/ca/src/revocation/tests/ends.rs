@@ -105,7 +105,7 @@ async fn orders_that_are_over_are_not_announced_or_merged_and_are_forgotten_a_da
         Order::default()
     );
     // The next order exceeds what was forgotten.
-    super::order(&server.revocations, Reissue, OVER);
+    order(&server.revocations, Reissue, OVER);
     assert!(server.known().generation > order.generation);
     assert_eq!(
         order.merge(server.known()).generation,
@@ -141,7 +141,7 @@ async fn nothing_is_forgotten_by_a_clock_that_jumps_or_that_no_other_confirms() 
     assert_eq!(server.announced(), Some(order));
     // An order whose clock was certainly wrong has no end.
     let wrong = Server::new();
-    super::order(&wrong.revocations, Reissue, 5);
+    order(&wrong.revocations, Reissue, 5);
     wrong.runs_for_a_day(OVER + 9000 * DAY);
     assert_eq!(wrong.known().generation, 1);
 }
@@ -200,13 +200,13 @@ async fn server_with_old_state_brings_nothing_back_and_loses_nothing() {
     // An operator decides about the others.
     let returned = Server::new().orders(&[Revoke]);
     returned.observes(Confirmed, OVER, 0);
-    super::order(&returned.revocations, Unrevoke, OVER);
+    order(&returned.revocations, Unrevoke, OVER);
     assert!(!returned.announced().unwrap().is_revoked);
     forgotten.receives(returned.known());
     assert!(!forgotten.revocations.is_revoked(&peer(0)));
     // What nobody else has learned is renewed.
     let alone = Server::new();
-    super::order(&alone.revocations, Revoke, MADE);
+    order(&alone.revocations, Revoke, MADE);
     alone.observes(Confirmed, OVER, 0);
     assert!(alone.announced().unwrap().is_revoked);
 }
@@ -273,7 +273,7 @@ async fn flood_of_names_is_bounded_and_over_after_their_end() {
     merge(&server.revocations, "b", &flood);
     let room = FOREIGN_BYTES_MAX / (ENTRY_BYTES + 6);
     assert_eq!(server.revocations.all().len(), room);
-    assert_eq!(super::order(&server.revocations, Revoke, OVER), 1);
+    assert_eq!(order(&server.revocations, Revoke, OVER), 1);
     server.runs_for_a_day(OVER + DAY);
     assert!(server.announced().unwrap().is_revoked);
     server.revocations.flush().unwrap();

@@ -102,9 +102,8 @@ pub(super) async fn probe_all(config: &Config, kubelets: Vec<Kubelet>) -> Fact<V
         KubeletProbe {
             node: kubelet.node.to_string(),
             port: kubelet.port.get(),
-            answer: answer.unwrap_or_else(|_elapsed| {
-                KubeletAnswer::Unreachable(NO_ANSWER.to_owned())
-            }),
+            answer: answer
+                .unwrap_or_else(|_elapsed| KubeletAnswer::Unreachable(NO_ANSWER.to_owned())),
         }
     });
     Ok(stream::iter(probes)
