@@ -105,7 +105,7 @@ async fn orders_that_are_over_are_not_announced_or_merged_and_are_forgotten_a_da
         Order::default()
     );
     // The next order exceeds what was forgotten.
-    order(&server.revocations, Reissue, OVER);
+    super::order(&server.revocations, Reissue, OVER);
     assert!(server.known().generation > order.generation);
     assert_eq!(
         order.merge(server.known()).generation,
@@ -141,7 +141,7 @@ async fn nothing_is_forgotten_by_a_clock_that_jumps_or_that_no_other_confirms() 
     assert_eq!(server.announced(), Some(order));
     // An order whose clock was certainly wrong has no end.
     let wrong = Server::new();
-    order(&wrong.revocations, Reissue, 5);
+    super::order(&wrong.revocations, Reissue, 5);
     wrong.runs_for_a_day(OVER + 9000 * DAY);
     assert_eq!(wrong.known().generation, 1);
 }
