@@ -472,13 +472,6 @@ mod tests {
         assert_eq!(shown().revoked_at, None);
     }
 
-    #[test]
-    fn list_of_a_server_without_states_is_understood() {
-        let text = r#"{"node":"a","connected":true,"streams":1,"bytesIn":0,"bytesOut":0}"#;
-        let status: NodeStatus = serde_json::from_str(text).unwrap();
-        assert_eq!(status.state, None);
-    }
-
     fn list_of(bench: &Bench, cluster: &[RouteNode]) -> Vec<NodeStatus> {
         let sessions = &bench.sessions;
         let routes = Routes::default();
