@@ -2,8 +2,8 @@
 
 use tunnel_proto::transport::StreamCut;
 use tunnel_proto::wire::code::RefusalCode;
+use tunnel_routing::directory::HOLDERS_TRIED_MAX;
 
-use crate::routing::directory::HOLDERS_TRIED_MAX;
 use crate::routing::registry::OpenError;
 use crate::routing::via::Via;
 

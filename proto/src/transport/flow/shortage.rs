@@ -20,13 +20,12 @@ use std::collections::HashSet;
 use std::sync::Weak;
 use std::sync::atomic::Ordering;
 
+use super::shortage_state::REPORT_SAMPLES;
 use super::sources::SourceTotals;
 use super::{BufferPool, FlowState, SHORT_SHARE, SPARE_MIN, SessionFlow};
 
 /// Credit that is added at once: a quarter of a first window.
 const RESERVE_STEP: u64 = 64 << 10;
-/// Samples between two reports: 200 ms.
-pub(super) const REPORT_SAMPLES: u32 = 4;
 /// Samples after the first report in which the peer finds the sources that must wait: 100 ms.
 const SAMPLES_TO_HOLD: u32 = 2;
 /// Samples for which a session is short after its window was exhausted the last time: 1 s.

@@ -2,8 +2,6 @@
 
 use std::collections::HashSet;
 
-use super::shortage::REPORT_SAMPLES;
-
 /// What a session knows of its own shortage, and of its peer's.
 #[derive(Debug, Default)]
 pub(super) struct Shortage {
@@ -45,3 +43,6 @@ impl Shortage {
         self.held_sources.contains(&source)
     }
 }
+
+/// Samples between two reports: 200 ms.
+pub(super) const REPORT_SAMPLES: u32 = 4;
