@@ -254,14 +254,14 @@ impl Connector {
                 } else {
                     (DialPurpose::Upgrade, SessionTransport::Quic)
                 };
-                self.start_attempt(purpose, (transport, None), shared, now);
+                self.start_attempt(purpose, transport, None, shared, now);
             }
             (None, current) => {
                 if current.is_none() && shared.transport == Some(SessionTransport::H2) {
                     self.transport_policy.adopt_fallback(now);
                 }
-                let order = self.transport_policy.dial_order();
-                self.start_attempt(DialPurpose::Connect, order, shared, now);
+                let (first, second) = self.transport_policy.dial_order();
+                self.start_attempt(DialPurpose::Connect, first, second, shared, now);
             }
         }
     }

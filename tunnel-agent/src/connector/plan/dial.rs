@@ -20,17 +20,16 @@ use crate::connector::transport_policy::SessionTransport;
 use crate::credentials::Refusal;
 
 impl Connector {
-    /// Starts an attempt with the first transport of `order`. The second starts if the first gives no
-    /// answer.
+    /// Starts an attempt with the first transport. The second starts if the first gives no answer.
     pub(super) fn start_attempt(
         &mut self,
         purpose: DialPurpose,
-        order: TransportOrder,
+        first: SessionTransport,
+        second: Option<SessionTransport>,
         shared: &mut Shared,
         now: Instant,
     ) {
         self.retry = None;
-        let (first, second) = order;
         let happy_eyeballs = HappyEyeballs::new(first, second, now, shared.quic_head_start);
         let endpoints = match purpose {
             DialPurpose::Connect | DialPurpose::Upgrade | DialPurpose::Refresh => {
@@ -168,14 +167,9 @@ impl Connector {
                 self.missing_reason = failure_text(failures);
                 // A stopping server reveals nothing about the next one, which may be running by
                 // now.
-                let is_leaving = self
-                    .current
-                    .as_ref()
-                    .is_some_and(|current| current.draining);
-                let is_leaving = is_leaving
-                    || self
-                        .server_stopped_at
-                        .is_some_and(|at| now < at + STOPPED_REFUSES_FOR);
+                let current = self.current.as_ref();
+                let is_leaving = current.is_some_and(|current| current.draining)
+                    || (self.server_stopped_at).is_some_and(|at| now < at + STOPPED_REFUSES_FOR);
                 let reason = match code {
                     Some(CloseCode::Draining | CloseCode::Overloaded) if is_leaving => None,
                     code => code,
@@ -208,9 +202,6 @@ impl Connector {
         }
     }
 }
-
-/// The transport to dial, and the one to dial if that gives no answer.
-type TransportOrder = (SessionTransport, Option<SessionTransport>);
 
 /// Longest pause between two dials of a standby, which is ready as long as its servers answer.
 const STANDBY_DIAL_MAX: Duration = Duration::from_secs(60);
