@@ -473,6 +473,9 @@ fn happy_eyeballs_prefers_quic_and_falls_back_when_it_does_not_answer() {
         let fallbacks = u64::from(transport == H2);
         assert_eq!(sim.metrics.transport_changes(), (fallbacks, 0));
         assert_eq!(sim.count(transport, ConnectResult::Ready), 1);
+        let is_late = matches!(quic, Path::Silent | SLOWER);
+        let reached = sim.metrics.reached(Limit::QuicHeadStart);
+        assert_eq!(reached, u64::from(is_late), "{quic:?}");
         let abandoned = u64::from(quic == Path::Silent);
         assert_eq!(sim.count(Quic, ConnectResult::Abandoned), abandoned);
         if transport == Quic {
