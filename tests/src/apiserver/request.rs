@@ -266,13 +266,11 @@ impl Request {
             self.sent()?
         };
         let old = self.lookup(content).cloned();
-        if self.content_type.starts_with(APPLY) {
-            if old.is_err() {
-                self.may_create(content)?;
-                let mut new = patch;
-                set_address(&self.address, &mut new);
-                return self.insert(content, new, families);
-            }
+        if self.content_type.starts_with(APPLY) && old.is_err() {
+            self.may_create(content)?;
+            let mut new = patch;
+            set_address(&self.address, &mut new);
+            return self.insert(content, new, families);
         }
         let old = old?;
         let mut new = Value::clone(&old);
