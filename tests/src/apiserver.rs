@@ -2,7 +2,7 @@
 //!
 //! The server serves, over TLS on a free loopback port, the kinds that a tunnel uses. Supported are
 //! get, list in pages, watch from a resource version with bookmarks, create, update, JSON, merge and
-//! strategic patches and delete; discovery, tables, selectors by equality. A server-side apply
+//! strategic patches and delete; discovery, selectors by equality. A server-side apply
 //! merges, without field managers and thus without conflicts. Objects are not validated. Users are
 //! authorized by the roles in the server. There are no controllers, so Endpoints are not created and
 //! garbage is not collected. Tests that must also hold against a real server use [`crate::cluster`],
@@ -26,7 +26,6 @@ mod selector;
 mod signing;
 mod status;
 mod store;
-mod table;
 mod tokens;
 mod watching;
 

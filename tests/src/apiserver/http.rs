@@ -9,7 +9,7 @@ use std::time::Instant;
 
 use bytes::Bytes;
 use futures_util::stream::unfold;
-use http::header::{ACCEPT, AUTHORIZATION, CONTENT_TYPE, RETRY_AFTER, USER_AGENT};
+use http::header::{AUTHORIZATION, CONTENT_TYPE, RETRY_AFTER, USER_AGENT};
 use http::{HeaderMap, Method, Response};
 use http_body_util::combinators::UnsyncBoxBody;
 use http_body_util::{BodyExt, Full, Limited, StreamBody};
@@ -26,7 +26,6 @@ use super::record::{RecordedRequest, RequestLog};
 use super::request::{Answer, Query, Request};
 use super::status::Status;
 use super::store::Store;
-use super::table::table;
 use super::tokens::{Signer, TokenClaims};
 use super::watching::{Signals, Watch};
 use crate::manifests::items;
@@ -90,7 +89,7 @@ impl Service {
                     content_type: text(&head.headers, CONTENT_TYPE),
                     body: body.to_bytes().to_vec(),
                 };
-                self.reply(route, request, &head.headers)
+                self.reply(route, request)
             }
         };
         let response = outcome.unwrap_or_else(|status| failure(&status));
@@ -107,9 +106,7 @@ impl Service {
         &self,
         route: ApiRoute,
         request: impl FnOnce(Address) -> Request,
-        headers: &HeaderMap,
     ) -> Result<Response<Body>, Status> {
-        let accept = text(headers, ACCEPT);
         match route {
             ApiRoute::Versions => Ok(json_body(200, &discovery::versions())),
             ApiRoute::Groups => Ok(json_body(200, &discovery::group_list())),
@@ -123,7 +120,7 @@ impl Service {
                 if request.verb == "watch" {
                     return self.watch(&request);
                 }
-                self.objects(&request, &accept)
+                self.objects(&request)
             }
         }
     }
@@ -141,7 +138,7 @@ impl Service {
         Ok(response)
     }
 
-    fn objects(&self, request: &Request, accept: &str) -> Result<Response<Body>, Status> {
+    fn objects(&self, request: &Request) -> Result<Response<Body>, Status> {
         request.authorize(&self.store)?;
         let kind = request.address.kind;
         if kind.is_review() {
@@ -152,23 +149,11 @@ impl Service {
         {
             return self.issue(request);
         }
-        let as_table = accept.contains("as=Table");
         match request.serve(&self.store, &self.families)? {
-            Answer::Object(code, object) if as_table && object["kind"] != "Status" => {
-                let metadata = json!({ "resourceVersion": object["metadata"]["resourceVersion"] });
-                Ok(json_body(
-                    code,
-                    &table(kind, std::iter::once(&*object), metadata),
-                ))
-            }
             Answer::Object(code, object) if object["kind"] == "Status" => {
                 Ok(json_body(code, &object))
             }
             Answer::Object(code, object) => Ok(json_body(code, &shown(kind, &object))),
-            Answer::List(objects, metadata) if as_table => Ok(json_body(
-                200,
-                &table(kind, objects.iter().map(|object| &**object), metadata),
-            )),
             Answer::List(objects, metadata) => {
                 let mut items = objects
                     .iter()
