@@ -80,7 +80,7 @@ impl Edge {
         let scratch = ScratchDir::new()?;
         let cluster = Arc::new(Cluster::start()?);
         let (delay, timeout) = run.limits.pick(("5s", "30s"), ("500ms", "2s"));
-        let file = scratch.file("server.yaml", limits(run.limits.server_limits()))?;
+        let file = scratch.file("server.yaml", limits(&run.limits.server_limits()))?;
         let server = ServerSetup::on_address(&scratch.path().join("server"), next_loopback())
             .args(&["--cloud-apiserver", &cluster.api.addr().to_string()])
             .args(&["--drain-delay", delay, "--drain-timeout", timeout])

@@ -89,7 +89,7 @@ impl Replicas {
         for (number, target) in (0..layout.servers).zip(targets) {
             let mut service = peering.address(number, Listener::Http);
             service.set_port(SERVICE_PORT);
-            let limits = limits(run.limits.server_limits());
+            let limits = limits(&run.limits.server_limits());
             let yaml = format!(
                 "{limits}services:\n  - {{name: raw, listen: \"{service}\", node: {node}, target: \"{target}\"}}\n"
             );

@@ -42,7 +42,7 @@ impl Site {
                 target: port.to_string(),
                 protocol: None,
             }];
-            settings.limits = TestEnv::limits(run.limits.server_limits());
+            settings.limits = TestEnv::limits(&run.limits.server_limits());
         })
         .await?;
         let endpoint = env.bound().http.context("no HTTP listener")?;
