@@ -138,7 +138,7 @@ impl Metrics {
     }
 
     /// Counts an upgrade from h2 to QUIC.
-    pub(crate) fn promotion(&self) {
+    pub(crate) fn upgrade(&self) {
         self.0.upgrades.inc();
     }
 
@@ -439,7 +439,7 @@ mod tests {
         metrics.connect_attempt(TransportKind::Quic, ConnectResult::NoAnswer);
         metrics.connect_attempt(TransportKind::H2, ConnectResult::Ready);
         metrics.fallback();
-        metrics.promotion();
+        metrics.upgrade();
         let suspect = metrics.suspect();
         metrics.certificate(UNIX_EPOCH + std::time::Duration::from_secs(9));
         drop(metrics.stream());

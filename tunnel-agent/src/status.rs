@@ -47,7 +47,7 @@ pub async fn ask(address: &MetaAddress) -> io::Result<AgentStatus> {
 pub(crate) async fn sessions(address: &MetaAddress) -> io::Result<(Vec<SessionReport>, String)> {
     let (status, json) = address.get(PATH).await?;
     if status != StatusCode::OK {
-        let text = format!("{status}: the agent is of an older version");
+        let text = format!("{status}: no agent listens there");
         return Err(io::Error::other(text));
     }
     Ok((serde_json::from_str(&json)?, json))

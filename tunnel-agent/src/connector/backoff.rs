@@ -128,8 +128,8 @@ impl Default for Backoff {
 }
 
 /// Returns the wait after the server of a session has asked its agents to move within
-/// `move_within`, in addition to that of [`Backoff::next`]. Older servers set no time. `random` is
-/// from 0 to 1.
+/// `move_within`, in addition to that of [`Backoff::next`]. A server without others sets no
+/// time. `random` is from 0 to 1.
 pub fn drain_wait(move_within: Duration, random: f64) -> Duration {
     let spread = if move_within.is_zero() {
         DRAIN_SPREAD

@@ -321,7 +321,7 @@ impl Connector {
         match change {
             TransportChange::None => {}
             TransportChange::Fallback => shared.metrics.fallback(),
-            TransportChange::Upgrade => shared.metrics.promotion(),
+            TransportChange::Upgrade => shared.metrics.upgrade(),
         }
         shared.log.ready(change);
         if credentials == shared.credentials {
