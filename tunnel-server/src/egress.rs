@@ -48,7 +48,7 @@ pub struct CloudEgress {
     /// Rate of new streams of each node. Only nodes with a valid credential are counted.
     rate: RateLimiter<NodeName, HashMapStateStore<NodeName>, DefaultClock>,
     /// Time for an agent to send the header.
-    header_timeout: Duration,
+    request_head_timeout: Duration,
     metrics: Metrics,
     shutdown: Shutdown,
 }
@@ -90,7 +90,7 @@ impl CloudEgress {
             per_agent: limits.cloud_streams_per_agent.min(share),
             open: Mutex::default(),
             rate: RateLimiter::hashmap(Quota::per_second(per_second).allow_burst(burst)),
-            header_timeout: limits.request_head_timeout,
+            request_head_timeout: limits.request_head_timeout,
             metrics,
             shutdown,
         }))
@@ -121,7 +121,7 @@ impl CloudEgress {
         let began = Instant::now();
         let _counted = agent.count_stream();
         let _open = self.metrics.cloud_stream();
-        let (name, outcome) = match incoming.header(began + self.header_timeout).await {
+        let (name, outcome) = match incoming.header(began + self.request_head_timeout).await {
             Ok((header, stream)) => match header.kind {
                 StreamKind::Cloud(name) => {
                     // An agent is one source, whatever it claims.

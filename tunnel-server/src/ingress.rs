@@ -40,7 +40,7 @@ mod unix_listener;
 mod wrong_scheme;
 
 use context::CallerConn;
-pub use context::{ConnectProxy, HttpListener, IngressContext, ListenerLimits};
+pub use context::{ConnectProxy, HttpListener, IngressContext};
 pub use unix_listener::SharedSocket;
 
 #[derive(Debug, Clone)]
@@ -153,7 +153,7 @@ impl IngressContext {
         };
         // The host controls which users can open a Unix socket.
         let must_verify = is_reserved && peer != CallerAddr::Unix;
-        let deadline = Instant::now() + self.limits.handshake;
+        let deadline = Instant::now() + self.limits.handshake_timeout;
         let protocol = tokio::select! {
             biased;
             () = permit.evicted() => return self.metrics.evicted_caller(),

@@ -15,11 +15,11 @@ use super::bind::listen;
 use super::context::ServerContext;
 use super::credential_watcher::CredentialWatcher;
 use super::serving::{CallerCa, PasswordFile, listener_tls, passwords};
-use crate::config::ConnectSettings;
+use crate::config::{ConnectSettings, Limits};
 use crate::ingress::client_auth::ListenerTls;
 use crate::ingress::connect::{AdminTunnels, DirectDialer};
 use crate::ingress::{
-    ConnectProxy, HttpListener, IngressContext, ListenerKind, ListenerLimits, SharedSocket,
+    ConnectProxy, HttpListener, IngressContext, ListenerKind, SharedSocket,
 };
 use crate::routing::destination::Scheme;
 use crate::routing::dial_policy::DialPolicy;
@@ -69,19 +69,19 @@ impl ConnectSockets {
     ) -> anyhow::Result<AdminTunnels> {
         let (config, watcher) = (&context.config, &context.watcher);
         let ingress = Arc::new(IngressContext {
-            limits: ListenerLimits {
-                open: ingress.limits.open.min(OPEN_MAX),
+            limits: Limits {
+                open_timeout: ingress.limits.open_timeout.min(OPEN_MAX),
                 ..ingress.limits
             },
             ..ingress.clone()
         });
-        let dial_limit = config.limits.target_dial_timeout;
+        let target_dial_timeout = config.limits.target_dial_timeout;
         let settings = config.connect.as_ref();
         let dial_policy = match settings.and_then(|settings| settings.direct.clone()) {
             Some(listed) => DialPolicy::Listed(listed, context.ranges.clone()),
             None => DialPolicy::Cluster(context.ranges.clone()),
         };
-        let direct = DirectDialer::new(dial_policy, dial_limit).with_own_ports(own_ports.to_vec());
+        let direct = DirectDialer::new(dial_policy, target_dial_timeout).with_own_ports(own_ports.to_vec());
         let direct = Arc::new(direct);
         let connect_listener = |tls, passwords, is_tls_optional| {
             Arc::new(HttpListener {
@@ -117,7 +117,7 @@ impl ConnectSockets {
         if let Some(socket) = self.unix {
             ingress.start_unix(socket, connect_listener(None, None, true));
         }
-        Ok(AdminTunnels::new(ingress, dial_limit))
+        Ok(AdminTunnels::new(ingress, target_dial_timeout))
     }
 }
 

@@ -10,7 +10,7 @@ use crate::config::Capacity;
 use crate::ingress::client_auth::DelegationPolicy;
 use crate::ingress::head_memory::HeadMemory;
 use crate::ingress::target_tls::TargetTls;
-use crate::ingress::{IngressContext, ListenerKind, ListenerLimits};
+use crate::ingress::{IngressContext, ListenerKind};
 use crate::routing::pod_lookup::PodResolver;
 
 /// Starts the listeners. Returns the state that they share with the CONNECT listeners.
@@ -22,7 +22,6 @@ pub(super) fn start(
     context: &ServerContext,
 ) -> Arc<IngressContext> {
     let config = &context.config;
-    let limits = &config.limits;
     let ingress = Arc::new(IngressContext {
         routes: context.routes.clone(),
         routing: context.routing(),
@@ -30,13 +29,7 @@ pub(super) fn start(
         pods,
         targets,
         delegation_callers: DelegationPolicy::named(config.targets.delegation_callers.clone()),
-        limits: ListenerLimits {
-            handshake: limits.handshake_timeout,
-            request_head_time: limits.request_head_timeout,
-            request_head_bytes: limits.request_head_bytes,
-            idle: limits.caller_idle_timeout,
-            open: limits.open_timeout,
-        },
+        limits: config.limits,
         head_memory: HeadMemory::new(context.session_settings.pool.clone()),
         callers: ConnLimiter::new(capacity.callers),
         verified_callers: ConnLimiter::new(capacity.verified_callers),

@@ -43,7 +43,7 @@ pub(super) fn start(
             streams: u32::try_from(limits.peer_streams)?.saturating_add(CONTROL_STREAMS),
             ..context.session_settings.clone()
         },
-        handshake_limit: limits.handshake_timeout,
+        handshake_timeout: limits.handshake_timeout,
         policy: ForwardPolicy {
             policy: context.policy.clone(),
             routes: context.routes.clone(),
@@ -52,7 +52,7 @@ pub(super) fn start(
                 .collect(),
         },
         list_linger: LIST_LINGER,
-        open_limit: limits.open_timeout,
+        open_timeout: limits.open_timeout,
         shutdown: context.shutdown.clone(),
         on_orders: revocations::exchange(&authority.revocations, context),
         on_enroll: on_enroll(authority, agents, context),

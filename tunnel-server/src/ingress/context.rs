@@ -1,7 +1,6 @@
 //! State and settings that the listeners share, and the facts about a caller's connection.
 
 use std::sync::Arc;
-use std::time::Duration;
 
 use tokio_util::task::TaskTracker;
 use tunnel_proto::identity::CallerError;
@@ -17,6 +16,7 @@ use super::head_memory::HeadMemory;
 use super::peer::{CallerAddr, CallerIdentity};
 use super::recent_requests::RecentRequests;
 use super::target_tls::TargetTls;
+use crate::config::Limits;
 use crate::metrics::Metrics;
 use crate::policy::SharedPortPolicy;
 use crate::routing::Routing;
@@ -37,8 +37,7 @@ pub struct IngressContext {
     /// TLS configuration for connections to https targets.
     pub targets: Arc<TargetTls>,
     pub delegation_callers: DelegationPolicy,
-    /// Timeouts and size limits of the listeners.
-    pub limits: ListenerLimits,
+    pub limits: Limits,
     /// Memory for large request heads.
     pub head_memory: Arc<HeadMemory>,
     /// Limiter of callers' connections. A connection holds its permit until it ends.
@@ -54,19 +53,6 @@ pub struct IngressContext {
     /// Tracks the tasks that drive connections to targets. Each task also ends when its handle is
     /// dropped.
     pub drivers: TaskTracker,
-}
-
-/// Timeouts and size limits of the listeners.
-#[derive(Debug, Clone, Copy)]
-pub struct ListenerLimits {
-    /// Timeout of a TLS handshake with a caller.
-    pub handshake: Duration,
-    pub request_head_time: Duration,
-    pub request_head_bytes: usize,
-    /// Timeout of a connection without a request.
-    pub idle: Duration,
-    /// Timeout of opening a stream, including the agent's reply.
-    pub open: Duration,
 }
 
 /// A listener for HTTP callers and its settings.

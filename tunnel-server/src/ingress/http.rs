@@ -93,8 +93,8 @@ pub(super) async fn serve<S>(
     } = conn;
     let limits = ingress.limits;
     let timeout_config = TimeoutConfig {
-        head: limits.request_head_time,
-        idle: limits.idle,
+        head: limits.request_head_timeout,
+        idle: limits.caller_idle_timeout,
     };
     let head_limits = HeadLimits::of_connection(limits.request_head_bytes);
     let timeouts = ConnTimeouts::start(timeout_config, head_limits, permit.clone());
@@ -376,7 +376,7 @@ impl Caller {
     async fn stuck(&self) -> ConnEnd {
         let end = tokio::select! {
             biased;
-            () = self.timeouts.write_blocked_for(self.ingress.limits.idle) => {
+            () = self.timeouts.write_blocked_for(self.ingress.limits.caller_idle_timeout) => {
                 self.report_timeout(TimeoutKind::Idle);
                 ConnEnd::TimedOut
             }

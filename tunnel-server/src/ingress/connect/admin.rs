@@ -42,14 +42,14 @@ pub struct AdminTunnels {
 impl AdminTunnels {
     /// Creates a handler that opens tunnels through the agents of `ingress`. The server itself
     /// dials nothing.
-    pub fn new(ingress: Arc<IngressContext>, dial_limit: Duration) -> Self {
+    pub fn new(ingress: Arc<IngressContext>, target_dial_timeout: Duration) -> Self {
         let nothing = DialPolicy::Listed(Vec::new(), LiveClusterNetworks::default());
         Self {
             ingress,
             proxy: ConnectProxy {
                 passwords: None,
                 is_tls_optional: true,
-                direct: Arc::new(DirectDialer::new(nothing, dial_limit)),
+                direct: Arc::new(DirectDialer::new(nothing, target_dial_timeout)),
             },
             permits: Arc::new(Semaphore::new(TUNNELS_MAX)),
         }

@@ -215,7 +215,7 @@ impl UpstreamRequest<'_> {
                     TlsConnector::from(self.tls_profile.tls.clone()).connect(name, stream);
                 // The agent's reply has its own timeout inside the stream. This timeout covers a
                 // target that does not respond in the TLS handshake.
-                let limit = limits.open + limits.handshake;
+                let limit = limits.open_timeout + limits.handshake_timeout;
                 let stream = match timeout(limit, connecting).await {
                     Ok(Ok(stream)) => stream,
                     Ok(Err(error)) => return Err(tls_failure(&error, target_label)),
@@ -318,7 +318,7 @@ pub(in crate::ingress) fn stream_request<'a>(
             source: source_number(caller),
         },
         caller,
-        limit: ingress.limits.open,
+        limit: ingress.limits.open_timeout,
     }
 }
 

@@ -64,7 +64,7 @@ async fn handshake(
         return Err(LinkError::protocol(&detail));
     }
     let incoming = session.accept().await?;
-    let deadline = Instant::now() + endpoint.handshake_limit;
+    let deadline = Instant::now() + endpoint.handshake_timeout;
     let (header, mut stream) = incoming.header(deadline).await?;
     let StreamKind::Control { .. } = header.kind else {
         return Err(LinkError::protocol(

@@ -206,7 +206,7 @@ impl PeerTask {
         };
         sleep_until(at).await;
         let connecting = Box::pin(self.connect(peer));
-        let error = match timeout(self.endpoint.handshake_limit, connecting).await {
+        let error = match timeout(self.endpoint.handshake_timeout, connecting).await {
             Ok(Ok(established)) => return Some(established),
             Ok(Err(error)) => error,
             Err(_elapsed) => LinkError::Timeout,
@@ -225,7 +225,7 @@ impl PeerTask {
 
     async fn connect(&self, peer: &PeerAddress) -> Result<Established, LinkError> {
         let endpoint = &self.endpoint;
-        let deadline = Instant::now() + endpoint.handshake_limit;
+        let deadline = Instant::now() + endpoint.handshake_timeout;
         let socket = dial_host(&peer.address, deadline).await;
         let socket = socket.map_err(LinkError::Connect)?;
         if let Err(error) = configure_session(&socket) {
@@ -259,7 +259,7 @@ impl PeerTask {
             version_min: VERSION_MIN,
             version_max: VERSION_MAX,
         });
-        let stream = session.open(&header, endpoint.handshake_limit).await?;
+        let stream = session.open(&header, endpoint.handshake_timeout).await?;
         exchange_hello(stream, endpoint.peers.hello(), &self.id).await
     }
 

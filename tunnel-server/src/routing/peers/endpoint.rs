@@ -37,13 +37,13 @@ pub struct PeerEndpoint {
     /// Windows and limits of the sessions between servers.
     pub settings: SessionSettings,
     /// Time from the start of a connection to the first message of the other server.
-    pub handshake_limit: Duration,
+    pub handshake_timeout: Duration,
     /// The targets that this server allows, whatever the other server allows.
     pub policy: ForwardPolicy,
     /// Time for which the list of a lost connection stays.
     pub list_linger: Duration,
     /// Time to open a forwarded stream to an agent, up to its reply.
-    pub open_limit: Duration,
+    pub open_timeout: Duration,
     pub shutdown: Shutdown,
     pub on_orders: OnOrders,
     /// `None` if this server issues no certificates for other servers.

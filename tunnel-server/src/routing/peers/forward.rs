@@ -25,7 +25,7 @@ pub(super) async fn serve_stream(
     replica: ReplicaId,
     enrollments: &Semaphore,
 ) -> Option<ForwardResult> {
-    let deadline = Instant::now() + endpoint.handshake_limit;
+    let deadline = Instant::now() + endpoint.handshake_timeout;
     let (header, mut stream) = match incoming.header(deadline).await {
         Ok(header_and_stream) => header_and_stream,
         Err(error) => {
@@ -70,7 +70,7 @@ pub(super) async fn serve_stream(
         node: &node,
         header,
         caller: &caller,
-        limit: endpoint.open_limit,
+        limit: endpoint.open_timeout,
     };
     let mut opened = match routing.open(&request).await {
         Ok(opened) => opened,
@@ -122,7 +122,7 @@ async fn serve_enrollment(
         return debug!(%error, "forwarded enrollment ended before it was accepted");
     }
     let serving = on_enroll(stream, replica);
-    if timeout(endpoint.handshake_limit, serving).await.is_err() {
+    if timeout(endpoint.handshake_timeout, serving).await.is_err() {
         debug!("forwarded enrollment did not finish in time");
     }
 }
@@ -131,7 +131,7 @@ pub(super) async fn refuse_above_limit(
     endpoint: &PeerEndpoint,
     incoming: IncomingStream,
 ) -> Option<ForwardResult> {
-    let deadline = Instant::now() + endpoint.handshake_limit;
+    let deadline = Instant::now() + endpoint.handshake_timeout;
     let (_, stream) = incoming.header(deadline).await.ok()?;
     let detail = "too many streams between two servers (limits.peerStreams)";
     stream.refuse(RefusalCode::TooManyStreams, detail).await;

@@ -68,7 +68,7 @@ impl PeerListener {
     /// authenticated.
     async fn serve(&self, socket: TcpStream, permit: ConnPermit) {
         let accepting = Box::pin(accept(&self.endpoint, socket));
-        let accepting = timeout(self.endpoint.handshake_limit, accepting);
+        let accepting = timeout(self.endpoint.handshake_timeout, accepting);
         let accepted = tokio::select! {
             biased;
             () = permit.evicted() => {

@@ -17,11 +17,12 @@ use tunnel_proto::wire::code::RefusalCode;
 use tunnel_proto::wire::header::StreamHeader;
 use tunnel_proto::wire::name::InstanceId;
 
+use crate::config::Limits;
 use crate::ingress::ListenerKind;
 use crate::ingress::caller_stream::CallerClosed;
 use crate::ingress::client_auth::DelegationPolicy;
 use crate::ingress::context::{
-    CallerConn, ConnectProxy, HttpListener, IngressContext, ListenerLimits,
+    CallerConn, ConnectProxy, HttpListener, IngressContext,
 };
 use crate::ingress::head_memory::HeadMemory;
 use crate::ingress::http::serve;
@@ -135,12 +136,9 @@ impl Fixture {
             pods: None,
             targets: TargetTls::new(None).unwrap(),
             delegation_callers: DelegationPolicy::default(),
-            limits: ListenerLimits {
-                handshake: Duration::from_secs(5),
-                request_head_time: Duration::from_secs(10),
+            limits: Limits {
                 request_head_bytes: 64 << 10,
-                idle: Duration::from_secs(180),
-                open: Duration::from_secs(10),
+                ..Limits::default()
             },
             head_memory: HeadMemory::new(pool.clone()),
             callers: ConnLimiter::new(ConnLimits {

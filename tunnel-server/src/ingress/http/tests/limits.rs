@@ -113,7 +113,7 @@ async fn one_caller_cannot_take_all_streams_of_a_node() {
 #[tokio::test(start_paused = true)]
 async fn open_timeout_holds_shortly_before_and_after() {
     let (fixture, agent) = Fixture::with_agent();
-    let limit = fixture.ingress.limits.open;
+    let limit = fixture.ingress.limits.open_timeout;
     let request = format!("{}Connection: close\r\n\r\n", get("/"));
     let just = Duration::from_millis(50);
     for (reply_after, status) in [(limit - just, 200), (limit + just, 504)] {
@@ -144,7 +144,7 @@ async fn open_timeout_holds_shortly_before_and_after() {
 async fn caller_timeouts_are_counted_by_their_limit() {
     let (fixture, agent) = Fixture::with_agent();
     let limits = &fixture.ingress.limits;
-    let (head_time, idle) = (limits.request_head_time, limits.idle);
+    let (head_time, idle) = (limits.request_head_timeout, limits.caller_idle_timeout);
     let just = Duration::from_millis(20);
     let _silent = fixture.send("GET /").await;
     let mut idler = fixture.connect();
@@ -274,7 +274,7 @@ async fn answer_before_the_end_of_the_body_reaches_a_slow_caller_whole() {
 async fn caller_that_takes_nothing_of_the_last_answer_is_cut() {
     let mut fixture = Fixture::with_callers(4);
     let ingress = Arc::get_mut(&mut fixture.ingress).unwrap();
-    ingress.limits.idle = Duration::from_millis(500);
+    ingress.limits.caller_idle_timeout = Duration::from_millis(500);
     let address = fixture.listen(http_listener()).await;
     let mut caller = slow_caller(address).await;
     // Short responses of the server itself, because no agent is connected.
@@ -500,7 +500,7 @@ async fn heads_that_never_end_hold_their_part_of_the_pool_until_the_timeout() {
     assert_contains(&full, "X-Tunnel-Error: overloaded\r\n");
     assert_contains(&full, "Retry-After: 1\r\n");
     assert_contains(&full, "(limits.bufferPool)");
-    sleep(fixture.ingress.limits.request_head_time).await;
+    sleep(fixture.ingress.limits.request_head_timeout).await;
     for mut caller in waiting {
         let mut rest = Vec::new();
         let _reset = within(caller.read_to_end(&mut rest)).await;
