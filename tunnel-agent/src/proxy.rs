@@ -12,6 +12,7 @@ use tokio::net::TcpStream;
 use tokio::time::Instant;
 use tracing::debug;
 use tunnel_proto::dial::{Resolve as _, SystemResolver, dial};
+use tunnel_proto::process::telemetry::is_hidden;
 use tunnel_proto::tcp::{Connect, ServerAddr};
 use tunnel_proto::wire::name::Port;
 
@@ -254,7 +255,7 @@ fn status(head: &[u8]) -> Option<StatusLine> {
     if !digits(minor, 1) || !digits(code, 3) {
         return None;
     }
-    let shown = reason.chars().filter(|character| !character.is_control());
+    let shown = reason.chars().filter(|character| !is_hidden(*character));
     Some(StatusLine {
         code: code.parse().ok().filter(|code| *code >= 100)?,
         reason: shown.take(REASON_MAX).collect(),

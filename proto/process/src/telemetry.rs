@@ -36,6 +36,7 @@ use log_writer::{BatchWriter, FLUSH_TIMEOUT, Flusher, LogReporter};
 use output::LogOutput;
 pub use rate_limit::LogRateLimit;
 pub use recent::{enable_recent_lines, recent_lines};
+pub use sanitize::is_hidden;
 use sanitize::{MakeLineWriter, Sanitizer};
 pub use source_budget::{LineForm, SourceBudget};
 pub use stream_lines::{StreamLines, StreamStage};

@@ -92,32 +92,41 @@ impl Sanitizer {
         }
         let mut escaped = String::with_capacity(line.len() + 64);
         for letter in text.chars() {
-            // Writing to a String cannot fail.
-            let _infallible = if !self.is_hidden(letter) {
-                escaped.write_char(letter)
+            if !self.is_hidden(letter) {
+                escaped.push(letter);
             } else if self.json {
-                write!(escaped, "\\u{:04x}", u32::from(letter))
+                for unit in letter.encode_utf16(&mut [0; 2]) {
+                    let _infallible = write!(escaped, "\\u{unit:04x}");
+                }
             } else {
-                write!(escaped, "{}", letter.escape_unicode())
-            };
+                escaped.extend(letter.escape_unicode());
+            }
         }
         escaped.push_str(end);
         Cow::Owned(escaped)
     }
 
-    /// Returns whether a character must be escaped: C0 and C1 controls, line and paragraph
-    /// separators, and characters that reverse the text direction (Unicode's Bidi_Control).
     fn is_hidden(self, letter: char) -> bool {
-        match letter {
-            '\x1b' => !self.colors,
-            '\u{061c}'
-            | '\u{200e}'
-            | '\u{200f}'
-            | '\u{2028}'..='\u{202e}'
-            | '\u{2066}'..='\u{2069}' => true,
-            letter => letter.is_control(),
-        }
+        is_hidden(letter) && !(self.colors && letter == '\x1b')
     }
+}
+
+/// Returns whether a character has no glyph or changes how other text is shown: a control character,
+/// or one of the formats of Unicode, those of bidirectional text included.
+pub fn is_hidden(character: char) -> bool {
+    character.is_control()
+        || matches!(
+            character,
+            '\u{ad}'
+                | '\u{61c}'
+                | '\u{180e}'
+                | '\u{200b}'..='\u{200f}'
+                | '\u{2028}'..='\u{202e}'
+                | '\u{2060}'..='\u{206f}'
+                | '\u{feff}'
+                | '\u{fff9}'..='\u{fffb}'
+                | '\u{e0000}'..='\u{e007f}'
+        )
 }
 
 #[cfg(test)]
@@ -126,9 +135,9 @@ mod tests {
 
     #[test]
     fn t15_hidden_characters_become_visible_in_one_line() {
-        let evil = "a\nb\r\x1b[31m\x7f\u{85}\u{9b}\u{202e}\u{2028}\u{2066}\n";
-        let in_json = "a\\u000ab\\u000d\\u001b[31m\\u007f\\u0085\\u009b\\u202e\\u2028\\u2066\n";
-        let in_text = "a\\u{a}b\\u{d}\\u{1b}[31m\\u{7f}\\u{85}\\u{9b}\\u{202e}\\u{2028}\\u{2066}\n";
+        let evil = "a\nb\r\x1b[31m\x7f\u{85}\u{9b}\u{202e}\u{2028}\u{2066}\u{e0041}\n";
+        let in_json = "a\\u000ab\\u000d\\u001b[31m\\u007f\\u0085\\u009b\\u202e\\u2028\\u2066\\udb40\\udc41\n";
+        let in_text = "a\\u{a}b\\u{d}\\u{1b}[31m\\u{7f}\\u{85}\\u{9b}\\u{202e}\\u{2028}\\u{2066}\\u{e0041}\n";
         for (json, colors, line, expected) in [
             (true, false, "{\"a\":\"é\"}\n", "{\"a\":\"é\"}\n"),
             (true, false, evil, in_json),

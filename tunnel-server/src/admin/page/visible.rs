@@ -1,8 +1,9 @@
 //! Texts of peers and callers as the status page shows them.
 
-use std::fmt::{self, Write as _};
+use std::fmt;
 
 use serde::Serialize;
+use tunnel_proto::process::telemetry::{LogFormat, visible};
 
 /// A text of a peer or a caller. A page shows characters that are invisible or change the direction of
 /// other text as `\u{202e}`, and the template escapes the markup. JSON has the text as it is.
@@ -28,33 +29,8 @@ impl VisibleText {
 
 impl fmt::Display for VisibleText {
     fn fmt(&self, formatter: &mut fmt::Formatter<'_>) -> fmt::Result {
-        for character in self.0.chars() {
-            if is_invisible(character) {
-                write!(formatter, "{}", character.escape_unicode())?;
-            } else {
-                formatter.write_char(character)?;
-            }
-        }
-        Ok(())
+        formatter.write_str(&visible(self.0.trim_end(), LogFormat::Text))
     }
-}
-
-/// Returns whether a character is a control character or one of the formats of Unicode that have no
-/// glyph, those of bidirectional text included.
-fn is_invisible(character: char) -> bool {
-    character.is_control()
-        || matches!(
-            character,
-            '\u{ad}'
-                | '\u{61c}'
-                | '\u{180e}'
-                | '\u{200b}'..='\u{200f}'
-                | '\u{2028}'..='\u{202e}'
-                | '\u{2060}'..='\u{206f}'
-                | '\u{feff}'
-                | '\u{fff9}'..='\u{fffb}'
-                | '\u{e0000}'..='\u{e007f}'
-        )
 }
 
 #[cfg(test)]

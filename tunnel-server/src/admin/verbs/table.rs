@@ -6,6 +6,7 @@ use std::net::IpAddr;
 use std::time::{Duration, SystemTime};
 
 use tunnel_proto::process::name_list::NAMES_SHOWN_MAX;
+use tunnel_proto::process::telemetry::is_hidden;
 
 use crate::admin::RevocationInfo;
 use crate::admin::pages::NodesPage;
@@ -271,12 +272,12 @@ fn addresses(addresses: &[IpAddr]) -> String {
     texts.join(", ")
 }
 
-/// Returns text of a peer without terminal control characters.
+/// Returns text of a peer with visible characters only.
 fn clean(text: &str) -> String {
     text.chars()
         .take(TEXT_MAX)
         .map(|character| {
-            if character.is_control() {
+            if is_hidden(character) {
                 '?'
             } else {
                 character
