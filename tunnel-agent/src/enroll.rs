@@ -17,6 +17,7 @@ use tokio::time::timeout;
 use tokio_rustls::TlsConnector;
 use tracing::{info, warn};
 use tunnel_proto::identity::spki_sha256;
+use tunnel_proto::process::errors::causes;
 use tunnel_proto::tcp::Connect;
 use tunnel_proto::tls::{self, Trust};
 use tunnel_proto::transport::read_frame;
@@ -36,7 +37,6 @@ use crate::credentials::{
     CaFile, CredentialError, CredentialStore, Credentials, Stored, Token, TrustRoots, check_issued,
     read_token, succeed,
 };
-use crate::error::causes;
 use crate::proxy::ProxyChoice;
 
 mod error;

@@ -48,7 +48,6 @@ mod connector;
 mod credentials;
 mod egress;
 mod enroll;
-mod error;
 mod handover;
 mod ingress;
 mod loop_detection;

@@ -17,6 +17,7 @@ use std::time::{Duration, SystemTime};
 use serde_json::{Map, Value, json};
 use tokio::time::{Instant, timeout_at};
 
+use super::errors::causes;
 use super::metrics::COMMIT;
 use super::{files, meta, telemetry};
 
@@ -75,7 +76,7 @@ impl DiagDocument {
         let limit = (Instant::now() + FACT_TIMEOUT).min(self.deadline);
         match timeout_at(limit, fact).await {
             Ok(Ok(value)) => self.insert(name, value),
-            Ok(Err(error)) => self.add_error(name, &error_chain(&error)),
+            Ok(Err(error)) => self.add_error(name, &causes(&error)),
             Err(_elapsed) => self.add_error(name, "no answer in time"),
         }
     }
@@ -89,7 +90,7 @@ impl DiagDocument {
     pub fn add_settings<E: Error + 'static>(&mut self, settings: Result<impl Debug, E>) {
         match settings {
             Ok(settings) => self.insert("settings", json!(settings_lines(&settings))),
-            Err(error) => self.add_error("settings", &error_chain(&error)),
+            Err(error) => self.add_error("settings", &causes(&error)),
         }
     }
 
@@ -152,19 +153,6 @@ pub fn default_path(program: &str, now: SystemTime) -> PathBuf {
 pub fn settings_lines(settings: &impl Debug) -> Vec<String> {
     let text = format!("{settings:#?}");
     text.lines().map(str::to_owned).collect()
-}
-
-/// Returns an error with its causes.
-fn error_chain(error: &(dyn Error + 'static)) -> String {
-    let mut texts = vec![error.to_string()];
-    let mut next = error.source();
-    while let Some(cause) = next {
-        texts.push(cause.to_string());
-        next = cause.source();
-    }
-    // Some errors print their cause themselves.
-    texts.dedup();
-    texts.join(": ")
 }
 
 fn list_files(dir: &Path) -> io::Result<Value> {

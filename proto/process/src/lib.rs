@@ -8,6 +8,7 @@ pub mod backoff;
 pub mod conn_limiter;
 pub mod diag;
 pub mod disk;
+pub mod errors;
 pub mod file_watch;
 pub mod files;
 pub mod host;

@@ -12,6 +12,7 @@ use tokio::time::sleep;
 use tokio_util::sync::CancellationToken;
 use tracing::{error, warn};
 use tunnel_proto::process::backoff::Backoff;
+use tunnel_proto::process::errors::causes;
 use tunnel_proto::process::file_watch::{FileWatcher, Loaded, ReloadOutcome};
 use tunnel_proto::process::shutdown::Shutdown;
 use tunnel_proto::timers::sleep_coalesced;
@@ -27,7 +28,6 @@ use crate::credentials::{
 use crate::enroll::{
     Enrollment, ProofSource, enroll, enroll_again, reenroll_backoff, renew_or_enroll,
 };
-use crate::error::causes;
 use crate::metrics::Metrics;
 
 /// Interval for checking the expiry of a certificate, since the wall clock may be changed.

@@ -4,13 +4,13 @@ use std::time::Duration;
 
 use tokio::time::Instant;
 use tracing::{debug, error, info, warn};
+use tunnel_proto::process::errors::causes;
 use tunnel_proto::process::telemetry::{LogRateLimit, LogThrottle};
 use tunnel_proto::wire::code::CloseCode;
 use tunnel_proto::wire::name::NodeName;
 
 use super::session_task::ConnectError;
 use super::transport_policy::{SessionTransport, TransportChange};
-use crate::error::causes;
 use crate::session::SessionSummary;
 
 /// Writes the log lines. Remembers which failures of an outage were logged.

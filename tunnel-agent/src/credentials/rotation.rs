@@ -18,6 +18,7 @@ use tokio::sync::watch;
 use tokio::time::{Instant, sleep_until};
 use tracing::{error, info, warn};
 use tunnel_proto::identity::BACKDATED;
+use tunnel_proto::process::errors::causes;
 use tunnel_proto::tls::ReloadableIdentity;
 use tunnel_proto::wire::enroll::EnrollReply;
 use tunnel_proto::wire::name::NodeName;
@@ -25,7 +26,6 @@ use tunnel_proto::wire::name::NodeName;
 use super::{
     CaFile, CredentialStore, Credentials, DiskContent, OnDisk, TrustRoots, check_issued, succeed,
 };
-use crate::error::causes;
 use crate::metrics::Metrics;
 
 /// The current credentials and their renewal state.

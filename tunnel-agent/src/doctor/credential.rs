@@ -5,13 +5,13 @@ use std::io;
 use std::path::PathBuf;
 use std::time::SystemTime;
 
+use tunnel_proto::process::errors::causes;
 use tunnel_proto::tls::Trust;
 use tunnel_proto::tls::files::FileError;
 
 use crate::config::Config;
 use crate::credentials::{CredentialError, CredentialStore, Credentials, Stored, read_token};
 use crate::enroll::{self, EnrollProof};
-use crate::error::causes;
 
 /// What authenticates this node to servers, and servers to this node.
 pub(super) enum Identity {

@@ -14,7 +14,9 @@ use tokio::task::JoinSet;
 use tokio::time::timeout;
 use tokio_rustls::TlsConnector;
 use tokio_rustls::client::TlsStream;
+use tunnel_doctor::NO_ANSWER;
 use tunnel_proto::identity::validity;
+use tunnel_proto::process::errors::causes;
 use tunnel_proto::tcp::{Connect, ServerAddr};
 use tunnel_proto::tls;
 use tunnel_proto::transport::quic::QuicDialer;
@@ -27,7 +29,6 @@ use crate::config::{Config, ServerAddress, TransportChoice};
 use crate::connector::endpoint::resolve;
 use crate::credentials::TrustRoots;
 use crate::enroll::SERVER_NAME;
-use crate::error::causes;
 use crate::proxy::ProxyChoice;
 
 /// A configured server, and its addresses.
@@ -343,7 +344,6 @@ pub(super) async fn limited<T>(
     answer.unwrap_or_else(|_elapsed| Err(no_answer()))
 }
 
-const NO_ANSWER: &str = "no answer in time";
 /// Reason in the server's log.
 const CLOSE_REASON: &str = "tunnel-agent doctor";
 

@@ -9,13 +9,13 @@ use rand::random;
 use tokio::time::{Instant, sleep};
 use tracing::{debug, warn};
 use tunnel_proto::process::backoff::Backoff;
+use tunnel_proto::process::errors::causes;
 use tunnel_proto::process::telemetry::LogThrottle;
 use tunnel_proto::wire::code::EnrollCode;
 
 use super::{EndpointRotation, EnrollError, Enrollment, attempt};
 use crate::connector::backoff::{self as reconnect, ReconnectEvent};
 use crate::credentials::{CaFile, Credentials};
-use crate::error::causes;
 
 /// Enrolls, with retries while they may help. Cancel-safe: the key is persisted and the request may
 /// be repeated.

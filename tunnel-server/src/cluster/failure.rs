@@ -7,6 +7,7 @@ use kube::runtime::watcher;
 use parking_lot::Mutex;
 use tokio::time::Instant;
 use tunnel_proto::process::backoff::Backoff;
+use tunnel_proto::process::errors::causes;
 
 use super::objects::{Object, creation};
 
@@ -116,7 +117,8 @@ impl ApiError {
 impl From<&kube::Error> for ApiError {
     fn from(error: &kube::Error) -> Self {
         let kube::Error::Api(status) = error else {
-            return Self::new(ApiErrorKind::Unavailable, sources(error));
+            // kube's own text of a connection error has no details.
+            return Self::new(ApiErrorKind::Unavailable, causes(error));
         };
         let kind = match status.code {
             401 => ApiErrorKind::Unauthorized,
@@ -162,22 +164,6 @@ impl From<&watcher::Error> for ApiError {
             ),
         }
     }
-}
-
-/// Returns the error text with all its causes. kube's own text of a connection error has no
-/// details.
-fn sources(error: &kube::Error) -> String {
-    let mut text = error.to_string();
-    let mut cause = std::error::Error::source(error);
-    while let Some(error) = cause {
-        let more = error.to_string();
-        if !text.contains(&more) {
-            text.push_str(": ");
-            text.push_str(&more);
-        }
-        cause = error.source();
-    }
-    text
 }
 
 /// Time until which the API server asked for no requests (`Retry-After` of a 429 or 503). Clones

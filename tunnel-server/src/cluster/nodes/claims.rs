@@ -4,13 +4,11 @@
 use std::collections::{BTreeMap, BTreeSet};
 use std::net::IpAddr;
 
+use tunnel_proto::process::name_list::NameList;
 use tunnel_proto::process::networks::Cidr;
 use tunnel_proto::wire::name::NodeName;
 
 use super::NodeSet;
-
-/// Maximum number of nodes that a line names.
-const NAMES_SHOWN_MAX: usize = 4;
 
 /// A network, or an address as a network of one, with the node that claims it.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
@@ -75,7 +73,7 @@ impl NodeSet {
             .map(|(address, (_, nodes))| {
                 format!(
                     "nodes {}: {address} is claimed by all of them, and never dialed directly",
-                    join_names(&nodes)
+                    NameList::of(&nodes)
                 )
             })
             .collect()
@@ -114,25 +112,12 @@ fn nested(claims: &[AddressClaim<'_>]) -> Vec<String> {
         }
     }
     let lines = contained.into_iter().map(|(outer, nodes)| {
-        let nodes: Vec<_> = nodes.into_iter().collect();
         format!(
             "node {}: {} of its podCIDRs holds addresses or networks of {}, and takes none from a node behind an agent",
             outer.node,
             outer.network,
-            join_names(&nodes)
+            nodes.into_iter().collect::<NameList>()
         )
     });
     lines.collect()
-}
-
-fn join_names(nodes: &[&NodeName]) -> String {
-    let named: Vec<_> = nodes
-        .iter()
-        .take(NAMES_SHOWN_MAX)
-        .map(|node| node.as_str())
-        .collect();
-    match nodes.len().saturating_sub(NAMES_SHOWN_MAX) {
-        0 => named.join(", "),
-        more => format!("{} and {more} more", named.join(", ")),
-    }
 }
