@@ -130,7 +130,8 @@ impl Order {
 
 /// Returns the number that follows `known` at this time.
 fn next_number(known: u64, now: u64) -> u64 {
-    known.max((now / DAY_SECONDS).min(DAYS_MAX)) + 1
+    let day = (now / DAY_SECONDS).min(DAYS_MAX);
+    known.max(day).saturating_add(1)
 }
 
 const DAY_SECONDS: u64 = 24 * 60 * 60;

@@ -314,9 +314,9 @@ impl Revocations {
 
     /// Merges orders of another server. `is_node` returns whether this server knows a node of a name:
     /// orders about other names are bounded (256 KiB), so that no server fills the
-    /// document. Orders that are over say nothing. Implausible numbers are refused, and where servers share a document only that ends a
-    /// revocation. What is new is in force at once, and [`Revocations::enforce`] writes it unless
-    /// another server has.
+    /// document. Orders that are over say nothing. Implausible numbers are refused, and where servers
+    /// share a document only that ends a revocation. What is new is in force at once, and
+    /// [`Revocations::enforce`] writes it unless another server has.
     pub fn merge(
         &self,
         replica: &ReplicaId,

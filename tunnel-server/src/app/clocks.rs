@@ -172,7 +172,7 @@ mod tests {
     #[tokio::test(start_paused = true)]
     async fn time_is_confirmed_by_a_clock_that_was_read_and_if_none_differs() {
         let (own, read) = (SystemTime::now(), Instant::now());
-        let is_known = |ahead: &[i64], is_alone, age| {
+        let is_known = |ahead: &[i64], is_alone: bool, age: Duration| {
             let readings = ahead.iter().map(|ahead| {
                 let apart = Duration::from_secs(ahead.unsigned_abs());
                 ClockReading::new(if *ahead > 0 { own - apart } else { own + apart })
@@ -182,11 +182,11 @@ mod tests {
         let soon = Duration::from_secs(60);
         for (ahead, is_alone, age, expected) in [
             (&[0, -20][..], false, soon, KnownTime::Confirmed(own + soon)),
-            (&[0, 3600], false, soon, KnownTime::Unknown),
-            (&[0], false, READING_VALID, KnownTime::Unknown),
-            (&[], false, soon, KnownTime::Unknown),
-            (&[], true, soon, KnownTime::Alone(own + soon)),
-            (&[3600], true, soon, KnownTime::Unknown),
+            (&[0, 3600][..], false, soon, KnownTime::Unknown),
+            (&[0][..], false, READING_VALID, KnownTime::Unknown),
+            (&[][..], false, soon, KnownTime::Unknown),
+            (&[][..], true, soon, KnownTime::Alone(own + soon)),
+            (&[3600][..], true, soon, KnownTime::Unknown),
         ] {
             assert_eq!(is_known(ahead, is_alone, age), expected, "{ahead:?}");
         }

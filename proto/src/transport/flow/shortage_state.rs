@@ -20,7 +20,7 @@ pub(super) struct Shortage {
     /// The sources that may not open streams while the peer is short.
     pub(super) held_sources: HashSet<u64>,
     pub(super) has_held_streams: bool,
-    /// Samples until the peer may be told again that a stream waits.
+    /// Samples until the next report that a stream waits.
     pub(super) waiting_report_samples: u32,
 }
 
@@ -29,7 +29,7 @@ impl Shortage {
         self.samples_left > 0
     }
 
-    /// Returns whether to tell the peer now that a stream waits for its memory.
+    /// Returns whether to report now that a stream waits for memory of the peer.
     pub(super) fn begin_waiting_report(&mut self) -> bool {
         let is_due = self.peer_samples_left > 0 && self.waiting_report_samples == 0;
         if is_due {

@@ -3,7 +3,7 @@
 //!
 //! A revocation in force has no such end, and is never forgotten here. Servers renew it while they are
 //! connected to another one, or to the API server. So one that is over was taken back elsewhere, and
-//! that was forgotten. The server that returns with it refuses the node, tells nobody, and reports a
+//! that was forgotten. The server that returns with it refuses the node, announces nothing, and reports a
 //! condition.
 //!
 //! The clock of this server alone ends nothing. Another clock must agree with it, and for a day before

@@ -42,7 +42,7 @@ pub(in crate::ingress) use target_io::{TargetConn, TargetIo};
 
 /// Time for which a request waits before anything of it is sent, while its caller has the most unread
 /// data. A moment without memory is shorter.
-const HELD_MAX: Duration = Duration::from_secs(5);
+const UNSENT_MAX: Duration = Duration::from_secs(5);
 
 /// The destination of a request and the parameters of the connection to it.
 #[derive(Debug)]
@@ -169,14 +169,14 @@ impl UpstreamRequest<'_> {
     ) -> Result<Response<Incoming>, Box<SendError>> {
         let via = upstream.carrier.via.clone();
         let moves = pin!(self.moves(replay, via.as_ref()));
-        let held = held(
+        let unsent = unsent_for_long(
             upstream.carrier.watch.clone(),
             upstream.carrier.bytes.clone(),
         );
         tokio::select! {
             biased;
             sent = upstream.send(request, self.destination, moves) => sent,
-            () = held => {
+            () = unsent => {
                 let full = OpenError::BufferPoolFull(self.ingress.head_memory.pool_bytes());
                 Err(ProxyError::from_open(&full, self.destination).into())
             }
@@ -235,14 +235,14 @@ impl UpstreamRequest<'_> {
 }
 
 /// Waits until a request must be refused: the caller holds the most of what the agent, or another
-/// server, is short of, so that nothing of the request has been sent for [`HELD_MAX`].
-async fn held(watch: Option<StreamWatch>, bytes: ByteCount) {
+/// server, is short of, so that nothing of the request has been sent for [`UNSENT_MAX`].
+async fn unsent_for_long(watch: Option<StreamWatch>, bytes: ByteCount) {
     let Some(watch) = watch else {
         return pending().await;
     };
     let (_, before) = bytes.read();
     loop {
-        sleep(HELD_MAX).await;
+        sleep(UNSENT_MAX).await;
         if bytes.read().1 != before {
             return pending().await;
         }

@@ -5,7 +5,7 @@ use super::*;
 
 const DAY: u64 = 24 * 60 * 60;
 /// The day on which orders are made.
-const MADE: u64 = 20_000 * DAY;
+const MADE: u64 = 20_500 * DAY;
 /// When they are over, as of their certificates and tokens.
 const OVER: u64 = MADE + 501 * DAY;
 
@@ -185,7 +185,7 @@ async fn server_with_old_state_brings_nothing_back_and_loses_nothing() {
     assert_eq!(old.announced(), Some(revoked), "its time is not known");
     forgotten.receives(revoked);
     assert_eq!(forgotten.known(), Order::default());
-    // It refuses the node, tells nobody, and forgets nothing.
+    // It refuses the node, announces nothing, and forgets nothing.
     old.runs_for_a_day(OVER + 2 * DAY);
     assert_eq!(old.announced(), None);
     assert!(old.revocations.is_revoked(&peer(0)));

@@ -52,8 +52,9 @@ async fn request_of_which_nothing_can_be_sent_for_5_s_is_refused_with_the_reason
         assert_contains(&answer, "too_many_streams");
         assert_contains(&answer, "limits.bufferPool");
         // The stream that was opened has ended.
-        let mut stream = agent.accepts().await;
-        assert!(within(stream.read_u8()).await.is_err());
+        let opened = within(agent.far.accept()).await.unwrap();
+        let header = opened.header(Instant::now() + Duration::from_secs(5));
+        assert!(header.await.is_err());
     }
 }
 
