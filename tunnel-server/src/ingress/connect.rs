@@ -16,7 +16,7 @@ use super::access_log::AccessLog;
 use super::context::ConnectProxy;
 use super::dispatch::{self, IngressRequest, IngressTarget, TunnelParams, open_tunnel, route};
 use super::error::ProxyError;
-use super::http::Caller;
+use super::http::caller::Caller;
 use super::http::exchange::{Exchange, Forwarded, ForwardedBody};
 use super::http::headers::trace_parent;
 use super::outcome::Outcome;

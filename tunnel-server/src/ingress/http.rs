@@ -1,6 +1,7 @@
 //! HTTP reverse proxy: hyper serves the caller's connection, the server routes each request, and
 //! hyper sends the request through a stream to the target.
 
+pub(in crate::ingress) mod caller;
 pub(crate) mod exchange;
 pub(crate) mod head_check;
 pub(crate) mod headers;
@@ -29,25 +30,21 @@ use hyper::upgrade::OnUpgrade;
 use hyper_util::rt::{TokioIo, TokioTimer};
 use parking_lot::Mutex;
 use tokio::io::{AsyncRead, AsyncWrite, AsyncWriteExt};
-use tokio::sync::oneshot;
 use tokio::task::yield_now;
 use tokio::time::{Instant, sleep_until, timeout};
 use tracing::debug;
-use tunnel_proto::identity::CallerError;
-use tunnel_proto::process::conn_limiter::ConnPermit;
 use tunnel_proto::relay::PollCut;
-use tunnel_proto::wire::name::NodeName;
 
 use super::connect;
 use super::context::{CallerConn, HttpListener, IngressContext};
 use crate::config::Limit;
 use crate::ingress::access_log::{AccessLog, ExchangeGuard};
-use crate::ingress::caller_stream::{CallerClosed, CloseMode, abort_behind};
-use crate::ingress::connect::basic_auth::Credentials;
+use crate::ingress::caller_stream::{CallerClosed, abort_behind};
 use crate::ingress::dispatch::{
     self, IngressRequest, IngressTarget, relay_granted, relay_tunnel, route,
 };
 use crate::ingress::error::ProxyError;
+use crate::ingress::http::caller::{Caller, CallerUpgrade};
 use crate::ingress::http::exchange::{Exchange, Forwarded, ForwardedBody};
 use crate::ingress::http::head_check::size::{CONNECTION_FIELDS, HeadLimits};
 use crate::ingress::http::head_check::{BodyFraming, HeadError};
@@ -59,7 +56,6 @@ use crate::ingress::http::timeouts::{
 };
 use crate::ingress::http::upstream::{TargetIo, UpstreamPool};
 use crate::ingress::outcome::Outcome;
-use crate::ingress::peer::{CallerAddr, CallerIdentity};
 use crate::ingress::tunnel::Tunnel;
 use crate::policy::AccessCaller;
 use crate::routing::decision::RequestFacts;
@@ -218,59 +214,7 @@ enum ConnEnd {
     Evicted,
 }
 
-/// A caller's connection that carries a byte stream after an upgrade, such as after a 101.
-pub(in crate::ingress) type UpgradedCaller = Box<dyn CallerIo>;
-
-/// Resolves once hyper has written the head that grants the upgrade. Fails if the connection ends
-/// before that.
-pub(in crate::ingress) type CallerUpgrade = oneshot::Receiver<UpgradedCaller>;
-
-/// The I/O traits of an upgraded connection.
-pub(in crate::ingress) trait CallerIo:
-    AsyncRead + AsyncWrite + PollCut + Send + Unpin
-{
-}
-
-impl<S: AsyncRead + AsyncWrite + PollCut + Send + Unpin> CallerIo for S {}
-
-/// State of one caller's connection that its requests share.
-pub(in crate::ingress) struct Caller {
-    pub(in crate::ingress) ingress: Arc<IngressContext>,
-    pub(in crate::ingress) listener: Arc<HttpListener>,
-    pub(in crate::ingress) peer: CallerAddr,
-    pub(in crate::ingress) identity: CallerIdentity,
-    pub(in crate::ingress) close_mode: Arc<CloseMode>,
-    /// The caller has client-certificate delegation: connections to targets use the server's client
-    /// certificate.
-    pub(in crate::ingress) has_delegation: bool,
-    /// The server name (SNI) from the TLS handshake. Set only for callers with delegation.
-    pub(in crate::ingress) server_name: Option<NodeName>,
-    /// Reason why the server forwards no request of this caller.
-    pub(in crate::ingress) certificate_error: Option<CallerError>,
-    /// The last credentials that passed authentication, on a CONNECT listener that requires them.
-    pub(in crate::ingress) credentials: Mutex<Option<Credentials>>,
-    /// A CONNECT is in progress. The server then forwards the end of the caller's direction to the
-    /// target.
-    pub(in crate::ingress) is_connecting: AtomicBool,
-    /// The connection closes after the next response.
-    pub(in crate::ingress) closes: AtomicBool,
-    pub(in crate::ingress) timeouts: Arc<ConnTimeouts>,
-    /// Permit of the connection from the limiter of callers.
-    pub(in crate::ingress) permit: Arc<ConnPermit>,
-    pub(in crate::ingress) pool: Arc<UpstreamPool>,
-    /// Receives the connection once hyper has finished with it, if an upgrade was granted.
-    pub(in crate::ingress) upgrade: Mutex<Option<oneshot::Sender<UpgradedCaller>>>,
-}
-
 impl Caller {
-    /// Requests the connection once hyper has written the response to the current request. That
-    /// response must grant an upgrade.
-    pub(in crate::ingress) fn take_upgrade(&self) -> CallerUpgrade {
-        let (granted, upgrade) = oneshot::channel();
-        *self.upgrade.lock() = Some(granted);
-        upgrade
-    }
-
     /// Drives the connection until it ends, or hyper should not drive it. `large_head` is the head
     /// with which `stream` begins, if it is a large one.
     async fn drive<S>(

@@ -9,13 +9,13 @@ use hyper::body::Incoming;
 use hyper::upgrade::OnUpgrade;
 use tunnel_proto::egress::TargetSocket;
 
+use super::caller::{Caller, CallerUpgrade};
 use super::headers::{
     can_reuse_connection, has_conflicting_framing, rewrite_request, rewrite_response, trace_parent,
     validate_response,
 };
 use super::request_body::{RequestBody, Upload, UploadHandle};
 use super::upstream::{PoolKey, UpstreamBodyGuard, UpstreamRequest, exchange_direct};
-use super::{Caller, CallerUpgrade};
 use crate::ingress::access_log::AccessLog;
 use crate::ingress::error::ProxyError;
 use crate::ingress::outcome::Outcome;

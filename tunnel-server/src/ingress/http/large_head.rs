@@ -9,7 +9,7 @@ use tokio::io::{AsyncRead, AsyncWrite, AsyncWriteExt};
 use tokio::time::timeout;
 use tracing::debug;
 
-use super::Caller;
+use super::caller::Caller;
 use super::head_check::HeadPhase;
 use super::head_check::size::{FIELDS_MAX, HeadExcess, HeadLimits, HeadSize, TARGET_MAX_BYTES};
 use super::timeouts::{TimedStream, TimeoutKind};

@@ -1,0 +1,73 @@
+//! The state of one caller's connection, which its requests share.
+
+use std::sync::Arc;
+use std::sync::atomic::AtomicBool;
+
+use parking_lot::Mutex;
+use tokio::io::{AsyncRead, AsyncWrite};
+use tokio::sync::oneshot;
+use tunnel_proto::identity::CallerError;
+use tunnel_proto::process::conn_limiter::ConnPermit;
+use tunnel_proto::relay::PollCut;
+use tunnel_proto::wire::name::NodeName;
+
+use super::timeouts::ConnTimeouts;
+use super::upstream::UpstreamPool;
+use crate::ingress::caller_stream::CloseMode;
+use crate::ingress::connect::basic_auth::Credentials;
+use crate::ingress::context::{HttpListener, IngressContext};
+use crate::ingress::peer::{CallerAddr, CallerIdentity};
+
+/// A caller's connection that carries a byte stream after an upgrade, such as after a 101.
+pub(in crate::ingress) type UpgradedCaller = Box<dyn CallerIo>;
+
+/// Resolves once hyper has written the head that grants the upgrade. Fails if the connection ends
+/// before that.
+pub(in crate::ingress) type CallerUpgrade = oneshot::Receiver<UpgradedCaller>;
+
+/// The I/O traits of an upgraded connection.
+pub(in crate::ingress) trait CallerIo:
+    AsyncRead + AsyncWrite + PollCut + Send + Unpin
+{
+}
+
+impl<S: AsyncRead + AsyncWrite + PollCut + Send + Unpin> CallerIo for S {}
+
+/// State of one caller's connection that its requests share.
+pub(in crate::ingress) struct Caller {
+    pub(in crate::ingress) ingress: Arc<IngressContext>,
+    pub(in crate::ingress) listener: Arc<HttpListener>,
+    pub(in crate::ingress) peer: CallerAddr,
+    pub(in crate::ingress) identity: CallerIdentity,
+    pub(in crate::ingress) close_mode: Arc<CloseMode>,
+    /// The caller has client-certificate delegation: connections to targets use the server's client
+    /// certificate.
+    pub(in crate::ingress) has_delegation: bool,
+    /// The server name (SNI) from the TLS handshake. Set only for callers with delegation.
+    pub(in crate::ingress) server_name: Option<NodeName>,
+    /// Reason why the server forwards no request of this caller.
+    pub(in crate::ingress) certificate_error: Option<CallerError>,
+    /// The last credentials that passed authentication, on a CONNECT listener that requires them.
+    pub(in crate::ingress) credentials: Mutex<Option<Credentials>>,
+    /// A CONNECT is in progress. The server then forwards the end of the caller's direction to the
+    /// target.
+    pub(in crate::ingress) is_connecting: AtomicBool,
+    /// The connection closes after the next response.
+    pub(in crate::ingress) closes: AtomicBool,
+    pub(in crate::ingress) timeouts: Arc<ConnTimeouts>,
+    /// Permit of the connection from the limiter of callers.
+    pub(in crate::ingress) permit: Arc<ConnPermit>,
+    pub(in crate::ingress) pool: Arc<UpstreamPool>,
+    /// Receives the connection once hyper has finished with it, if an upgrade was granted.
+    pub(in crate::ingress) upgrade: Mutex<Option<oneshot::Sender<UpgradedCaller>>>,
+}
+
+impl Caller {
+    /// Requests the connection once hyper has written the response to the current request. That
+    /// response must grant an upgrade.
+    pub(in crate::ingress) fn take_upgrade(&self) -> CallerUpgrade {
+        let (granted, upgrade) = oneshot::channel();
+        *self.upgrade.lock() = Some(granted);
+        upgrade
+    }
+}
