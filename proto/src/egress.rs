@@ -11,6 +11,7 @@ use tokio::io::{AsyncRead, AsyncWrite, ReadBuf};
 use tokio::net::TcpStream;
 
 use crate::relay::{PollCut, RelayEnd, RelayOutcome, RelaySide, Socket, relay};
+use crate::stream_record::{Relayed, StreamEnd};
 use crate::tcp::{ConnError, Failed, abort_behind, abort_on_close, configure, failed, finish};
 use crate::transport::{ByteCount, CUT_LIMIT, Stream, StreamCut, find_cause};
 use crate::wire::code::ResetCode;
@@ -199,44 +200,14 @@ impl AsyncWrite for TargetSocket {
     }
 }
 
-/// The totals and the end of a relay between a stream and a socket.
-#[derive(Debug)]
-pub struct SocketRelay {
-    /// How the relay ended.
-    pub end: SocketRelayEnd,
-    /// Bytes from the stream to the socket.
-    pub from_tunnel: u64,
-    /// Bytes from the socket to the stream.
-    pub to_tunnel: u64,
-    /// The error of a cut; empty without one.
-    pub detail: String,
-}
-
-/// The end of a relay between a stream and a socket.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum SocketRelayEnd {
-    /// Both sides ended without a cut.
-    Clean,
-    /// One side was complete, and its reader closed.
-    ReaderClosed,
-    /// The stream was cut.
-    StreamCut,
-    /// The socket's reader, or the stream's, was stalled for so long that the stream had to end.
-    ReaderStalled,
-    /// The socket was cut.
-    SocketCut,
-    /// This process cut both, see [`relay_socket_until`].
-    Stopped,
-}
-
-/// Like [`relay_socket`], until `stop` completes: then both the stream, with `code`, and the socket
-/// are reset. The bytes of such a relay are those that the socket has carried.
+/// Like [`relay_socket`], until `stop` completes because the agent stops: then both the stream, with
+/// `code`, and the socket are reset. The bytes of such a relay are those that the socket has carried.
 pub async fn relay_socket_until(
     stream: Stream,
     socket: TargetSocket,
     stop: impl Future<Output = ()>,
     code: ResetCode,
-) -> SocketRelay {
+) -> Relayed {
     let bytes = socket.bytes();
     let (mut stream, mut socket) = (stream, socket);
     let mut side = Socket(&mut socket);
@@ -248,11 +219,11 @@ pub async fn relay_socket_until(
     let Some(relayed) = relayed else {
         stream.reset(code);
         drop(socket);
-        let (to_tunnel, from_tunnel) = bytes.read();
-        return SocketRelay {
-            end: SocketRelayEnd::Stopped,
-            from_tunnel,
-            to_tunnel,
+        let (bytes_out, bytes_in) = bytes.read();
+        return Relayed {
+            end: StreamEnd::AgentStopping,
+            bytes_in,
+            bytes_out,
             detail: String::new(),
         };
     };
@@ -262,23 +233,19 @@ pub async fn relay_socket_until(
 /// Relays between a stream and a socket until both sides have ended or one was cut. The other side
 /// of a cut gets the bytes before the cut, as far as it takes them in time, and then sees a reset.
 /// Dropping the future resets both.
-pub async fn relay_socket(stream: Stream, socket: TargetSocket) -> SocketRelay {
+pub async fn relay_socket(stream: Stream, socket: TargetSocket) -> Relayed {
     relay_socket_until(stream, socket, std::future::pending(), ResetCode::Dropped).await
 }
 
-async fn end_relay(
-    relayed: RelayOutcome,
-    mut stream: Stream,
-    mut socket: TargetSocket,
-) -> SocketRelay {
+async fn end_relay(relayed: RelayOutcome, mut stream: Stream, mut socket: TargetSocket) -> Relayed {
     let (end, detail) = match relayed.end {
         RelayEnd::Clean => {
             socket.finish();
-            (SocketRelayEnd::Clean, String::new())
+            (StreamEnd::Ok, String::new())
         }
         RelayEnd::ReaderClosed(_) => {
             socket.finish();
-            (SocketRelayEnd::ReaderClosed, String::new())
+            (StreamEnd::ReaderClosed, String::new())
         }
         RelayEnd::Cut(RelaySide::Left, cut) => {
             drop(stream);
@@ -287,21 +254,25 @@ async fn end_relay(
             }
             let is_stalled = find_cause(&cut.error).is_some_and(StreamCut::is_reader_stalled);
             let end = if is_stalled {
-                SocketRelayEnd::ReaderStalled
+                StreamEnd::ReaderStalled
             } else {
-                SocketRelayEnd::StreamCut
+                StreamEnd::CutByPeer
             };
             (end, cut.error.to_string())
         }
         RelayEnd::Cut(RelaySide::Right, cut) => {
             stream.reset(ResetCode::PeerCut);
-            (SocketRelayEnd::SocketCut, cut.error.to_string())
+            let end = match socket.peer {
+                SocketPeer::Target => StreamEnd::CutByTarget,
+                SocketPeer::Client => StreamEnd::CutByCaller,
+            };
+            (end, cut.error.to_string())
         }
     };
-    SocketRelay {
+    Relayed {
         end,
-        from_tunnel: relayed.left_to_right,
-        to_tunnel: relayed.right_to_left,
+        bytes_in: relayed.left_to_right,
+        bytes_out: relayed.right_to_left,
         detail,
     }
 }

@@ -1,7 +1,9 @@
 //! Streams as sides of a relay, and relays between two streams.
 
-use crate::relay::{RelayIo, RelayOutcome, relay};
-use crate::transport::Stream;
+use crate::relay::{Cut, RelayEnd, RelayIo, RelayOutcome, RelaySide, relay};
+use crate::stream_record::{Relayed, StreamEnd};
+use crate::transport::{Stream, StreamCut, find_cause};
+use crate::wire::code::ResetCode;
 
 impl RelayIo for Stream {
     type Io = Self;
@@ -12,6 +14,40 @@ impl RelayIo for Stream {
 
     fn stream(&mut self) -> Option<&mut Self> {
         Some(self)
+    }
+}
+
+/// Relays between a stream that another server has opened and one to the agent, until both have ended
+/// or one was cut. Dropping the future cuts both.
+pub async fn relay_streams(mut incoming: Stream, mut opened: Stream) -> Relayed {
+    let relayed = forward(&mut incoming, &mut opened).await;
+    let (end, detail) = match relayed.end {
+        RelayEnd::Clean => (StreamEnd::Ok, String::new()),
+        RelayEnd::ReaderClosed(_) => (StreamEnd::ReaderClosed, String::new()),
+        RelayEnd::Cut(side, Cut { error, .. }) => {
+            let cut = find_cause::<StreamCut>(&error);
+            let is_lost = cut == Some(&StreamCut::SessionLost);
+            let (end, code) = if cut.is_some_and(StreamCut::is_reader_stalled) {
+                (StreamEnd::ReaderStalled, ResetCode::ReaderStalled)
+            } else {
+                match side {
+                    RelaySide::Left => (StreamEnd::CutByPeer, ResetCode::PeerCut),
+                    // The caller gets the same answer as from this server.
+                    RelaySide::Right if is_lost => (StreamEnd::CutByTarget, ResetCode::SessionLost),
+                    RelaySide::Right => (StreamEnd::CutByTarget, ResetCode::PeerCut),
+                }
+            };
+            // Also behind a half that was shut down, which a drop would just not read.
+            incoming.reset(code);
+            opened.reset(code);
+            (end, error.to_string())
+        }
+    };
+    Relayed {
+        end,
+        bytes_in: relayed.right_to_left,
+        bytes_out: relayed.left_to_right,
+        detail,
     }
 }
 

@@ -4,7 +4,8 @@
 //! I/O. The other modules need the feature `io`: [`transport`] (sessions and streams over QUIC),
 //! [`session`] (control messages and liveness of a session), [`tls`] and [`identity`]
 //! (authentication of the peer), [`relay`] (copying bytes in both directions), [`forward`] (streams
-//! of other servers), [`dial`] and [`egress`] (the connection to a target).
+//! of other servers), [`dial`] and [`egress`] (the connection to a target), [`stream_server`]
+//! and [`stream_record`] (streams from their header to their record).
 //!
 //! Features:
 //! - `io` (default): everything except [`wire`].
@@ -35,6 +36,10 @@ pub use tunnel_process::{label_sets, label_values, layered, limits, metrics};
 pub mod relay;
 #[cfg(feature = "io")]
 pub mod session;
+#[cfg(feature = "io")]
+pub mod stream_record;
+#[cfg(feature = "io")]
+pub mod stream_server;
 #[cfg(feature = "io")]
 pub mod tcp;
 #[cfg(feature = "io")]

@@ -1,19 +1,17 @@
-//! Connects streams of the tunnel to local sockets. One task per stream reads the header, checks
-//! the dial policy, dials, replies and relays.
+//! Connects streams of the tunnel to local sockets, by the dial policy.
 
-use std::io::{self, ErrorKind};
+use std::io;
 use std::net::SocketAddr;
 use std::sync::Arc;
 use std::time::Duration;
 
-use tokio::net::TcpStream;
-use tokio::sync::Semaphore;
-use tokio::time::Instant;
+use tokio::sync::{Semaphore, SemaphorePermit};
 use tokio_util::sync::CancellationToken;
-use tracing::info;
 use tunnel_proto::dial::SystemResolver;
-use tunnel_proto::egress::{SocketPeer, TargetSocket, relay_socket};
-use tunnel_proto::process::telemetry::{ACCESS, StreamLines, non_empty};
+use tunnel_proto::egress::{SocketPeer, TargetSocket};
+use tunnel_proto::process::telemetry::StreamLines;
+use tunnel_proto::stream_record::StreamRecord;
+use tunnel_proto::stream_server::{self, Dialed, DialedTarget, Refused, StreamServer};
 use tunnel_proto::transport::{IncomingStream, Stream};
 use tunnel_proto::wire::code::RefusalCode;
 use tunnel_proto::wire::header::{Refusal, StreamHeader, StreamKind, Target};
@@ -21,8 +19,8 @@ use tunnel_proto::wire::name::{NodeName, SessionId};
 
 use crate::config::Limit;
 use crate::config::Limits;
-use crate::loop_detection::LoopDetector;
-use crate::metrics::{Metrics, StreamEnd};
+use crate::loop_detection::{LoopDetector, OpenEnd};
+use crate::metrics::Metrics;
 use crate::node_ip::SessionNodeIp;
 use crate::policy::DialPolicy;
 
@@ -63,35 +61,6 @@ static LINES: StreamLines<SessionId> = StreamLines::new(
     "access log lines of refused streams of a session",
 );
 
-/// The end of a stream, for the access log.
-struct StreamOutcome {
-    end: StreamEnd,
-    dialed: String,
-    to_target: u64,
-    from_target: u64,
-    detail: String,
-}
-
-impl StreamOutcome {
-    fn refused(refusal: Refusal) -> Self {
-        Self {
-            end: StreamEnd::Refused(refusal.code),
-            detail: refusal.detail,
-            ..Self::without_bytes(StreamEnd::Ok)
-        }
-    }
-
-    fn without_bytes(end: StreamEnd) -> Self {
-        Self {
-            end,
-            dialed: String::new(),
-            to_target: 0,
-            from_target: 0,
-            detail: String::new(),
-        }
-    }
-}
-
 impl Egress {
     /// Creates an egress that refuses new streams once `draining` is canceled.
     pub(crate) fn new(
@@ -123,200 +92,126 @@ impl Egress {
         has_room: bool,
         params: &SessionParams,
     ) {
-        let began = Instant::now();
         let _open = self.metrics.stream();
-        let (target, port, trace_parent, outcome) =
-            match incoming.header(began + self.head_timeout).await {
-                Ok((header, stream)) => {
-                    let outcome = self.answer(&header, stream, has_room, params).await;
-                    let port = match &header.kind {
-                        StreamKind::Target(target) => Some(target.port().get()),
-                        StreamKind::Control { .. }
-                        | StreamKind::Cloud(_)
-                        | StreamKind::Forward { .. }
-                        | StreamKind::Enroll => None,
-                    };
-                    (describe(&header.kind), port, header.trace_parent, outcome)
-                }
-                Err(error) => {
-                    if error.kind() == ErrorKind::TimedOut {
-                        self.metrics.limit(Limit::RequestHeadTimeout);
-                    }
-                    let outcome = StreamOutcome {
-                        detail: error.to_string(),
-                        ..StreamOutcome::without_bytes(StreamEnd::NoHeader)
-                    };
-                    ("unknown".to_owned(), None, String::new(), outcome)
-                }
-            };
-        self.metrics.stream_ended(outcome.end);
-        let (stage, code) = (outcome.end.stage(), outcome.end.label());
-        let Some(form) = LINES.admit(stage, code, params.session) else {
-            return;
+        let server = EgressStream {
+            egress: self,
+            has_room,
+            params,
         };
-        info!(
-            target: ACCESS,
-            node = %self.node,
-            session = params.session.0,
-            port,
-            target,
-            dialed = non_empty(&outcome.dialed),
-            code,
-            error = non_empty(form.of_error(&outcome.detail)),
-            trace_parent = non_empty(&trace_parent),
-            bytes_in = outcome.to_target,
-            bytes_out = outcome.from_target,
-            elapsed = began.elapsed().as_secs_f64(),
-            "access"
-        );
+        let on_late = || self.metrics.limit(Limit::RequestHeadTimeout);
+        stream_server::serve(&server, incoming, self.head_timeout, on_late).await;
     }
+}
 
-    async fn answer(
-        &self,
-        header: &StreamHeader,
-        stream: Stream,
-        has_room: bool,
-        params: &SessionParams,
-    ) -> StreamOutcome {
-        let refusal = match &header.kind {
-            StreamKind::Control { .. } => Refusal {
-                code: RefusalCode::BadHeader,
-                detail: "session already has a control stream".to_owned(),
-            },
-            StreamKind::Forward { .. } | StreamKind::Enroll => Refusal {
-                code: RefusalCode::BadHeader,
-                detail: "agents do not accept streams for other servers".to_owned(),
-            },
-            StreamKind::Cloud(_) => Refusal {
-                code: RefusalCode::BadHeader,
-                detail: "agents do not accept streams to targets of the cloud".to_owned(),
-            },
-            StreamKind::Target(_) if self.draining.is_cancelled() => Refusal {
-                code: RefusalCode::Draining,
-                detail: "agent is stopping".to_owned(),
-            },
-            StreamKind::Target(_) if !has_room => {
-                self.metrics.limit(Limit::BufferPool);
-                Refusal {
-                    code: RefusalCode::TooManyStreams,
-                    detail: "buffer pool is full of data that targets have not read (agent's limits.bufferPool)"
-                        .to_owned(),
-                }
+/// One stream of a session.
+struct EgressStream<'a> {
+    egress: &'a Egress,
+    has_room: bool,
+    params: &'a SessionParams,
+}
+
+impl<'a> StreamServer for EgressStream<'a> {
+    type Admitted = (Target, SemaphorePermit<'a>);
+    type Guard = OpenEnd<'a>;
+
+    fn admit(&self, header: &StreamHeader, _stream: &Stream) -> Result<Self::Admitted, Refused> {
+        let Egress {
+            metrics, permits, ..
+        } = self.egress;
+        let (code, detail) = match &header.kind {
+            StreamKind::Control { .. } => (
+                RefusalCode::BadHeader,
+                "session already has a control stream",
+            ),
+            StreamKind::Forward { .. } | StreamKind::Enroll => (
+                RefusalCode::BadHeader,
+                "agents do not accept streams for other servers",
+            ),
+            StreamKind::Cloud(_) => (
+                RefusalCode::BadHeader,
+                "agents do not accept streams to targets of the cloud",
+            ),
+            StreamKind::Target(_) if self.egress.draining.is_cancelled() => {
+                (RefusalCode::Draining, "agent is stopping")
             }
-            StreamKind::Target(target) => match self.permits.try_acquire() {
-                Ok(_until_the_end) => return self.connect(target, stream, params).await,
+            StreamKind::Target(_) if !self.has_room => {
+                metrics.limit(Limit::BufferPool);
+                let detail = "buffer pool is full of data that targets have not read (agent's limits.bufferPool)";
+                (RefusalCode::TooManyStreams, detail)
+            }
+            StreamKind::Target(target) => match permits.try_acquire() {
+                Ok(permit) => return Ok((target.clone(), permit)),
                 Err(_none_left) => {
-                    self.metrics.limit(Limit::StreamsPerAgent);
-                    Refusal {
-                        code: RefusalCode::TooManyStreams,
-                        detail: "agent's limits.streamsPerAgent is reached".to_owned(),
-                    }
+                    metrics.limit(Limit::StreamsPerAgent);
+                    let detail = "agent's limits.streamsPerAgent is reached";
+                    (RefusalCode::TooManyStreams, detail)
                 }
             },
         };
-        stream.refuse(refusal.code, &refusal.detail).await;
-        StreamOutcome::refused(refusal)
+        Err(refusal(code, detail.to_owned()))
     }
 
-    async fn connect(
-        &self,
-        target: &Target,
-        stream: Stream,
-        params: &SessionParams,
-    ) -> StreamOutcome {
+    async fn dial(&self, (target, _): &Self::Admitted) -> Result<Dialed<OpenEnd<'a>>, Refused> {
+        let (egress, params) = (self.egress, self.params);
         let limit = if params.dial_timeout.is_zero() {
-            self.dial_timeout
+            egress.dial_timeout
         } else {
-            self.dial_timeout.min(params.dial_timeout)
+            egress.dial_timeout.min(params.dial_timeout)
         };
         let context = DialContext {
             node_ip: params.node_ip.current(),
-            dial_policy: &self.dial_policy,
-            resolver: &self.resolver,
+            dial_policy: &egress.dial_policy,
+            resolver: &egress.resolver,
             limit,
-            metrics: &self.metrics,
+            metrics: &egress.metrics,
         };
-        match dial(target, &context).await {
-            Ok((tcp, address)) => {
-                let open_end = self.loop_detector.dialed(&tcp, address);
-                let _open = match open_end {
-                    Ok(Some(open_end)) => open_end,
-                    Ok(None) => return refuse_dialed(tcp, stream, redirected(address)).await,
-                    Err(error) => {
-                        let refusal = not_relayed(address, &error);
-                        return refuse_dialed(tcp, stream, refusal).await;
-                    }
-                };
-                let socket = TargetSocket::new(tcp, self.metrics.bytes(), SocketPeer::Target);
-                let outcome = relay_stream(stream, socket, &address.to_string()).await;
-                StreamOutcome {
-                    dialed: address.to_string(),
-                    ..outcome
-                }
+        let (tcp, address) = dial(target, &context).await.inspect_err(|refusal| {
+            if refusal.code == RefusalCode::TargetTimeout {
+                egress.metrics.limit(Limit::TargetDialTimeout);
             }
-            Err(refusal) => {
-                if refusal.code == RefusalCode::TargetTimeout {
-                    self.metrics.limit(Limit::TargetDialTimeout);
-                }
-                stream.refuse(refusal.code, &refusal.detail).await;
-                StreamOutcome::refused(refusal)
-            }
-        }
+        })?;
+        let guard = match egress.loop_detector.dialed(&tcp, address) {
+            Ok(Some(open_end)) => open_end,
+            Ok(None) => return Err(redirected(address)),
+            Err(error) => return Err(not_relayed(address, &error)),
+        };
+        let socket = TargetSocket::new(tcp, egress.metrics.bytes(), SocketPeer::Target);
+        Ok(Dialed {
+            target: DialedTarget::Socket {
+                socket,
+                reply: address.to_string(),
+            },
+            address: address.to_string(),
+            guard,
+        })
     }
+
+    fn record(&self, mut record: StreamRecord) {
+        let (egress, session) = (self.egress, self.params.session);
+        record.node = Some(egress.node.clone());
+        record.session = Some(session);
+        egress.metrics.stream_ended(record.end);
+        record.log(&LINES, record.end.stage(), session);
+    }
+}
+
+fn not_relayed(address: SocketAddr, error: &io::Error) -> Refused {
+    let detail = format!("{address}: the connection has no local address: {error}");
+    refusal(RefusalCode::TargetRefused, detail)
 }
 
 /// Returns the refusal of a target whose connections a rule of this host redirects to the agent.
-/// Closes a dialed connection and refuses its stream.
-async fn refuse_dialed(tcp: TcpStream, stream: Stream, refusal: Refusal) -> StreamOutcome {
-    drop(tcp);
-    stream.refuse(refusal.code, &refusal.detail).await;
-    StreamOutcome::refused(refusal)
+fn redirected(address: SocketAddr) -> Refused {
+    let detail = format!(
+        "a rule of this host redirects {address} to agent's --cloud-listen; take the address \
+         out of --allow-targets"
+    );
+    refusal(RefusalCode::Policy, detail)
 }
 
-fn not_relayed(address: SocketAddr, error: &io::Error) -> Refusal {
-    Refusal {
-        code: RefusalCode::TargetRefused,
-        detail: format!("{address}: the connection has no local address: {error}"),
-    }
-}
-
-fn redirected(address: SocketAddr) -> Refusal {
-    Refusal {
-        code: RefusalCode::Policy,
-        detail: format!(
-            "a rule of this host redirects {address} to agent's --cloud-listen; take the address \
-             out of --allow-targets"
-        ),
-    }
+fn refusal(code: RefusalCode, detail: String) -> Refused {
+    Refusal { code, detail }.into()
 }
 
 /// Concurrent name lookups. Each occupies a thread while the system's resolver works.
 const LOOKUPS: usize = 32;
-
-/// Accepts the stream and relays until both sides have ended or one was cut.
-async fn relay_stream(mut stream: Stream, socket: TargetSocket, dialed: &str) -> StreamOutcome {
-    if let Err(error) = stream.accept(dialed).await {
-        return StreamOutcome {
-            detail: error.to_string(),
-            ..StreamOutcome::without_bytes(StreamEnd::CutByPeer)
-        };
-    }
-    let relayed = relay_socket(stream, socket).await;
-    StreamOutcome {
-        end: StreamEnd::of_relay(relayed.end, StreamEnd::CutByTarget),
-        dialed: String::new(),
-        to_target: relayed.from_tunnel,
-        from_target: relayed.to_tunnel,
-        detail: relayed.detail,
-    }
-}
-
-fn describe(kind: &StreamKind) -> String {
-    match kind {
-        StreamKind::Control { .. } => "control".to_owned(),
-        StreamKind::Target(target) => target.to_string(),
-        StreamKind::Cloud(name) => format!("cloud:{name}"),
-        StreamKind::Forward { .. } => "forward".to_owned(),
-        StreamKind::Enroll => "enroll".to_owned(),
-    }
-}

@@ -16,7 +16,8 @@ use tokio_util::task::TaskTracker;
 use tracing::info;
 use tunnel_proto::egress::{SocketPeer, TargetSocket, relay_socket_until};
 use tunnel_proto::process::conn_limiter::{ConnLimiter, ConnLimits, LimitReached, source};
-use tunnel_proto::process::telemetry::{ACCESS, StreamLines, StreamStage, non_empty};
+use tunnel_proto::process::telemetry::{StreamLines, StreamStage};
+use tunnel_proto::stream_record::{StreamEnd, StreamRecord};
 use tunnel_proto::transport::{ByteCount, source_number};
 use tunnel_proto::wire::code::{RefusalCode, ResetCode};
 use tunnel_proto::wire::header::{StreamHeader, StreamKind};
@@ -24,7 +25,7 @@ use tunnel_proto::wire::name::{CloudTarget, NodeName, SessionId};
 
 use crate::config::{Limit, Limits};
 use crate::loop_detection::LoopDetector;
-use crate::metrics::{Metrics, StreamEnd};
+use crate::metrics::Metrics;
 
 pub(crate) mod listeners;
 pub(crate) mod sessions;
@@ -52,37 +53,6 @@ static LINES: StreamLines<IpAddr> = StreamLines::new(
     "connections to --cloud-listen that are reset at once",
     "access log lines of refused connections to --cloud-listen",
 );
-
-/// The end of a connection, for the access log.
-struct ConnOutcome {
-    session: Option<SessionId>,
-    dialed: String,
-    end: StreamEnd,
-    from_tunnel: u64,
-    to_tunnel: u64,
-    detail: String,
-}
-
-impl ConnOutcome {
-    fn without_bytes(session: Option<SessionId>, end: StreamEnd, detail: String) -> Self {
-        Self {
-            session,
-            dialed: String::new(),
-            end,
-            from_tunnel: 0,
-            to_tunnel: 0,
-            detail,
-        }
-    }
-
-    /// Returns how far the connection came. No server was asked without a session.
-    fn stage(&self) -> StreamStage {
-        match self.session {
-            Some(_) => self.end.stage(),
-            None => StreamStage::Unknown,
-        }
-    }
-}
 
 impl Ingress {
     pub(crate) fn new(
@@ -125,25 +95,28 @@ impl Ingress {
 
     /// Serves one connection to its end. Dropping the future resets the connection.
     pub(crate) async fn serve(&self, tcp: TcpStream, peer: SocketAddr, target: &CloudTarget) {
-        let began = Instant::now();
+        let mut record = StreamRecord::start();
+        record.kind = Some(StreamKind::Cloud(target.clone()));
+        record.node = Some(self.node.clone());
+        record.direction = Some("edge");
+        record.peer = Some(peer.to_string());
         let open_end = self.loop_detector.accepted(&tcp, peer);
         let socket = TargetSocket::new(tcp, ByteCount::default(), SocketPeer::Client);
         // Without a stream, the socket resets before the line is logged.
-        let outcome = match (self.limiter.acquire(peer.ip()), &open_end) {
+        match (self.limiter.acquire(peer.ip()), &open_end) {
             (Ok(_), Ok(None)) => {
                 drop(socket);
-                let end = StreamEnd::Refused(RefusalCode::Policy);
-                ConnOutcome::without_bytes(None, end, REDIRECTED.to_owned())
+                record.fail(StreamEnd::Refused(RefusalCode::Policy), REDIRECTED);
             }
             (Ok(_), Err(error)) => {
                 drop(socket);
-                ConnOutcome::without_bytes(None, StreamEnd::CutByCaller, error.to_string())
+                record.fail(StreamEnd::CutByCaller, error.to_string());
             }
             (Ok(permit), Ok(Some(_open))) => {
                 let permit = Arc::new(permit);
                 let _in_use = permit.in_use();
                 let _open = self.metrics.cloud_stream();
-                self.connect(socket, peer.ip(), target).await
+                self.connect(socket, peer.ip(), target, &mut record).await;
             }
             (Err(reached), _) => {
                 drop(socket);
@@ -154,59 +127,41 @@ impl Ingress {
                         "one address has three quarters of agent's limits.cloudStreams"
                     }
                 };
-                let end = StreamEnd::Refused(RefusalCode::TooManyStreams);
-                ConnOutcome::without_bytes(None, end, detail.to_owned())
+                record.fail(StreamEnd::Refused(RefusalCode::TooManyStreams), detail);
             }
+        }
+        self.metrics.cloud_stream_ended(record.end);
+        // No server was asked without a session.
+        let stage = match record.session {
+            Some(_) => record.end.stage(),
+            None => StreamStage::Unknown,
         };
-        self.metrics.cloud_stream_ended(outcome.end);
-        let code = outcome.end.label();
-        let Some(form) = LINES.admit(outcome.stage(), code, source(peer.ip())) else {
-            return;
-        };
-        info!(
-            target: ACCESS,
-            node = %self.node,
-            direction = "edge",
-            session = outcome.session.map(|session| session.0),
-            name = %target,
-            %peer,
-            dialed = non_empty(&outcome.dialed),
-            code,
-            error = non_empty(form.of_error(&outcome.detail)),
-            bytes_in = outcome.from_tunnel,
-            bytes_out = outcome.to_tunnel,
-            elapsed = began.elapsed().as_secs_f64(),
-            "access"
-        );
+        record.log(&LINES, stage, source(peer.ip()));
     }
 
+    /// Opens a stream and relays.
     async fn connect(
         &self,
         socket: TargetSocket,
         client: IpAddr,
         target: &CloudTarget,
-    ) -> ConnOutcome {
+        record: &mut StreamRecord,
+    ) {
         match self.open(client, target).await {
             Ok(opened) => {
                 let cut = self.cut.cancelled();
                 let code = ResetCode::AgentStopping;
-                let relayed = relay_socket_until(opened.stream, socket, cut, code).await;
-                let end = StreamEnd::of_relay(relayed.end, StreamEnd::CutByCaller);
-                let detail = match end {
-                    StreamEnd::AgentStopping => STOPPING.to_owned(),
-                    _ => relayed.detail,
-                };
-                ConnOutcome {
-                    session: Some(opened.session),
-                    dialed: opened.dialed,
-                    end,
-                    from_tunnel: relayed.from_tunnel,
-                    to_tunnel: relayed.to_tunnel,
-                    detail,
+                record.session = Some(opened.session);
+                record.dialed = opened.dialed;
+                record.relayed(relay_socket_until(opened.stream, socket, cut, code).await);
+                if record.end == StreamEnd::AgentStopping {
+                    STOPPING.clone_into(&mut record.detail);
                 }
             }
             Err((session, error)) => {
-                ConnOutcome::without_bytes(session, error.end(), error.to_string())
+                drop(socket);
+                record.session = session;
+                record.fail(error.end(), error.to_string());
             }
         }
     }

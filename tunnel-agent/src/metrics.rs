@@ -7,11 +7,11 @@ use prometheus_client::metrics::counter::Counter;
 use prometheus_client::metrics::family::Family;
 use prometheus_client::metrics::gauge::Gauge;
 use prometheus_client::registry::Registry;
-use tunnel_proto::egress::SocketRelayEnd;
 pub(crate) use tunnel_proto::process::metrics::GaugeGuard;
 use tunnel_proto::process::metrics::{StaticLabel, register_process_metrics, with_series};
 use tunnel_proto::process::panics::PanicCollector;
-use tunnel_proto::process::telemetry::{DroppedLines, StreamStage};
+use tunnel_proto::process::telemetry::DroppedLines;
+use tunnel_proto::stream_record::StreamEnd;
 use tunnel_proto::transport::{BufferPool, ByteCount, PoolGauges, TransportKind};
 use tunnel_proto::wire::code::{EnrollCode, RefusalCode};
 
@@ -38,7 +38,7 @@ tunnel_proto::metrics! {
 
         streams_open: Gauge = "streams_open", "Streams that are being served";
         streams: Family<StreamLabels, Counter> = "streams", "Streams that ended, by result",
-            with_series(StreamEnd::ALL.map(|end| StreamLabels {
+            with_series(STREAM_ENDS.map(|end| StreamLabels {
                 result: StaticLabel(end.label()),
             }));
         stream_bytes: Family<DirectionLabels, Counter> = "stream_bytes",
@@ -48,7 +48,7 @@ tunnel_proto::metrics! {
             "Connections to listeners for targets of the cloud that are being served";
         cloud_streams: Family<StreamLabels, Counter> = "cloud_streams",
             "Connections to listeners for targets of the cloud that ended, by result",
-            with_series(StreamEnd::CLOUD.map(|end| StreamLabels {
+            with_series(CLOUD_STREAM_ENDS.map(|end| StreamLabels {
                 result: StaticLabel(end.label()),
             }));
         dials: Family<DialLabels, Counter> = "dials",
@@ -263,116 +263,43 @@ fn renewal_results() -> impl Iterator<Item = &'static str> {
     decided.into_iter().chain(EnrollCode::labels())
 }
 
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
-pub(crate) enum StreamEnd {
-    /// Both sides ended cleanly.
-    Ok,
-    /// One side stopped reading before all data was delivered.
-    ReaderClosed,
-    /// The tunnel's side was cut.
-    CutByPeer,
-    /// The target's side was cut.
-    CutByTarget,
-    /// The local client of a target of the cloud was cut.
-    CutByCaller,
-    /// The agent stopped before the connection to a target of the cloud had ended.
-    AgentStopping,
-    /// The target, or the other end's reader, read nothing for 10 s while other streams waited for
-    /// the memory.
-    ReaderStalled,
-    /// No session could open a stream to a target of the cloud.
-    NoSession,
-    /// The server did not accept a stream to a target of the cloud in time.
-    NoReply,
-    /// The header did not arrive, or violated the protocol.
-    NoHeader,
-    /// The stream was refused with a reply.
-    Refused(RefusalCode),
-}
+/// Every end of a stream that the agent serves. The other codes of refusals are those of
+/// servers.
+const STREAM_ENDS: [StreamEnd; 13] = [
+    StreamEnd::Ok,
+    StreamEnd::ReaderClosed,
+    StreamEnd::CutByPeer,
+    StreamEnd::CutByTarget,
+    StreamEnd::ReaderStalled,
+    StreamEnd::NoHeader,
+    StreamEnd::Refused(RefusalCode::BadHeader),
+    StreamEnd::Refused(RefusalCode::Policy),
+    StreamEnd::Refused(RefusalCode::TargetRefused),
+    StreamEnd::Refused(RefusalCode::TargetTimeout),
+    StreamEnd::Refused(RefusalCode::TooManyStreams),
+    StreamEnd::Refused(RefusalCode::Draining),
+    StreamEnd::Refused(RefusalCode::Internal),
+];
 
-impl StreamEnd {
-    /// Every end of a stream that the agent serves. The other codes of refusals are those of
-    /// servers.
-    const ALL: [Self; 13] = [
-        Self::Ok,
-        Self::ReaderClosed,
-        Self::CutByPeer,
-        Self::CutByTarget,
-        Self::ReaderStalled,
-        Self::NoHeader,
-        Self::Refused(RefusalCode::BadHeader),
-        Self::Refused(RefusalCode::Policy),
-        Self::Refused(RefusalCode::TargetRefused),
-        Self::Refused(RefusalCode::TargetTimeout),
-        Self::Refused(RefusalCode::TooManyStreams),
-        Self::Refused(RefusalCode::Draining),
-        Self::Refused(RefusalCode::Internal),
-    ];
-
-    /// Every end of a connection to a target of the cloud.
-    const CLOUD: [Self; 16] = [
-        Self::Ok,
-        Self::ReaderClosed,
-        Self::CutByPeer,
-        Self::CutByCaller,
-        Self::AgentStopping,
-        Self::ReaderStalled,
-        Self::NoSession,
-        Self::NoReply,
-        Self::Refused(RefusalCode::BadHeader),
-        Self::Refused(RefusalCode::Policy),
-        Self::Refused(RefusalCode::TargetRefused),
-        Self::Refused(RefusalCode::TargetTimeout),
-        Self::Refused(RefusalCode::TooManyStreams),
-        Self::Refused(RefusalCode::Draining),
-        Self::Refused(RefusalCode::Internal),
-        Self::Refused(RefusalCode::UnknownTarget),
-    ];
-
-    /// Returns how far a stream with this end came.
-    pub(crate) fn stage(self) -> StreamStage {
-        match self {
-            Self::Ok => StreamStage::Opened { is_ok: true },
-            Self::ReaderClosed
-            | Self::ReaderStalled
-            | Self::CutByPeer
-            | Self::CutByTarget
-            | Self::CutByCaller
-            | Self::AgentStopping => StreamStage::Opened { is_ok: false },
-            Self::NoSession | Self::NoReply | Self::Refused(_) => StreamStage::Refused,
-            Self::NoHeader => StreamStage::Unknown,
-        }
-    }
-
-    /// Returns the end of a stream whose relay with a socket ended. `socket_cut` is the end if the
-    /// socket was cut.
-    pub(crate) fn of_relay(end: SocketRelayEnd, socket_cut: Self) -> Self {
-        match end {
-            SocketRelayEnd::Clean => Self::Ok,
-            SocketRelayEnd::ReaderClosed => Self::ReaderClosed,
-            SocketRelayEnd::StreamCut => Self::CutByPeer,
-            SocketRelayEnd::SocketCut => socket_cut,
-            SocketRelayEnd::Stopped => Self::AgentStopping,
-            SocketRelayEnd::ReaderStalled => Self::ReaderStalled,
-        }
-    }
-
-    pub(crate) fn label(self) -> &'static str {
-        match self {
-            Self::Ok => "ok",
-            Self::ReaderClosed => "reader_closed",
-            Self::CutByPeer => "cut_by_peer",
-            Self::CutByTarget => "cut_by_target",
-            Self::CutByCaller => "cut_by_caller",
-            Self::AgentStopping => "agent_stopping",
-            Self::ReaderStalled => "reader_stalled",
-            Self::NoSession => "no_session",
-            Self::NoReply => "no_reply",
-            Self::NoHeader => "no_header",
-            Self::Refused(code) => code.label(),
-        }
-    }
-}
+/// Every end of a connection to a target of the cloud.
+const CLOUD_STREAM_ENDS: [StreamEnd; 16] = [
+    StreamEnd::Ok,
+    StreamEnd::ReaderClosed,
+    StreamEnd::CutByPeer,
+    StreamEnd::CutByCaller,
+    StreamEnd::AgentStopping,
+    StreamEnd::ReaderStalled,
+    StreamEnd::NoSession,
+    StreamEnd::NoReply,
+    StreamEnd::Refused(RefusalCode::BadHeader),
+    StreamEnd::Refused(RefusalCode::Policy),
+    StreamEnd::Refused(RefusalCode::TargetRefused),
+    StreamEnd::Refused(RefusalCode::TargetTimeout),
+    StreamEnd::Refused(RefusalCode::TooManyStreams),
+    StreamEnd::Refused(RefusalCode::Draining),
+    StreamEnd::Refused(RefusalCode::Internal),
+    StreamEnd::Refused(RefusalCode::UnknownTarget),
+];
 
 tunnel_proto::label_values! {
     /// The state of the session that takes new streams from one server.

@@ -1,4 +1,4 @@
-//! Streams that agents open to targets of the cloud, such as the API server: policy, dial, relay. An
+//! Streams that agents open to targets of the cloud, such as the API server: policy and dial. An
 //! agent names a target; the operator's settings alone have its address, and agents do not learn it.
 
 use std::collections::HashMap;
@@ -11,16 +11,17 @@ use governor::state::keyed::HashMapStateStore;
 use governor::{Quota, RateLimiter};
 use parking_lot::Mutex;
 use tokio::sync::{Semaphore, SemaphorePermit};
-use tokio::time::{Instant, sleep};
-use tracing::info;
+use tokio::time::sleep;
 use tunnel_proto::dial::split_host_port;
-use tunnel_proto::egress::{SocketPeer, TargetSocket, relay_socket};
+use tunnel_proto::egress::{SocketPeer, TargetSocket};
 use tunnel_proto::process::host::is_own_address;
 use tunnel_proto::process::shutdown::Shutdown;
-use tunnel_proto::process::telemetry::{ACCESS, StreamLines, StreamStage, non_empty};
+use tunnel_proto::process::telemetry::StreamLines;
+use tunnel_proto::stream_record::StreamRecord;
+use tunnel_proto::stream_server::{self, Dialed, DialedTarget, Refused, StreamServer};
 use tunnel_proto::transport::{ByteCount, IncomingStream, Stream, source_number};
 use tunnel_proto::wire::code::RefusalCode;
-use tunnel_proto::wire::header::{Refusal, StreamKind};
+use tunnel_proto::wire::header::{Refusal, StreamHeader, StreamKind};
 use tunnel_proto::wire::name::{CloudTarget, NodeName, Port};
 
 use self::cloud::{CloudTargets, Target};
@@ -28,7 +29,6 @@ use self::dial::CloudDialer;
 use self::labeled_nodes::LabeledNodes;
 use crate::config::{CloudTargetSettings, Limit, Limits};
 use crate::metrics::Metrics;
-use crate::outcome::cloud::CloudResult;
 use crate::routing::registry::AgentSession;
 
 mod cloud;
@@ -118,90 +118,14 @@ impl CloudEgress {
     }
 
     async fn serve(&self, incoming: IncomingStream, agent: &AgentSession, is_in_rate: bool) {
-        let began = Instant::now();
         let _counted = agent.count_stream();
         let _open = self.metrics.cloud_stream();
-        let (name, outcome) = match incoming.header(began + self.request_head_timeout).await {
-            Ok((header, stream)) => match header.kind {
-                StreamKind::Cloud(name) => {
-                    // An agent is one source, whatever it claims.
-                    stream.set_source(source_number(&agent.node));
-                    let outcome = self.answer(&name, stream, agent, is_in_rate).await;
-                    (Some(name), outcome)
-                }
-                _ => {
-                    let detail = "agents open streams to targets of the cloud only".to_owned();
-                    let code = RefusalCode::BadHeader;
-                    (
-                        None,
-                        StreamOutcome::refuse(stream, Refusal { code, detail }).await,
-                    )
-                }
-            },
-            Err(error) => {
-                let outcome =
-                    StreamOutcome::without_bytes(CloudResult::NoHeader, error.to_string());
-                (None, outcome)
-            }
+        let server = CloudStream {
+            egress: self,
+            agent,
+            is_in_rate,
         };
-        self.metrics.cloud_stream_ended(outcome.result);
-        let stage = match name {
-            Some(_) => outcome.result.stage(),
-            None => StreamStage::Unknown,
-        };
-        let code = outcome.result.label();
-        let Some(form) = LINES.admit(stage, code, agent.node.clone()) else {
-            return;
-        };
-        info!(
-            target: ACCESS,
-            node = %agent.node,
-            direction = "edge",
-            session = agent.id.0,
-            name = name.as_ref().map(tracing::field::display),
-            dialed = non_empty(&outcome.dialed),
-            code,
-            error = non_empty(form.of_error(&outcome.detail)),
-            bytes_in = outcome.from_agent,
-            bytes_out = outcome.to_agent,
-            elapsed = began.elapsed().as_secs_f64(),
-            "access"
-        );
-    }
-
-    async fn answer(
-        &self,
-        name: &CloudTarget,
-        mut stream: Stream,
-        agent: &AgentSession,
-        is_in_rate: bool,
-    ) -> StreamOutcome {
-        let has_room = agent.session.has_room();
-        let (target, _permits) = match self.admit(&agent.node, name, is_in_rate, has_room) {
-            Ok(admitted) => admitted,
-            Err(refusal) => return StreamOutcome::refuse(stream, refusal).await,
-        };
-        let (socket, address) = match self.dialer.dial(target).await {
-            Ok(dialed) => dialed,
-            Err(Refusal { code, detail }) => {
-                stream.refuse(code, &not_dialed(name, code)).await;
-                return StreamOutcome::without_bytes(CloudResult::Refused(code), detail);
-            }
-        };
-        let dialed = address.to_string();
-        let socket = TargetSocket::new(socket, ByteCount::default(), SocketPeer::Target);
-        // The socket resets when it is dropped, as after each cut.
-        if let Err(error) = stream.accept("").await {
-            return StreamOutcome::without_bytes(CloudResult::CutByAgent, error.to_string());
-        }
-        let relayed = relay_socket(stream, socket).await;
-        StreamOutcome {
-            result: relayed.end.into(),
-            dialed,
-            from_agent: relayed.from_tunnel,
-            to_agent: relayed.to_tunnel,
-            detail: relayed.detail,
-        }
+        stream_server::serve(&server, incoming, self.request_head_timeout, || {}).await;
     }
 
     /// Returns the target that the agent of a node names, and the permits for a stream.
@@ -239,6 +163,61 @@ impl CloudEgress {
             code: RefusalCode::TooManyStreams,
             detail: format!("server's limits.{} is reached", limit.name()),
         }
+    }
+}
+
+/// One stream of an agent.
+struct CloudStream<'a> {
+    egress: &'a CloudEgress,
+    agent: &'a AgentSession,
+    is_in_rate: bool,
+}
+
+impl<'a> StreamServer for CloudStream<'a> {
+    type Admitted = (CloudTarget, &'a Target, Permits<'a>);
+    type Guard = ();
+
+    fn admit(&self, header: &StreamHeader, stream: &Stream) -> Result<Self::Admitted, Refused> {
+        let StreamKind::Cloud(name) = &header.kind else {
+            let detail = "agents open streams to targets of the cloud only".to_owned();
+            let code = RefusalCode::BadHeader;
+            return Err(Refusal { code, detail }.into());
+        };
+        let Self { egress, agent, .. } = *self;
+        // An agent is one source, whatever it claims.
+        stream.set_source(source_number(&agent.node));
+        let has_room = agent.session.has_room();
+        let (target, permits) = egress.admit(&agent.node, name, self.is_in_rate, has_room)?;
+        Ok((name.clone(), target, permits))
+    }
+
+    async fn dial(&self, (name, target, _): &Self::Admitted) -> Result<Dialed<()>, Refused> {
+        let dialed = self.egress.dialer.dial(target).await;
+        let (socket, address) = dialed.map_err(|Refusal { code, detail }| Refused {
+            reply: Refusal {
+                code,
+                detail: not_dialed(name, code),
+            },
+            detail,
+        })?;
+        let socket = TargetSocket::new(socket, ByteCount::default(), SocketPeer::Target);
+        Ok(Dialed {
+            target: DialedTarget::Socket {
+                socket,
+                reply: String::new(),
+            },
+            address: address.to_string(),
+            guard: (),
+        })
+    }
+
+    fn record(&self, mut record: StreamRecord) {
+        let node = &self.agent.node;
+        record.node = Some(node.clone());
+        record.direction = Some("edge");
+        record.session = Some(self.agent.id);
+        self.egress.metrics.cloud_stream_ended(record.end);
+        record.log(&LINES, record.end.stage(), node.clone());
     }
 }
 
@@ -280,33 +259,6 @@ impl Drop for NodePermit<'_> {
                 counts.remove(&self.node);
             }
         }
-    }
-}
-
-/// The end of a stream, for the access log.
-struct StreamOutcome {
-    result: CloudResult,
-    dialed: String,
-    from_agent: u64,
-    to_agent: u64,
-    detail: String,
-}
-
-impl StreamOutcome {
-    fn without_bytes(result: CloudResult, detail: String) -> Self {
-        Self {
-            result,
-            dialed: String::new(),
-            from_agent: 0,
-            to_agent: 0,
-            detail,
-        }
-    }
-
-    /// Refuses a stream with a reply, and returns its end.
-    async fn refuse(stream: Stream, refusal: Refusal) -> Self {
-        stream.refuse(refusal.code, &refusal.detail).await;
-        Self::without_bytes(CloudResult::Refused(refusal.code), refusal.detail)
     }
 }
 

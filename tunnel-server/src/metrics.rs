@@ -15,12 +15,12 @@ pub use tunnel_proto::process::metrics::GaugeGuard;
 use tunnel_proto::process::metrics::{StaticLabel, register_process_metrics, with_series};
 use tunnel_proto::process::panics::PanicCollector;
 use tunnel_proto::process::telemetry::DroppedLines;
+use tunnel_proto::stream_record::StreamEnd;
 use tunnel_proto::transport::{BufferPool, PoolGauges, TransportKind};
-use tunnel_proto::wire::code::{CloseCode, EnrollCode};
+use tunnel_proto::wire::code::{CloseCode, EnrollCode, RefusalCode};
 
 use crate::config::Limit;
 use crate::outcome::Outcome;
-use crate::outcome::cloud::CloudResult;
 
 /// The result label of a handshake that timed out.
 pub(crate) const TIMEOUT: &str = "timeout";
@@ -108,7 +108,7 @@ tunnel_proto::metrics! {
             "Streams of agents to targets of the cloud that are open";
         cloud_streams: Family<ResultLabel, Counter> = "cloud_streams",
             "Streams of agents to targets of the cloud that ended, by result",
-            with_series(result_labels(CloudResult::ALL.map(CloudResult::label)));
+            with_series(result_labels(CLOUD_STREAM_ENDS.map(StreamEnd::label)));
         requests_retried: Counter = "requests_retried",
             "Requests that were sent once more, over another session, because their session was lost";
         stream_bytes: Family<DirectionLabel, Counter> = "stream_bytes",
@@ -248,7 +248,7 @@ impl Metrics {
         GaugeGuard::new(&self.families.cloud_streams_open)
     }
 
-    pub fn cloud_stream_ended(&self, result: CloudResult) {
+    pub fn cloud_stream_ended(&self, result: StreamEnd) {
         let result = StaticLabel(result.label());
         let ended = &self.families.cloud_streams;
         ended.get_or_create(&ResultLabel { result }).inc();
@@ -381,6 +381,24 @@ fn unix_seconds(time: SystemTime) -> f64 {
     let since_epoch = time.duration_since(UNIX_EPOCH).unwrap_or_default();
     since_epoch.as_secs_f64()
 }
+
+/// Every end of a stream to a target of the cloud.
+const CLOUD_STREAM_ENDS: [StreamEnd; 14] = [
+    StreamEnd::Ok,
+    StreamEnd::ReaderClosed,
+    StreamEnd::CutByPeer,
+    StreamEnd::CutByTarget,
+    StreamEnd::ReaderStalled,
+    StreamEnd::NoHeader,
+    StreamEnd::Refused(RefusalCode::BadHeader),
+    StreamEnd::Refused(RefusalCode::Policy),
+    StreamEnd::Refused(RefusalCode::TargetRefused),
+    StreamEnd::Refused(RefusalCode::TargetTimeout),
+    StreamEnd::Refused(RefusalCode::TooManyStreams),
+    StreamEnd::Refused(RefusalCode::Draining),
+    StreamEnd::Refused(RefusalCode::Internal),
+    StreamEnd::Refused(RefusalCode::UnknownTarget),
+];
 
 #[cfg(test)]
 mod tests {

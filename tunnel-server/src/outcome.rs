@@ -4,8 +4,6 @@
 use http::StatusCode;
 use prometheus_client::encoding::EncodeLabelValue;
 
-pub mod cloud;
-
 /// Result of a request or stream, from the tunnel's point of view.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub enum Outcome {

@@ -5,12 +5,11 @@ use std::time::Duration;
 
 use parking_lot::Mutex;
 use tokio::sync::Notify;
+use tunnel_proto::stream_record::StreamEnd;
 use tunnel_proto::transport::{Session, SessionError, Stream, StreamCut, find_cause};
 use tunnel_proto::wire::code::RefusalCode;
 use tunnel_proto::wire::header::{Refusal, StreamHeader};
 use tunnel_proto::wire::name::SessionId;
-
-use crate::metrics::StreamEnd;
 
 /// The registered sessions of an agent.
 #[derive(Debug, Default)]

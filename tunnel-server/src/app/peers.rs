@@ -18,7 +18,11 @@ use super::revocations;
 use crate::ca::LocalCa;
 use crate::ca::enrollment::Enrollment;
 use crate::config::CredentialFiles;
-use crate::routing::peers::{ForwardPolicy, OnEnroll, PeerAddress, PeerEndpoint, PeerTls};
+use crate::ingress::access_log;
+use crate::ingress::recent_requests::RecentRequests;
+use crate::routing::peers::{
+    ForwardPolicy, OnEnroll, OnStream, PeerAddress, PeerEndpoint, PeerTls,
+};
 
 /// Starts the connections to the servers of `membership` if there is a listener for them.
 pub(super) fn start(
@@ -55,6 +59,7 @@ pub(super) fn start(
         open_timeout: limits.open_timeout,
         shutdown: context.shutdown.clone(),
         on_orders: revocations::exchange(&authority.revocations, context),
+        on_stream: on_stream(context.recent.clone()),
         on_enroll: on_enroll(authority, agents, context),
     };
     endpoint.start(listener, membership);
@@ -130,6 +135,13 @@ fn on_enroll(
         let enrollment = enrollment.clone();
         Box::pin(async move { enrollment.serve_forwarded(stream, &replica).await })
     }))
+}
+
+/// Returns the function that records the streams which other servers forward.
+fn on_stream(recent: Option<Arc<RecentRequests>>) -> OnStream {
+    Box::new(move |replica, remote, record| {
+        access_log::record_forwarded(&record, replica, remote, recent.as_deref());
+    })
 }
 
 /// Time for which the list of a lost connection stays. Most connections are back before that.

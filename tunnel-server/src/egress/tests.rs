@@ -5,7 +5,7 @@ use tokio::net::TcpListener;
 use tokio_util::task::TaskTracker;
 use tunnel_proto::transport::find_cause;
 use tunnel_proto::wire::control::{CAPABILITY_CLOUD, ControlMessage};
-use tunnel_proto::wire::header::{StreamHeader, Target as PortTarget};
+use tunnel_proto::wire::header::Target as PortTarget;
 
 use super::*;
 use crate::config::CloudNodes;

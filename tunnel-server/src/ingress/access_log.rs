@@ -3,7 +3,7 @@
 //! each source, and only a sample of the heads that cannot be parsed is logged.
 
 use std::fmt::{self, Write as _};
-use std::net::IpAddr;
+use std::net::{IpAddr, SocketAddr};
 use std::sync::Arc;
 use std::time::SystemTime;
 
@@ -13,13 +13,14 @@ use tracing::info;
 use tunnel_proto::process::conn_limiter::source;
 use tunnel_proto::process::shutdown::Shutdown;
 use tunnel_proto::process::telemetry::{ACCESS, StreamLines, StreamStage, non_empty};
+use tunnel_proto::stream_record::{StreamEnd, StreamRecord};
 use tunnel_proto::transport::ByteCount;
-use tunnel_proto::wire::header::one_line;
-use tunnel_proto::wire::name::{NodeName, Port};
+use tunnel_proto::wire::header::{StreamKind, one_line};
+use tunnel_proto::wire::name::{NodeName, Port, ReplicaId};
 
 use super::peer::{CallerAddr, CallerIdentity};
 use crate::ingress::caller_stream::ResponseGuard;
-use crate::ingress::error::ProxyError;
+use crate::ingress::error::{ProxyError, refusal_outcome};
 use crate::ingress::outcome::Outcome;
 use crate::ingress::recent_requests::{RecentRequest, RecentRequests};
 use crate::metrics::{GaugeGuard, Metrics};
@@ -287,6 +288,58 @@ impl Drop for AccessLog {
             elapsed = self.began.elapsed().as_secs_f64(),
             "access"
         );
+    }
+}
+
+/// Records a stream to a node that `replica` has forwarded from `remote`: a line, and a recent request
+/// of the node.
+pub fn record_forwarded(
+    record: &StreamRecord,
+    replica: &ReplicaId,
+    remote: SocketAddr,
+    recent: Option<&RecentRequests>,
+) {
+    let Some(StreamKind::Forward { node, target, .. }) = &record.kind else {
+        return;
+    };
+    if let Some(recent) = recent {
+        let request = RecentRequest {
+            at: SystemTime::now(),
+            listener: "peers",
+            peer: remote.into(),
+            caller: field(&format!("server:{replica}")),
+            request: field(&target.to_string()),
+            port: Some(target.port()),
+            status: None,
+            outcome: record.end.into(),
+            error: field(&record.detail),
+            bytes_in: record.bytes_in,
+            bytes_out: record.bytes_out,
+            elapsed: record.began.elapsed(),
+        };
+        recent.record(node, request);
+    }
+    record.log(&FORWARDED_LINES, record.end.stage(), replica.clone());
+}
+
+/// Another server can forward streams that are refused faster than a disk accepts lines.
+static FORWARDED_LINES: StreamLines<ReplicaId> = StreamLines::new(
+    "forwarded streams without a header",
+    "access log lines of refused streams of another server",
+);
+
+impl From<StreamEnd> for Outcome {
+    fn from(end: StreamEnd) -> Self {
+        match end {
+            StreamEnd::Ok | StreamEnd::ReaderClosed => Self::Ok,
+            StreamEnd::CutByPeer | StreamEnd::CutByCaller => Self::CallerGone,
+            StreamEnd::CutByTarget | StreamEnd::AgentStopping => Self::Cut,
+            StreamEnd::ReaderStalled => Self::ReaderStalled,
+            StreamEnd::NoSession => Self::NoAgent,
+            StreamEnd::NoReply => Self::AgentTimeout,
+            StreamEnd::NoHeader => Self::BadRequest,
+            StreamEnd::Refused(code) => refusal_outcome(code),
+        }
     }
 }
 

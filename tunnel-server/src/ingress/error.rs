@@ -184,7 +184,7 @@ impl From<DecisionError> for ProxyError {
     }
 }
 
-fn refusal_outcome(code: RefusalCode) -> Outcome {
+pub(super) fn refusal_outcome(code: RefusalCode) -> Outcome {
     match code {
         RefusalCode::Policy => Outcome::RefusedByPolicy,
         RefusalCode::TargetRefused => Outcome::TargetRefused,

@@ -187,7 +187,12 @@ impl Entries {
 
 #[cfg(test)]
 mod tests {
+    use tunnel_proto::stream_record::{StreamEnd, StreamRecord};
+    use tunnel_proto::wire::code::RefusalCode;
+    use tunnel_proto::wire::header::{StreamKind, Target};
+
     use super::*;
+    use crate::ingress::access_log::record_forwarded;
 
     fn request(path: &str, outcome: Outcome) -> RecentRequest {
         RecentRequest {
@@ -232,6 +237,29 @@ mod tests {
         assert_eq!(paths.last().map(String::as_str), Some("GET /10"));
         assert_eq!(store.errors(&node(1)), [(Outcome::NoAgent, 3)]);
         assert!(store.errors(&node(2)).is_empty());
+    }
+
+    #[test]
+    fn stream_that_another_server_forwarded_is_a_request_of_its_node() {
+        let store = RecentRequests::new(RecentRequestLimits::default());
+        let mut record = StreamRecord::start();
+        record.kind = Some(StreamKind::Forward {
+            node: node(1),
+            target: Target::Node(Port::new(9100).unwrap()),
+            is_verified: true,
+        });
+        record.fail(StreamEnd::Refused(RefusalCode::Policy), "no");
+        let remote = "192.0.2.1:10269".parse().unwrap();
+        let replica = "server-2".parse().unwrap();
+        record_forwarded(&record, &replica, remote, Some(&store));
+        let [request] = &store.of_node(&node(1))[..] else {
+            panic!("one request");
+        };
+        assert_eq!(
+            (&*request.caller, &*request.error),
+            ("server:server-2", "no")
+        );
+        assert_eq!(request.outcome, Outcome::RefusedByPolicy);
     }
 
     #[test]

@@ -140,20 +140,18 @@ impl Attempts {
     }
 
     fn after_end(&mut self, end: &EndedStream) -> NextAttempt {
-        if end.replay == Replay::Never || end.has_answer || self.resent.is_some() {
+        if end.has_answer || self.resent.is_some() {
             return NextAttempt::GiveUp;
         }
-        if end.replay == Replay::Safe && end.is_session_lost() {
-            self.resent = Some(ResendCause::SessionLost);
-            self.has_moved = true;
-            return NextAttempt::Move;
+        self.resent = end.resend_cause();
+        match self.resent {
+            Some(ResendCause::SessionLost) => {
+                self.has_moved = true;
+                NextAttempt::Move
+            }
+            Some(ResendCause::Reused) => NextAttempt::Repeat,
+            None => NextAttempt::GiveUp,
         }
-        // Servers close idle connections (RFC 9112, section 9.3.1).
-        if end.is_reused && end.is_by_target() {
-            self.resent = Some(ResendCause::Reused);
-            return NextAttempt::Repeat;
-        }
-        NextAttempt::GiveUp
     }
 }
 
@@ -161,33 +159,32 @@ impl Attempts {
 const EXCEPT_MAX: usize = 8;
 
 impl EndedStream {
-    fn is_session_lost(&self) -> bool {
-        match self.cut {
-            Some(StreamCut::SessionLost) => true,
+    /// Returns why the request may be sent a second time, if it may.
+    fn resend_cause(&self) -> Option<ResendCause> {
+        let cause = match self.cut {
+            Some(StreamCut::SessionLost) => ResendCause::SessionLost,
             // A live session would have delivered a reply, so the agent or its target is slow.
-            Some(StreamCut::ReplyTimeout) => self.is_suspect,
-            // The agent or the target ended the stream.
+            Some(StreamCut::ReplyTimeout) if self.is_suspect => ResendCause::SessionLost,
+            Some(cut @ (StreamCut::Reset(_) | StreamCut::Stopped(_)))
+                if !cut.is_reader_stalled() =>
+            {
+                ResendCause::Reused
+            }
+            None => ResendCause::Reused,
             Some(
-                StreamCut::Reset(_)
+                StreamCut::ReplyTimeout
+                | StreamCut::Reset(_)
                 | StreamCut::Stopped(_)
                 | StreamCut::NoReply
                 | StreamCut::ReaderStalled,
-            )
-            | None => false,
-        }
-    }
-
-    fn is_by_target(&self) -> bool {
-        match self.cut {
-            Some(cut @ (StreamCut::Reset(_) | StreamCut::Stopped(_))) => !cut.is_reader_stalled(),
-            Some(
-                StreamCut::SessionLost
-                | StreamCut::ReplyTimeout
-                | StreamCut::NoReply
-                | StreamCut::ReaderStalled,
-            ) => false,
-            None => true,
-        }
+            ) => return None,
+        };
+        let can_resend = match cause {
+            ResendCause::SessionLost => self.replay == Replay::Safe,
+            // Servers close idle connections (RFC 9112, section 9.3.1).
+            ResendCause::Reused => self.is_reused && self.replay != Replay::Never,
+        };
+        can_resend.then_some(cause)
     }
 }
 

@@ -51,7 +51,7 @@ mod yields;
 pub use address::PeerAddress;
 use address::PeerZone;
 use agreed::{AgreedState, AnnouncedState};
-pub use endpoint::{OnEnroll, OnOrders, PeerEndpoint, PeerTls};
+pub use endpoint::{OnEnroll, OnOrders, OnStream, PeerEndpoint, PeerTls};
 pub use forward_policy::ForwardPolicy;
 use link::Link;
 pub use members::LeftOut;

@@ -1,12 +1,14 @@
 //! This server's end of the connections to the others: what dialing and accepting share.
 
 use std::fmt;
+use std::net::SocketAddr;
 use std::sync::Arc;
 use std::time::Duration;
 
 use futures_util::future::BoxFuture;
 use rustls::{ClientConfig, ServerConfig};
 use tunnel_proto::process::shutdown::Shutdown;
+use tunnel_proto::stream_record::StreamRecord;
 use tunnel_proto::transport::{SessionSettings, Stream};
 use tunnel_proto::wire::name::ReplicaId;
 use tunnel_proto::wire::order::NodeOrder;
@@ -21,6 +23,10 @@ pub type OnOrders = Box<dyn Fn(&ReplicaId, Vec<NodeOrder>) + Send + Sync>;
 /// A callback that serves an enrollment of an agent which dialed another server. The stream is
 /// accepted, and the name is that of the other server.
 pub type OnEnroll = Box<dyn Fn(Stream, ReplicaId) -> BoxFuture<'static, ()> + Send + Sync>;
+
+/// A callback that receives the record of each stream which another server, at this address, has
+/// opened.
+pub type OnStream = Box<dyn Fn(&ReplicaId, SocketAddr, StreamRecord) + Send + Sync>;
 
 /// The TLS configurations for both directions.
 #[derive(Debug)]
@@ -46,6 +52,7 @@ pub struct PeerEndpoint {
     pub open_timeout: Duration,
     pub shutdown: Shutdown,
     pub on_orders: OnOrders,
+    pub on_stream: OnStream,
     /// `None` if this server issues no certificates for other servers.
     pub on_enroll: Option<OnEnroll>,
 }

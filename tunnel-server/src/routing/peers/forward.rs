@@ -1,106 +1,145 @@
-//! Streams that another server has opened: forwarded ones are served from the registry alone, and
-//! enrollments from this server's own join tokens.
+//! Streams that another server has opened: forwarded ones are served by the sessions of this server,
+//! and enrollments from this server's own join tokens.
+
+use std::net::SocketAddr;
 
 use tokio::sync::Semaphore;
-use tokio::time::{Instant, timeout};
+use tokio::time::timeout;
 use tracing::debug;
-use tunnel_proto::forward::forward;
-use tunnel_proto::relay::{Cut, RelayEnd, RelaySide};
-use tunnel_proto::transport::{IncomingStream, Stream, StreamCut, find_cause};
-use tunnel_proto::wire::code::{RefusalCode, ResetCode};
-use tunnel_proto::wire::header::{StreamHeader, StreamKind};
-use tunnel_proto::wire::name::ReplicaId;
+use tunnel_proto::stream_record::{StreamEnd, StreamRecord};
+use tunnel_proto::stream_server::{Dialed, DialedTarget, Refused, StreamServer, serve_accepted};
+use tunnel_proto::transport::{IncomingStream, Stream};
+use tunnel_proto::wire::code::RefusalCode;
+use tunnel_proto::wire::header::{Refusal, StreamHeader, StreamKind};
+use tunnel_proto::wire::name::{NodeName, ReplicaId};
 
-use super::ForwardResult;
 use super::endpoint::PeerEndpoint;
+use super::{ForwardDirection, ForwardResult};
 use crate::routing::Routing;
 use crate::routing::registry::{CallerKey, OpenError, StreamRequest};
 
-/// Relays a forwarded stream to the node's agent, if a session of the node is connected to this
-/// server. Returns the result, or `None` for an enrollment and if the other server ended the stream
-/// before its header.
-pub(super) async fn serve_stream(
-    endpoint: &PeerEndpoint,
-    incoming: IncomingStream,
-    replica: ReplicaId,
-    enrollments: &Semaphore,
-) -> Option<ForwardResult> {
-    let deadline = Instant::now() + endpoint.handshake_timeout;
-    let (header, mut stream) = match incoming.header(deadline).await {
-        Ok(header_and_stream) => header_and_stream,
-        Err(error) => {
-            debug!(%error, "stream of another server has no header");
-            return None;
+/// A stream of another server.
+pub(super) struct PeerStream<'a> {
+    pub(super) endpoint: &'a PeerEndpoint,
+    /// The other server.
+    pub(super) replica: ReplicaId,
+    pub(super) remote: SocketAddr,
+    /// The stream is within the limit of the connection.
+    pub(super) has_permit: bool,
+}
+
+impl PeerStream<'_> {
+    /// Serves the stream to its end. Nothing is recorded of an enrollment, nor if the other server
+    /// ended the stream before its header.
+    pub(super) async fn serve(self, incoming: IncomingStream, enrollments: &Semaphore) {
+        let record = StreamRecord::start();
+        let deadline = record.began + self.endpoint.handshake_timeout;
+        match incoming.header(deadline).await {
+            Ok((header, stream)) if header.kind == StreamKind::Enroll && self.has_permit => {
+                let (endpoint, replica) = (self.endpoint, self.replica);
+                Box::pin(serve_enrollment(endpoint, stream, replica, enrollments)).await;
+            }
+            Ok((header, stream)) => serve_accepted(&self, header, stream, record).await,
+            Err(error) => debug!(%error, "stream of another server has no header"),
         }
-    };
-    if header.kind == StreamKind::Enroll {
-        Box::pin(serve_enrollment(endpoint, stream, replica, enrollments)).await;
-        return None;
     }
-    let StreamKind::Forward {
-        node,
-        target,
-        is_verified,
-    } = header.kind
-    else {
-        let detail = "this server accepts only forwarded streams and enrollments of other servers";
-        stream.refuse(RefusalCode::BadHeader, detail).await;
-        return Some(ForwardResult::Failed);
-    };
-    if let Err(error) = endpoint.policy.check(&node, &target) {
-        debug!(%node, %target, %error, "forwarded stream refused");
-        let detail = format!(
-            "server {} does not allow the target: {error}",
-            endpoint.peers.own()
-        );
-        stream.refuse(RefusalCode::Policy, &detail).await;
-        return Some(ForwardResult::Failed);
+}
+
+/// The stream to the agent that a forwarded stream asks for.
+pub(super) struct ForwardRequest {
+    node: NodeName,
+    header: StreamHeader,
+    caller: CallerKey,
+}
+
+impl StreamServer for PeerStream<'_> {
+    type Admitted = ForwardRequest;
+    type Guard = ();
+
+    fn admit(&self, header: &StreamHeader, _stream: &Stream) -> Result<ForwardRequest, Refused> {
+        if !self.has_permit {
+            let detail = "too many streams between two servers (limits.peerStreams)";
+            return Err(refused(RefusalCode::TooManyStreams, detail));
+        }
+        let StreamKind::Forward {
+            node,
+            target,
+            is_verified,
+        } = &header.kind
+        else {
+            let detail =
+                "this server accepts only forwarded streams and enrollments of other servers";
+            return Err(refused(RefusalCode::BadHeader, detail));
+        };
+        if let Err(error) = self.endpoint.policy.check(node, target) {
+            let own = self.endpoint.peers.own();
+            let detail = format!("server {own} does not allow the target: {error}");
+            return Err(refused(RefusalCode::Policy, &detail));
+        }
+        Ok(ForwardRequest {
+            node: node.clone(),
+            header: StreamHeader {
+                kind: StreamKind::Target(target.clone()),
+                trace_parent: header.trace_parent.clone(),
+                source: header.source,
+            },
+            caller: CallerKey::Replica {
+                replica: self.replica.clone(),
+                is_verified: *is_verified,
+            },
+        })
     }
-    let header = StreamHeader {
-        kind: StreamKind::Target(target),
-        trace_parent: header.trace_parent,
-        source: header.source,
-    };
-    let caller = CallerKey::Replica {
-        replica,
-        is_verified,
-    };
-    let routing = Routing::new(endpoint.registry.clone(), endpoint.peers.clone());
-    let request = StreamRequest {
-        node: &node,
-        header,
-        caller: &caller,
-        limit: endpoint.open_timeout,
-    };
-    let mut opened = match routing.open(&request).await {
-        Ok(opened) => opened,
-        Err(error) => {
-            debug!(%node, %error, "cannot open a forwarded stream");
-            let (code, result) = refusal(&error);
-            stream.refuse(code, &error.to_string()).await;
-            return Some(result);
+
+    async fn dial(&self, request: &ForwardRequest) -> Result<Dialed<()>, Refused> {
+        let endpoint = self.endpoint;
+        let routing = Routing::new(endpoint.registry.clone(), endpoint.peers.clone());
+        let request = StreamRequest {
+            node: &request.node,
+            header: request.header.clone(),
+            caller: &request.caller,
+            limit: endpoint.open_timeout,
+        };
+        let opened = routing.open(&request).await;
+        let opened = opened.map_err(|error| refused(refusal_code(&error), &error.to_string()))?;
+        Ok(Dialed {
+            target: DialedTarget::Stream(opened.stream),
+            address: String::new(),
+            guard: (),
+        })
+    }
+
+    fn record(&self, mut record: StreamRecord) {
+        let peers = &self.endpoint.peers;
+        record.listener = Some("peers");
+        record.peer = Some(self.replica.to_string());
+        if let Some(StreamKind::Forward { node, .. }) = &record.kind {
+            record.node = Some(node.clone());
         }
-    };
-    let outcome = forward(&mut stream, &mut opened.stream).await;
-    Some(match outcome.end {
-        RelayEnd::Clean | RelayEnd::ReaderClosed(_) => ForwardResult::Ok,
-        RelayEnd::Cut(side, Cut { error, .. }) => {
-            debug!(%node, ?side, %error, "forwarded stream was cut");
-            let is_lost = find_cause::<StreamCut>(&error) == Some(&StreamCut::SessionLost);
-            let code = if find_cause(&error).is_some_and(StreamCut::is_reader_stalled) {
-                ResetCode::ReaderStalled
-            } else if is_lost && side == RelaySide::Right {
-                // The caller gets the same answer as from this server.
-                ResetCode::SessionLost
-            } else {
-                ResetCode::PeerCut
-            };
-            // Also behind a half that was shut down, which a drop would just not read.
-            stream.reset(code);
-            opened.stream.reset(code);
-            ForwardResult::Cut
+        peers.count(ForwardDirection::In, result(record.end));
+        (self.endpoint.on_stream)(&self.replica, self.remote, record);
+    }
+}
+
+fn refused(code: RefusalCode, detail: &str) -> Refused {
+    let detail = detail.to_owned();
+    Refusal { code, detail }.into()
+}
+
+/// Returns the result of a forwarded stream that ended like this.
+fn result(end: StreamEnd) -> ForwardResult {
+    match end {
+        StreamEnd::Ok | StreamEnd::ReaderClosed => ForwardResult::Ok,
+        StreamEnd::CutByPeer
+        | StreamEnd::CutByTarget
+        | StreamEnd::CutByCaller
+        | StreamEnd::AgentStopping
+        | StreamEnd::ReaderStalled => ForwardResult::Cut,
+        StreamEnd::Refused(RefusalCode::NotHere) => ForwardResult::NotHere,
+        StreamEnd::Refused(RefusalCode::TooManyStreams) => ForwardResult::TooManyStreams,
+        StreamEnd::NoSession | StreamEnd::NoReply | StreamEnd::NoHeader | StreamEnd::Refused(_) => {
+            ForwardResult::Failed
         }
-    })
+    }
 }
 
 /// Serves the enrollment of an agent that dialed another server.
@@ -127,30 +166,19 @@ async fn serve_enrollment(
     }
 }
 
-pub(super) async fn refuse_above_limit(
-    endpoint: &PeerEndpoint,
-    incoming: IncomingStream,
-) -> Option<ForwardResult> {
-    let deadline = Instant::now() + endpoint.handshake_timeout;
-    let (_, stream) = incoming.header(deadline).await.ok()?;
-    let detail = "too many streams between two servers (limits.peerStreams)";
-    stream.refuse(RefusalCode::TooManyStreams, detail).await;
-    Some(ForwardResult::TooManyStreams)
-}
-
 /// Returns the code of the refusal for a stream that was not opened. Each code becomes the answer
 /// that a caller of this server gets for the same error. While nothing was sent to an agent, the
 /// other server tries the next holder. With `not_here` it also forgets that this server holds the
 /// node, and a session that answers again is not announced again if it was silent for a moment only.
-fn refusal(error: &OpenError) -> (RefusalCode, ForwardResult) {
+fn refusal_code(error: &OpenError) -> RefusalCode {
     match error {
-        OpenError::NoAgent => (RefusalCode::NotHere, ForwardResult::NotHere),
-        OpenError::Suspect(_) => (RefusalCode::AgentSuspect, ForwardResult::Failed),
-        OpenError::Draining => (RefusalCode::Draining, ForwardResult::Failed),
-        OpenError::Lost(_) => (RefusalCode::AgentLost, ForwardResult::Failed),
+        OpenError::NoAgent => RefusalCode::NotHere,
+        OpenError::Suspect(_) => RefusalCode::AgentSuspect,
+        OpenError::Draining => RefusalCode::Draining,
+        OpenError::Lost(_) => RefusalCode::AgentLost,
         OpenError::TooManyStreams(_) | OpenError::PeerStreams(_) | OpenError::BufferPoolFull(_) => {
-            (RefusalCode::TooManyStreams, ForwardResult::TooManyStreams)
+            RefusalCode::TooManyStreams
         }
-        OpenError::Timeout => (RefusalCode::AgentTimeout, ForwardResult::Failed),
+        OpenError::Timeout => RefusalCode::AgentTimeout,
     }
 }

@@ -2,6 +2,7 @@
 //! server holds, answers questions, and serves forwarded streams from the registry alone and
 //! forwarded enrollments from this server's own join tokens.
 
+use std::net::SocketAddr;
 use std::pin::pin;
 use std::sync::Arc;
 
@@ -17,14 +18,13 @@ use tunnel_proto::wire::code::CloseCode;
 use tunnel_proto::wire::name::ReplicaId;
 use tunnel_proto::wire::peer::{Alive, Ask, PeerMessage};
 
-use super::ForwardDirection;
 use super::accept::{Accepted, accept};
 use super::announce::{HeldNodes, announce};
 use super::connections::{ReadyConnections, ReadyPermit};
 use super::dial::dead;
 use super::endpoint::PeerEndpoint;
 use super::exchange::Exchange;
-use super::forward::{refuse_above_limit, serve_stream};
+use super::forward::PeerStream;
 use super::link::{Control, LinkError, VIOLATIONS, outbox, run_out};
 use super::monitor::{LinkCheck, LinkMonitor, check_interval};
 
@@ -182,7 +182,8 @@ impl PeerListener {
                 },
                 incoming = session.accept() => {
                     let permit = streams.clone().try_acquire_owned().ok();
-                    self.spawn_stream(incoming?, replica, permit, &enrollments);
+                    let remote = session.stats().remote;
+                    self.spawn_stream(incoming?, replica, remote, permit, &enrollments);
                 }
                 sent = &mut sending => return sent.map_err(LinkError::Control),
                 never = &mut announcing => match never {},
@@ -245,6 +246,7 @@ impl PeerListener {
         &self,
         incoming: IncomingStream,
         replica: &ReplicaId,
+        remote: SocketAddr,
         permit: Option<OwnedSemaphorePermit>,
         enrollments: &Arc<Semaphore>,
     ) {
@@ -252,17 +254,14 @@ impl PeerListener {
         let enrollments = enrollments.clone();
         let span = info_span!("stream", peer = %replica);
         let serving = async move {
-            let result = match permit {
-                Some(permit) => {
-                    let result = serve_stream(&endpoint, incoming, replica, &enrollments).await;
-                    drop(permit);
-                    result
-                }
-                None => refuse_above_limit(&endpoint, incoming).await,
+            let stream = PeerStream {
+                endpoint: &endpoint,
+                replica,
+                remote,
+                has_permit: permit.is_some(),
             };
-            if let Some(result) = result {
-                endpoint.peers.count(ForwardDirection::In, result);
-            }
+            stream.serve(incoming, &enrollments).await;
+            drop(permit);
         };
         self.endpoint.shutdown.spawn_work(serving.instrument(span));
     }

@@ -1,6 +1,7 @@
 use tokio::io::{AsyncReadExt as _, AsyncWriteExt as _};
 use tokio::net::TcpSocket;
 use tunnel_proto::process::shutdown::DrainOutcome;
+use tunnel_proto::stream_record::StreamEnd;
 use tunnel_proto::transport::{ClosedBy, Session as _, StreamCut, find_cause, memory};
 use tunnel_proto::wire::code::{CloseCode, RefusalCode, ResetCode};
 use tunnel_proto::wire::header::{StreamKind, Target};
@@ -162,6 +163,43 @@ async fn forwarded_stream_carries_the_reply_and_both_directions() {
         .await
         .unwrap();
     assert_eq!(received, b"answer");
+}
+
+#[tokio::test]
+async fn forwarded_stream_is_recorded_once_at_the_server_of_its_agent() {
+    let installation = Installation::new();
+    let [a, b] = installation.connected(["a", "b"]).await;
+    let agent = b.agent("x", 1);
+    a.sees("x", &b).await;
+    let mut opened = a.open("x", None).await.unwrap();
+    let mut target = agent.accepts().await;
+    opened.stream.write_all(b"question").await.unwrap();
+    within(opened.stream.shutdown()).await.unwrap();
+    within(target.read_to_end(&mut Vec::new())).await.unwrap();
+    within(target.shutdown()).await.unwrap();
+    within(opened.stream.read_to_end(&mut Vec::new()))
+        .await
+        .unwrap();
+    b.policy.replace(PortPolicy::default());
+    let mut refused = a.open("x", None).await.unwrap();
+    assert_eq!(refusal(&mut refused).await, RefusalCode::Policy);
+    eventually("both are recorded", || b.records.lock().len() == 2).await;
+    let records = std::mem::take(&mut *b.records.lock());
+    for ((replica, record), expected) in records
+        .iter()
+        .zip([StreamEnd::Ok, StreamEnd::Refused(RefusalCode::Policy)])
+    {
+        assert_eq!((replica, record.end), (&id("a"), expected));
+        let Some(StreamKind::Forward {
+            node: of_stream, ..
+        }) = &record.kind
+        else {
+            panic!("{record:?}");
+        };
+        assert_eq!(*of_stream, node("x"));
+    }
+    assert_eq!(records[0].1.bytes_out, "question".len() as u64);
+    assert!(a.records.lock().is_empty());
 }
 
 /// Each server decides for the agents that it holds, whatever the other server allows its callers.

@@ -13,6 +13,7 @@ use tokio::time::{Instant, timeout};
 use tokio_rustls::TlsConnector;
 use tunnel_proto::process::shutdown::Shutdown;
 use tunnel_proto::session::control::{self, PeerReader, PeerWriter};
+use tunnel_proto::stream_record::StreamRecord;
 use tunnel_proto::tls::{self, PeerTrust};
 use tunnel_proto::transport::memory::{self, MemorySession};
 use tunnel_proto::transport::{
@@ -133,6 +134,7 @@ impl Installation {
             registry,
             policy: SharedPortPolicy::default(),
             orders: Arc::default(),
+            records: Arc::default(),
             address,
             membership,
             shutdown: Shutdown::new(),
@@ -235,6 +237,8 @@ pub(super) struct Server {
     pub(super) policy: SharedPortPolicy,
     /// Orders of other servers.
     pub(super) orders: Arc<Mutex<Vec<NodeOrder>>>,
+    /// Records of the streams that other servers forwarded, with their servers.
+    pub(super) records: Arc<Mutex<Vec<(ReplicaId, StreamRecord)>>>,
     pub(super) address: SocketAddr,
     pub(super) shutdown: Shutdown,
     membership: watch::Sender<Arc<[PeerAddress]>>,
@@ -243,7 +247,7 @@ pub(super) struct Server {
 impl Server {
     /// Creates this server's end of the connections to the others.
     pub(super) fn endpoint(&self, installation: &Installation) -> PeerEndpoint {
-        let received = self.orders.clone();
+        let (received, records) = (self.orders.clone(), self.records.clone());
         PeerEndpoint {
             peers: self.peers.clone(),
             registry: self.registry.clone(),
@@ -258,6 +262,9 @@ impl Server {
             list_linger: LINGER,
             open_timeout: LIMIT,
             shutdown: self.shutdown.clone(),
+            on_stream: Box::new(move |replica, _remote, record| {
+                records.lock().push((replica.clone(), record));
+            }),
             on_enroll: None,
             on_orders: Box::new(move |_replica, orders| received.lock().extend(orders)),
         }

@@ -1,0 +1,146 @@
+//! Serves a stream that the other end of a session has opened: header, admission, dial, reply, relay,
+//! and one record of its end. Agents, servers for their agents, and servers for each other differ in
+//! what a [`StreamServer`] says.
+
+use std::io;
+use std::time::Duration;
+
+use crate::egress::{TargetSocket, relay_socket};
+use crate::forward::relay_streams;
+use crate::stream_record::{StreamEnd, StreamRecord};
+use crate::transport::{IncomingStream, Stream};
+use crate::wire::header::{Refusal, StreamHeader};
+
+/// One stream at the end that serves it.
+pub trait StreamServer: Sync {
+    /// What the stream may dial, with its permits, which are held to its end.
+    type Admitted: Send;
+    /// What the connection to the target needs to its end.
+    type Guard: Send;
+
+    /// Checks the header and acquires permits.
+    ///
+    /// # Errors
+    /// The refusal of the stream.
+    fn admit(&self, header: &StreamHeader, stream: &Stream) -> Result<Self::Admitted, Refused>;
+
+    /// Connects to the target. Cancel-safe.
+    ///
+    /// # Errors
+    /// The refusal of the stream.
+    fn dial(
+        &self,
+        admitted: &Self::Admitted,
+    ) -> impl Future<Output = Result<Dialed<Self::Guard>, Refused>> + Send;
+
+    /// Passes the record of the stream to its sinks. Called once, when the stream has ended.
+    fn record(&self, record: StreamRecord);
+}
+
+/// A connection to a target.
+#[derive(Debug)]
+pub struct Dialed<G> {
+    /// The connection.
+    pub target: DialedTarget,
+    /// The address that was dialed, for the record.
+    pub address: String,
+    /// What the connection needs to its end.
+    pub guard: G,
+}
+
+/// The connection to a target.
+#[derive(Debug)]
+pub enum DialedTarget {
+    /// A socket.
+    Socket {
+        /// The socket of the target.
+        socket: TargetSocket,
+        /// The address that the opener of the stream learns.
+        reply: String,
+    },
+    /// A stream to the agent that dials, whose reply passes like all other bytes.
+    Stream(Stream),
+}
+
+/// The refusal of a stream.
+#[derive(Debug)]
+pub struct Refused {
+    /// What the opener receives.
+    pub reply: Refusal,
+    /// The reason, for the record.
+    pub detail: String,
+}
+
+impl From<Refusal> for Refused {
+    fn from(reply: Refusal) -> Self {
+        let detail = reply.detail.clone();
+        Self { reply, detail }
+    }
+}
+
+/// Reads the header of a stream within `limit`, and serves the stream to its end. Dropping the future
+/// cuts both sides. `on_late` is called for a header that does not arrive in time.
+pub async fn serve<S: StreamServer>(
+    server: &S,
+    incoming: IncomingStream,
+    limit: Duration,
+    on_late: impl FnOnce() + Send,
+) {
+    let mut record = StreamRecord::start();
+    match incoming.header(record.began + limit).await {
+        Ok((header, stream)) => serve_accepted(server, header, stream, record).await,
+        Err(error) => {
+            if error.kind() == io::ErrorKind::TimedOut {
+                on_late();
+            }
+            record.fail(StreamEnd::NoHeader, error.to_string());
+            server.record(record);
+        }
+    }
+}
+
+/// Serves a stream whose header was read, to its end. Dropping the future cuts both sides.
+pub async fn serve_accepted<S: StreamServer>(
+    server: &S,
+    header: StreamHeader,
+    stream: Stream,
+    mut record: StreamRecord,
+) {
+    let admitted = server.admit(&header, &stream);
+    record.kind = Some(header.kind);
+    record.trace_parent = header.trace_parent;
+    match admitted {
+        Ok(admitted) => match server.dial(&admitted).await {
+            Ok(dialed) => relay_dialed(dialed, stream, &mut record).await,
+            Err(refused) => refuse(refused, stream, &mut record).await,
+        },
+        Err(refused) => refuse(refused, stream, &mut record).await,
+    }
+    server.record(record);
+}
+
+async fn refuse(refused: Refused, stream: Stream, record: &mut StreamRecord) {
+    let Refusal { code, detail } = refused.reply;
+    stream.refuse(code, &detail).await;
+    record.fail(StreamEnd::Refused(code), refused.detail);
+}
+
+/// Accepts the stream and relays until both sides have ended or one was cut.
+async fn relay_dialed<G>(dialed: Dialed<G>, mut stream: Stream, record: &mut StreamRecord) {
+    let Dialed {
+        target,
+        address,
+        guard: _guard,
+    } = dialed;
+    record.dialed = address;
+    match target {
+        DialedTarget::Socket { socket, reply } => {
+            // The socket resets when it is dropped, as after each cut.
+            if let Err(error) = stream.accept(&reply).await {
+                return record.fail(StreamEnd::CutByPeer, error.to_string());
+            }
+            record.relayed(relay_socket(stream, socket).await);
+        }
+        DialedTarget::Stream(opened) => record.relayed(relay_streams(stream, opened).await),
+    }
+}
