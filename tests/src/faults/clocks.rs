@@ -47,7 +47,10 @@ impl Clocks {
     /// Returns the server's `limits:` as YAML. On a busy machine a stream opens later.
     pub fn server_limits(self) -> String {
         let open = scaled(Duration::from_secs(1)).as_millis();
-        self.pick("{}".into(), format!("{SERVER_LIMITS}openTimeout: {open}ms\n"))
+        self.pick(
+            "{}".into(),
+            format!("{SERVER_LIMITS}openTimeout: {open}ms\n"),
+        )
     }
 
     /// Returns the agent's `limits:` as YAML.

@@ -8,9 +8,7 @@
 
 use std::collections::{BTreeMap, HashMap, VecDeque};
 use std::sync::Arc;
-use std::time::Duration;
 
-use rand::RngExt;
 use rand::rngs::SmallRng;
 use tokio::time::Instant;
 use tracing::debug;
@@ -24,27 +22,27 @@ use super::assignment::{
 };
 use super::backoff::START_SPREAD;
 use super::distance::ZoneDistances;
-use super::endpoint::Endpoints;
-use super::happy_eyeballs::DialFailure;
 use super::member_addresses::ServerPolicy;
 use super::report::ConnectionLog;
-use super::session_task::{ConnectError, SessionExit};
+use super::session_task::SessionExit;
 use super::status::{ConnectorId, SessionStatus};
 use super::transport_policy::SessionTransport;
-use crate::config::{Limit, Limits, ServerAddress, TransportChoice};
-use crate::credentials::Refusal;
+use crate::config::{Limits, ServerAddress, TransportChoice};
 use crate::handover::LockState;
 use crate::metrics::{ConnectResult, Metrics, SessionState};
-use crate::session::{DialId, SessionEvent, SessionSummary};
+use crate::session::{DialId, SessionEvent};
 
 mod assigned;
 mod attempt;
 mod connector;
 mod dial;
 mod placement;
+mod shared;
 
 use assigned::Assignment;
 use connector::{Connector, CurrentSession};
+pub(super) use shared::{Action, CredentialOutcome};
+use shared::{Dial, Shared};
 
 /// What the driver has observed.
 #[derive(Debug)]
@@ -57,39 +55,6 @@ pub(super) enum Event {
     Lock(LockState),
     /// The agent stops: no session is dialed any more.
     Drain,
-}
-
-/// What the driver does.
-#[derive(Debug)]
-pub(super) enum Action {
-    /// Start the task of a session.
-    Dial {
-        id: DialId,
-        transport: SessionTransport,
-        endpoints: Endpoints,
-    },
-    /// Serve the streams of an admitted session.
-    Serve(DialId),
-    /// Close an admitted session: another one is with its server.
-    Decline(DialId),
-    /// Let a session end with its last stream, or abandon its dial.
-    Retire(DialId),
-    /// Notify the sessions that the servers have changed.
-    MembersChanged,
-    /// Record what a dial with the credentials of this generation has shown of them.
-    Credentials(u64, CredentialOutcome),
-}
-
-/// What a dial has shown of the credentials that it used.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(super) enum CredentialOutcome {
-    /// A session is ready with them.
-    Accepted,
-    /// The handshake failed, probably because of a certificate.
-    Failed,
-    Refused(Refusal),
-    /// The agent does not trust the server's CA.
-    ServerUntrusted,
 }
 
 /// The settings of a [`Plan`].
@@ -130,39 +95,6 @@ struct ReportedMembers {
     list: Vec<Member>,
     /// Number of changes of the list.
     generation: u64,
-}
-
-/// What the connectors of a plan share.
-struct Shared {
-    actions: VecDeque<Action>,
-    /// Dials in progress and sessions, also of connectors that have retired.
-    dials: HashMap<DialId, Dial>,
-    next_dial: u64,
-    random: SmallRng,
-    metrics: Metrics,
-    log: ConnectionLog,
-    quic_head_start: Duration,
-    /// Generation of the newest credentials.
-    credentials: u64,
-    lock: LockState,
-    /// Transport of the newest session of any connector: whether UDP gets through.
-    transport: Option<SessionTransport>,
-    /// Number of sessions that connectors have lost.
-    losses: u64,
-    /// Whether a connector other than that of the event has a live session.
-    has_other_live: bool,
-    /// Whether replicas must be assigned again.
-    is_changed: bool,
-    is_draining: bool,
-}
-
-/// A dial in progress, or the session that it led to.
-struct Dial {
-    connector: ConnectorId,
-    transport: SessionTransport,
-    credentials: u64,
-    /// The only acceptable replicas, if this is a move to one of them.
-    only: Option<Arc<[ReplicaId]>>,
 }
 
 impl Plan {
@@ -564,57 +496,6 @@ impl Plan {
             members_generation: self.members.generation,
             losses: self.shared.losses,
         }
-    }
-}
-
-impl Shared {
-    /// Returns a random number from 0 to 1.
-    fn random(&mut self) -> f64 {
-        self.random.random()
-    }
-
-    /// Starts a dial and returns its number.
-    fn dial(&mut self, dial: Dial, endpoints: Endpoints) -> DialId {
-        let id = DialId(self.next_dial);
-        self.next_dial += 1;
-        let transport = dial.transport;
-        self.dials.insert(id, dial);
-        self.actions.push_back(Action::Dial {
-            id,
-            transport,
-            endpoints,
-        });
-        id
-    }
-
-    fn retire(&mut self, id: DialId) {
-        self.actions.push_back(Action::Retire(id));
-    }
-
-    fn record_credentials(&mut self, generation: u64, outcome: CredentialOutcome) {
-        let outcome = Action::Credentials(generation, outcome);
-        self.actions.push_back(outcome);
-    }
-
-    /// Records the end of a session or dial that no connector needs.
-    fn record_end(
-        &self,
-        transport: SessionTransport,
-        outcome: &Result<SessionSummary, ConnectError>,
-    ) {
-        match outcome {
-            Ok(summary) => self.log.ended(transport, summary),
-            Err(error) => self.record_failure(transport, error),
-        }
-    }
-
-    /// Counts the failure of one transport.
-    fn record_failure(&self, transport: SessionTransport, error: &ConnectError) {
-        if error.failure() == DialFailure::Timeout {
-            self.metrics.limit(Limit::HandshakeTimeout);
-        }
-        let result = error.result();
-        self.metrics.connect_attempt(transport.transport(), result);
     }
 }
 

@@ -29,9 +29,13 @@ use tunnel_store::data_dir::{DataDir, rfc3339};
 use tunnel_store::document::SharedDocument;
 use tunnel_store::state_store::{OnDamage, RowChange, StateStore, Table, UnreadableValue, listed};
 
+mod action;
 pub mod ends;
+mod forget;
 mod own;
 
+pub use action::OrderAction;
+use action::{seconds, time};
 use ends::{Ends, KnownTime};
 use own::{AnnouncedOrders, OrdersDigest, OwnOrder, PeerCheck};
 
@@ -103,17 +107,6 @@ enum Pending {
     Received,
     /// Orders that were made here.
     Own,
-}
-
-/// What an operator orders about a node.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
-#[serde(rename_all = "lowercase")]
-pub enum OrderAction {
-    /// Refuse the node until [`OrderAction::Unrevoke`].
-    Revoke,
-    Unrevoke,
-    /// Refuse the certificates that the node has; it may enroll again.
-    Reissue,
 }
 
 /// A revocation that is in force.
@@ -968,16 +961,6 @@ fn change(before: Order, after: Order) -> &'static str {
         _ if before.generation < after.generation => "reissued",
         _ => "renumbered",
     }
-}
-
-fn seconds(time: SystemTime) -> u64 {
-    let since_epoch = time.duration_since(SystemTime::UNIX_EPOCH);
-    since_epoch.unwrap_or_default().as_secs()
-}
-
-fn time(seconds: u64) -> SystemTime {
-    let time = SystemTime::UNIX_EPOCH.checked_add(Duration::from_secs(seconds));
-    time.unwrap_or(SystemTime::UNIX_EPOCH)
 }
 
 fn is_default<T: Default + PartialEq>(value: &T) -> bool {

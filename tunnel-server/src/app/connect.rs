@@ -18,9 +18,7 @@ use super::serving::{CallerCa, PasswordFile, listener_tls, passwords};
 use crate::config::{ConnectSettings, Limits};
 use crate::ingress::client_auth::ListenerTls;
 use crate::ingress::connect::{AdminTunnels, DirectDialer};
-use crate::ingress::{
-    ConnectProxy, HttpListener, IngressContext, ListenerKind, SharedSocket,
-};
+use crate::ingress::{ConnectProxy, HttpListener, IngressContext, ListenerKind, SharedSocket};
 use crate::routing::destination::Scheme;
 use crate::routing::dial_policy::DialPolicy;
 
@@ -81,7 +79,8 @@ impl ConnectSockets {
             Some(listed) => DialPolicy::Listed(listed, context.ranges.clone()),
             None => DialPolicy::Cluster(context.ranges.clone()),
         };
-        let direct = DirectDialer::new(dial_policy, target_dial_timeout).with_own_ports(own_ports.to_vec());
+        let direct =
+            DirectDialer::new(dial_policy, target_dial_timeout).with_own_ports(own_ports.to_vec());
         let direct = Arc::new(direct);
         let connect_listener = |tls, passwords, is_tls_optional| {
             Arc::new(HttpListener {

@@ -136,8 +136,10 @@ mod tests {
     #[test]
     fn t15_hidden_characters_become_visible_in_one_line() {
         let evil = "a\nb\r\x1b[31m\x7f\u{85}\u{9b}\u{202e}\u{2028}\u{2066}\u{e0041}\n";
-        let in_json = "a\\u000ab\\u000d\\u001b[31m\\u007f\\u0085\\u009b\\u202e\\u2028\\u2066\\udb40\\udc41\n";
-        let in_text = "a\\u{a}b\\u{d}\\u{1b}[31m\\u{7f}\\u{85}\\u{9b}\\u{202e}\\u{2028}\\u{2066}\\u{e0041}\n";
+        let in_json =
+            "a\\u000ab\\u000d\\u001b[31m\\u007f\\u0085\\u009b\\u202e\\u2028\\u2066\\udb40\\udc41\n";
+        let in_text =
+            "a\\u{a}b\\u{d}\\u{1b}[31m\\u{7f}\\u{85}\\u{9b}\\u{202e}\\u{2028}\\u{2066}\\u{e0041}\n";
         for (json, colors, line, expected) in [
             (true, false, "{\"a\":\"é\"}\n", "{\"a\":\"é\"}\n"),
             (true, false, evil, in_json),

@@ -15,7 +15,7 @@ use tunnel_proto::wire::name::{ReplicaId, ZoneName};
 
 use super::assigned::Assignment;
 use super::attempt::{Attempt, DialPurpose};
-use super::{Dial, Shared};
+use super::shared::{Dial, Shared};
 use crate::config::{Limit, Limits, TransportChoice};
 use crate::connector::backoff::{Backoff, ReconnectEvent};
 use crate::connector::endpoint::Endpoints;

@@ -10,7 +10,7 @@ use tunnel_proto::wire::code::CloseCode;
 
 use super::attempt::{Attempt, DialPurpose};
 use super::connector::{Connector, Retry};
-use super::{CredentialOutcome, Dial, Shared};
+use super::shared::{CredentialOutcome, Dial, Shared};
 use crate::connector::backoff::ReconnectEvent;
 use crate::connector::endpoint::Endpoints;
 use crate::connector::happy_eyeballs::{DialAction, HappyEyeballs};

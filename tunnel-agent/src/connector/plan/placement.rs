@@ -6,10 +6,10 @@ use std::time::Duration;
 use tokio::time::Instant;
 use tunnel_proto::wire::code::CloseCode;
 
-use super::Shared;
 use super::assigned::Assignment;
 use super::attempt::DialPurpose;
 use super::connector::{Connector, CurrentSession, Retry};
+use super::shared::Shared;
 use crate::connector::backoff::{
     ADDRESSED_INTERVAL, MOVE_SPREAD, RESUME_SPREAD, ReconnectEvent, drain_wait,
 };

@@ -2,6 +2,7 @@
 
 use std::collections::{HashMap, HashSet};
 use std::ops::RangeBounds;
+use std::time::Duration;
 
 use futures_util::FutureExt;
 use rand::SeedableRng;
@@ -12,7 +13,12 @@ use tunnel_proto::wire::code::CloseCode;
 use tunnel_proto::wire::ports::PortSet;
 
 use super::*;
+use crate::config::Limit;
+use crate::connector::endpoint::Endpoints;
+use crate::connector::session_task::ConnectError;
+use crate::credentials::Refusal;
 use crate::session::AdmitError;
+use crate::session::SessionSummary;
 use SessionTransport::{H2, Quic};
 
 mod changes;

@@ -12,11 +12,9 @@
 use std::time::{Duration, SystemTime};
 
 use tokio::time::Instant;
-use tunnel_proto::wire::name::NodeName;
 use tunnel_proto::wire::order::Order;
-use tunnel_store::state_store::{RowChange, Table, listed};
 
-use super::{OrderAction, State, seconds};
+use super::action::{OrderAction, seconds};
 
 /// What a server knows of the time.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -35,7 +33,7 @@ pub(super) struct Ends {
     /// Seconds after which no certificate is left of those that a reissue refuses.
     certificates: u64,
     /// Confirmed time in seconds since 1970; 0 while it is not known.
-    as_of: u64,
+    pub(super) as_of: u64,
     /// First reading since which the clock is confirmed and has not jumped.
     steady_since: Option<(Instant, SystemTime)>,
 }
@@ -80,7 +78,7 @@ impl Ends {
     }
 
     /// Records what is known of the time. Returns whether anything may be forgotten.
-    fn observe(&mut self, time: KnownTime, now: Instant) -> bool {
+    pub(super) fn observe(&mut self, time: KnownTime, now: Instant) -> bool {
         let KnownTime::Confirmed(time) = time else {
             (self.as_of, self.steady_since) = (0, None);
             return false;
@@ -106,89 +104,15 @@ pub(super) fn of_certificate(not_after: SystemTime) -> u64 {
 
 /// Returns the end of a revocation that is renewed now. It is the same for servers that renew it at
 /// about the same time.
-fn renewed(now: u64) -> u64 {
+pub(super) fn renewed(now: u64) -> u64 {
     now.saturating_add(ORDER_SECONDS)
         .checked_next_multiple_of(RENEWAL_SECONDS)
         .unwrap_or(u64::MAX)
 }
 
-impl State {
-    /// Returns the orders that are not over.
-    pub(super) fn current(&self) -> impl Iterator<Item = (&NodeName, &Order)> {
-        let orders = self.orders.iter();
-        orders.filter(|(_, order)| !self.ends.is_over(**order))
-    }
-
-    /// Renews revocations and forgets orders. Returns whether that changes what others learn.
-    pub(super) fn observe_time(&mut self, time: KnownTime, now: Instant) -> bool {
-        let changes = self.changes;
-        let before = self.current().count();
-        let may_forget = self.ends.observe(time, now);
-        if self.current().count() != before {
-            self.changes += 1;
-        }
-        self.renew(time);
-        if may_forget {
-            self.forget();
-        }
-        self.changes != changes
-    }
-
-    fn renew(&mut self, time: KnownTime) {
-        let (now, is_alone) = match time {
-            KnownTime::Unknown => return,
-            KnownTime::Alone(time) => (seconds(time), true),
-            KnownTime::Confirmed(time) => (seconds(time), false),
-        };
-        let due = self.orders.iter().filter(|(node, order)| {
-            let is_known = is_alone || !self.ends.is_over(**order) || self.own.contains_key(*node);
-            order.is_revoked && is_known && order.ends_at < now.saturating_add(ORDER_SECONDS / 2)
-        });
-        let due: Vec<_> = due.map(|(node, _)| node.clone()).collect();
-        for node in &due {
-            self.insert(node.clone(), self.order(node).with_end(renewed(now)));
-        }
-        if !due.is_empty() {
-            self.save(&due);
-        }
-    }
-
-    fn forget(&mut self) {
-        let until = self.ends.as_of.saturating_sub(DAY_SECONDS);
-        let over = self.orders.iter().filter(|(node, order)| {
-            let is_pending = self.own.contains_key(*node) || self.unreadable.contains_key(*node);
-            !order.is_revoked && !is_pending && order.is_over(until)
-        });
-        let over: Vec<_> = over.map(|(node, _)| node.clone()).collect();
-        for node in &over {
-            self.orders.remove(node);
-            self.changes += 1;
-        }
-        if !over.is_empty() {
-            let rows = over.iter().map(|node| RowChange::remove(node.as_str()));
-            self.rows.change(Table::Orders, rows.collect());
-        }
-    }
-
-    /// Returns the condition about revocations that nobody has renewed.
-    pub(super) fn unconfirmed_revocations(&self) -> Option<String> {
-        let orders = self.orders.iter();
-        let mut over = orders
-            .filter(|(_, order)| order.is_revoked && self.ends.is_over(**order))
-            .map(|(node, _)| node.as_str())
-            .peekable();
-        over.peek()?;
-        let nodes = listed(over);
-        Some(format!(
-            "this server refuses nodes that no other server has confirmed to be revoked for more than a year: {nodes}; decide \
-             again with 'tunnel-server nodes revoke' or 'unrevoke'"
-        ))
-    }
-}
-
-const DAY_SECONDS: u64 = 24 * 60 * 60;
+pub(super) const DAY_SECONDS: u64 = 24 * 60 * 60;
 /// Time for which an order is known. Tokens, which it can make void, end within 365 days.
-const ORDER_SECONDS: u64 = 500 * DAY_SECONDS;
+pub(super) const ORDER_SECONDS: u64 = 500 * DAY_SECONDS;
 /// The ends of renewed revocations are multiples of this.
 const RENEWAL_SECONDS: u64 = 30 * DAY_SECONDS;
 /// Largest life of a certificate: `limits.certificateLife`, and the usual one of other CAs.

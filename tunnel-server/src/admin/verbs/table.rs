@@ -276,13 +276,11 @@ fn addresses(addresses: &[IpAddr]) -> String {
 fn clean(text: &str) -> String {
     text.chars()
         .take(TEXT_MAX)
-        .map(|character| {
-            if is_hidden(character) {
-                '?'
-            } else {
-                character
-            }
-        })
+        .map(
+            |character| {
+                if is_hidden(character) { '?' } else { character }
+            },
+        )
         .collect()
 }
 

@@ -21,9 +21,7 @@ use crate::config::Limits;
 use crate::ingress::ListenerKind;
 use crate::ingress::caller_stream::CallerClosed;
 use crate::ingress::client_auth::DelegationPolicy;
-use crate::ingress::context::{
-    CallerConn, ConnectProxy, HttpListener, IngressContext,
-};
+use crate::ingress::context::{CallerConn, ConnectProxy, HttpListener, IngressContext};
 use crate::ingress::head_memory::HeadMemory;
 use crate::ingress::http::serve;
 use crate::ingress::peer::CallerIdentity;
