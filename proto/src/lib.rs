@@ -29,10 +29,6 @@ pub mod forward;
 #[cfg(feature = "io")]
 pub mod identity;
 #[cfg(feature = "io")]
-pub use tunnel_process::{self as process, timers};
-#[cfg(feature = "io")]
-pub use tunnel_process::{label_sets, label_values, layered, limits, metrics};
-#[cfg(feature = "io")]
 pub mod relay;
 #[cfg(feature = "io")]
 pub mod session;

@@ -6,10 +6,10 @@ use std::fmt::Display;
 use tokio::time::Instant;
 use tracing::info;
 
-use crate::process::telemetry::{ACCESS, StreamLines, StreamStage, non_empty};
 use crate::wire::code::RefusalCode;
 use crate::wire::header::StreamKind;
 use crate::wire::name::{NodeName, Port, SessionId};
+use tunnel_process::telemetry::{ACCESS, StreamLines, StreamStage, non_empty};
 
 /// How a stream ended.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]

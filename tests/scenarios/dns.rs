@@ -14,14 +14,14 @@ use std::time::Duration;
 use anyhow::{Context, Result, ensure};
 use prometheus_client::registry::Registry;
 use tokio::net::TcpListener;
-use tunnel_proto::process::shutdown::Shutdown;
-use tunnel_server::cluster::dns_snapshot::{persist, restore};
-use tunnel_server::config::RawConfig;
-use tunnel_server::dns::{
+use tunnel_dns::{
     Addresses, Dns, DnsInputs, DnsLimits, DnsMetrics, DnsSettings, DnsSocket, DnsSockets, Records,
     Resolvers,
 };
-use tunnel_server::store::data_dir::DataDir;
+use tunnel_process::shutdown::Shutdown;
+use tunnel_server::cluster::dns_snapshot::{persist, restore};
+use tunnel_server::config::RawConfig;
+use tunnel_store::data_dir::DataDir;
 use tunnel_tests::dns::DnsClient;
 use tunnel_tests::env::{TestEnv, WAIT_TIMEOUT};
 use tunnel_tests::eventually::eventually;

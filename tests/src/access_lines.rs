@@ -8,7 +8,7 @@ use tracing_subscriber::filter::{LevelFilter, Targets};
 use tracing_subscriber::fmt::{self, MakeWriter};
 use tracing_subscriber::layer::{Layer as _, SubscriberExt as _};
 use tracing_subscriber::util::SubscriberInitExt as _;
-use tunnel_proto::process::telemetry::ACCESS;
+use tunnel_process::telemetry::ACCESS;
 
 /// Collects the lines of this process from now on. Later calls do nothing.
 pub fn collect_access_lines() {

@@ -13,18 +13,18 @@ use tunnel_agent::config::{
     Config as AgentConfig, RawConfig as AgentRawConfig, RawLimits as AgentRawLimits, ServerAddress,
     TokenSource,
 };
-use tunnel_proto::process::shutdown::Shutdown;
+use tunnel_ca::LocalCa;
+use tunnel_ca::revocation::Revocations;
+use tunnel_ca::tokens::TokenStore;
+use tunnel_process::shutdown::Shutdown;
 use tunnel_proto::tls;
 use tunnel_proto::wire::enroll::JoinToken;
 use tunnel_proto::wire::name::NodeName;
 use tunnel_proto::wire::order::NodeOrder;
 use tunnel_server::app::BoundAddrs;
-use tunnel_server::ca::LocalCa;
-use tunnel_server::ca::revocation::Revocations;
-use tunnel_server::ca::tokens::TokenStore;
 use tunnel_server::config::{Config as ServerConfig, RawConfig, RawLimits};
-use tunnel_server::routing::known_nodes::KnownNodes;
 use tunnel_server::routing::registry::Registry;
+use tunnel_store::known_nodes::KnownNodes;
 
 use crate::client::{ClientTls, Endpoint, HttpReply, RawRequest, request};
 use crate::eventually::{eventually, scaled};

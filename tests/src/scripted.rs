@@ -17,6 +17,7 @@ use tokio::io::AsyncWriteExt;
 use tokio::net::TcpStream;
 use tokio::time::Instant;
 use tokio_rustls::TlsConnector;
+use tunnel_ca::LocalCa;
 use tunnel_proto::session::control::{self, ControlReader, ControlWriter};
 use tunnel_proto::tcp::{Direct, ServerAddr};
 use tunnel_proto::tls::{self, Trust};
@@ -30,8 +31,7 @@ use tunnel_proto::wire::enroll::{EnrollReply, EnrollRequest, JoinToken};
 use tunnel_proto::wire::frame::ENROLL_MESSAGE_MAX;
 use tunnel_proto::wire::name::{InstanceId, NodeName};
 use tunnel_proto::wire::{ALPN_SESSION, ALPN_SESSION_TCP};
-use tunnel_server::ca::LocalCa;
-use tunnel_server::store::data_dir::DataDir;
+use tunnel_store::data_dir::DataDir;
 
 use crate::env::TestEnv;
 

@@ -3,9 +3,9 @@
 
 use std::path::{Path, PathBuf};
 
-use tunnel_proto::process::files;
-use tunnel_proto::process::settings::ConfigError;
-use tunnel_proto::process::yaml;
+use tunnel_process::files;
+use tunnel_process::settings::ConfigError;
+use tunnel_process::yaml;
 
 mod checked;
 mod cloud;

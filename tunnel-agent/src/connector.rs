@@ -13,7 +13,7 @@ use tokio::task::{self, JoinError, JoinSet};
 use tokio::time::{Instant, sleep_until};
 use tokio_util::sync::CancellationToken;
 use tracing::{Instrument, debug_span, error};
-use tunnel_proto::process::meta::ReadinessBlock;
+use tunnel_process::meta::ReadinessBlock;
 
 use crate::config::TransportChoice;
 use crate::metrics::SessionState;

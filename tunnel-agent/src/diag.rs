@@ -1,6 +1,6 @@
 //! The verb `diag`: collects facts about an agent and its host for a bug report.
 
-use tunnel_proto::process::diag::DiagDocument;
+use tunnel_process::diag::DiagDocument;
 
 use crate::config::{self, Config, DEFAULT_DATA_DIR, LoadError, RawConfig};
 

@@ -7,9 +7,9 @@ use std::time::Duration;
 
 use tokio::sync::{Semaphore, SemaphorePermit};
 use tokio_util::sync::CancellationToken;
+use tunnel_process::telemetry::StreamLines;
 use tunnel_proto::dial::SystemResolver;
 use tunnel_proto::egress::{SocketPeer, TargetSocket};
-use tunnel_proto::process::telemetry::StreamLines;
 use tunnel_proto::stream_record::StreamRecord;
 use tunnel_proto::stream_server::{self, Dialed, DialedTarget, Refused, StreamServer};
 use tunnel_proto::transport::{IncomingStream, Stream};

@@ -29,10 +29,10 @@ use tokio::sync::watch;
 use tokio::time::{Instant, sleep, timeout};
 use tokio_util::sync::CancellationToken;
 use tracing::{info, warn};
+use tunnel_process::accept::RetryingListener;
+use tunnel_process::meta::Readiness;
+use tunnel_process::shutdown::Shutdown;
 use tunnel_proto::identity::sha256;
-use tunnel_proto::process::accept::RetryingListener;
-use tunnel_proto::process::meta::Readiness;
-use tunnel_proto::process::shutdown::Shutdown;
 use tunnel_proto::wire::name::NodeName;
 
 /// The lock of an agent on this host.

@@ -7,8 +7,8 @@ use std::io::{self, IsTerminal as _, Read as _};
 use std::path::{Path, PathBuf};
 use std::process::Command;
 
-use tunnel_proto::process::files;
-use tunnel_proto::process::terminal::{Answer, read_secret};
+use tunnel_process::files;
+use tunnel_process::terminal::{Answer, read_secret};
 use tunnel_proto::wire::enroll::JoinToken;
 use tunnel_proto::wire::header::one_line;
 use zeroize::Zeroizing;

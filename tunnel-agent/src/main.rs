@@ -15,11 +15,11 @@ use tunnel_agent::cli::{
 };
 use tunnel_agent::config::{self, Config, RawConfig};
 use tunnel_agent::{address, diag, doctor, join, render, status};
-use tunnel_proto::process::diag::default_path;
-use tunnel_proto::process::meta::MetaAddress;
-use tunnel_proto::process::metrics::COMMIT;
-use tunnel_proto::process::{meta, secrets, settings, shutdown, telemetry, terminal};
-use tunnel_proto::timers::record_runtime_start;
+use tunnel_process::diag::default_path;
+use tunnel_process::meta::MetaAddress;
+use tunnel_process::metrics::COMMIT;
+use tunnel_process::timers::record_runtime_start;
+use tunnel_process::{meta, secrets, settings, shutdown, telemetry, terminal};
 
 fn main() -> ExitCode {
     let cli = match Cli::try_parse() {

@@ -7,17 +7,17 @@ use prometheus_client::metrics::counter::Counter;
 use prometheus_client::metrics::family::Family;
 use prometheus_client::metrics::gauge::Gauge;
 use prometheus_client::registry::Registry;
-pub(crate) use tunnel_proto::process::metrics::GaugeGuard;
-use tunnel_proto::process::metrics::{StaticLabel, register_process_metrics, with_series};
-use tunnel_proto::process::panics::PanicCollector;
-use tunnel_proto::process::telemetry::DroppedLines;
+pub(crate) use tunnel_process::metrics::GaugeGuard;
+use tunnel_process::metrics::{StaticLabel, register_process_metrics, with_series};
+use tunnel_process::panics::PanicCollector;
+use tunnel_process::telemetry::DroppedLines;
 use tunnel_proto::stream_record::StreamEnd;
 use tunnel_proto::transport::{BufferPool, ByteCount, PoolGauges, TransportKind};
 use tunnel_proto::wire::code::{EnrollCode, RefusalCode};
 
 use crate::config::Limit;
 
-tunnel_proto::metrics! {
+tunnel_process::metrics! {
     /// The metrics of sessions and of the dials for them, of streams and of the dials to their
     /// targets, of the agent's certificate, and of the configured limits.
     struct Families {
@@ -74,7 +74,7 @@ tunnel_proto::metrics! {
     }
 }
 
-tunnel_proto::label_sets! {
+tunnel_process::label_sets! {
     StateLabels { state: SessionState }
     TransportLabels { transport: StaticLabel }
     ConnectLabels { transport: StaticLabel, result: ConnectResult }
@@ -301,7 +301,7 @@ const CLOUD_STREAM_ENDS: [StreamEnd; 16] = [
     StreamEnd::Refused(RefusalCode::UnknownTarget),
 ];
 
-tunnel_proto::label_values! {
+tunnel_process::label_values! {
     /// The state of the session that takes new streams from one server.
     pub(crate) enum SessionState {
         Connected = "connected",
@@ -312,14 +312,14 @@ tunnel_proto::label_values! {
     }
 }
 
-tunnel_proto::label_values! {
+tunnel_process::label_values! {
     enum Direction {
         ToTarget = "to_target",
         FromTarget = "from_target",
     }
 }
 
-tunnel_proto::label_values! {
+tunnel_process::label_values! {
     /// The result of an attempt to connect to an address of a target.
     pub(crate) enum DialResult {
         Connected = "connected",
@@ -332,7 +332,7 @@ tunnel_proto::label_values! {
     }
 }
 
-tunnel_proto::label_values! {
+tunnel_process::label_values! {
     pub(crate) enum ConnectResult {
         Ready = "ready",
         /// No answer arrived in time.

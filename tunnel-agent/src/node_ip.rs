@@ -8,8 +8,8 @@ use std::sync::Arc;
 use parking_lot::Mutex;
 use tokio::sync::Notify;
 use tracing::{info, warn};
-use tunnel_proto::process::host::{is_own_address, primary_address, source_address};
-use tunnel_proto::process::meta::Readiness;
+use tunnel_process::host::{is_own_address, primary_address, source_address};
+use tunnel_process::meta::Readiness;
 use tunnel_proto::transport::{Session, TransportKind};
 use tunnel_proto::wire::name::{NodeName, SessionId};
 

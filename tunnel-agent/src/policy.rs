@@ -5,7 +5,7 @@ use std::fmt;
 use std::net::{IpAddr, SocketAddr};
 use std::str::FromStr;
 
-use tunnel_proto::process::networks::{Cidr, CidrError, effective_ip, forbidden_kind};
+use tunnel_process::networks::{Cidr, CidrError, effective_ip, forbidden_kind};
 use tunnel_proto::wire::name::Port;
 use tunnel_proto::wire::ports::PortSet;
 

@@ -11,8 +11,8 @@ use tokio::io::{AsyncReadExt, AsyncWriteExt};
 use tokio::net::TcpStream;
 use tokio::time::Instant;
 use tracing::debug;
+use tunnel_process::telemetry::is_hidden;
 use tunnel_proto::dial::{Resolve as _, SystemResolver, dial};
-use tunnel_proto::process::telemetry::is_hidden;
 use tunnel_proto::tcp::{Connect, ServerAddr};
 use tunnel_proto::wire::name::Port;
 

@@ -19,12 +19,12 @@ use tokio::sync::watch;
 use tokio::time::{Instant, sleep, sleep_until, timeout};
 use tokio_util::task::{AbortOnDropHandle, TaskTracker};
 use tracing::{Instrument, debug, debug_span, info, warn};
-use tunnel_proto::process::telemetry::LogRateLimit;
+use tunnel_process::telemetry::LogRateLimit;
+use tunnel_process::timers::coalesced;
 use tunnel_proto::session::control::ControlReader;
 use tunnel_proto::session::{
     ControlSender, LivenessState, Observation, SessionMonitor, SilenceCause, Transition,
 };
-use tunnel_proto::timers::coalesced;
 use tunnel_proto::transport::{CloseReason, ClosedBy, IncomingStream, Session, TransportKind};
 use tunnel_proto::wire::code::CloseCode;
 use tunnel_proto::wire::control::{

@@ -6,7 +6,7 @@ use std::time::Duration;
 
 use http::StatusCode;
 use tokio::time::Instant;
-use tunnel_proto::process::meta::{self, EndpointAnswer, EndpointHandler, MetaAddress};
+use tunnel_process::meta::{self, EndpointAnswer, EndpointHandler, MetaAddress};
 use tunnel_proto::wire::header::one_line;
 
 use crate::connector::status::{SessionReport, SessionStatuses};

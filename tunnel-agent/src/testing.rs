@@ -10,8 +10,8 @@ use rcgen::{BasicConstraints, CertificateParams, IsCa, Issuer, KeyPair, PublicKe
 use rcgen::{ExtendedKeyUsagePurpose, KeyUsagePurpose};
 use rustls_pki_types::CertificateDer;
 use tokio_util::sync::CancellationToken;
-use tunnel_proto::process::meta::Readiness;
-use tunnel_proto::process::shutdown::Shutdown;
+use tunnel_process::meta::Readiness;
+use tunnel_process::shutdown::Shutdown;
 use tunnel_proto::tls;
 use tunnel_proto::wire::enroll::EnrollReply;
 use tunnel_proto::wire::name::{InstanceId, NodeName};

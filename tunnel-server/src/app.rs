@@ -5,21 +5,21 @@ use std::sync::Arc;
 
 use prometheus_client::registry::Registry as MetricsRegistry;
 use tracing::{info, warn};
-use tunnel_proto::process::host::Resources;
-use tunnel_proto::process::shutdown::Shutdown;
+use tunnel_process::host::Resources;
+use tunnel_process::shutdown::Shutdown;
 use tunnel_proto::transport::quic::QuicAcceptor;
 use tunnel_proto::wire::ALPN_SESSION;
 
-use crate::ca::LocalCa;
-use crate::ca::revocation::Revocations;
-use crate::ca::tokens::TokenStore;
 use crate::config::{Capacity, Config, DescriptorUses};
-use crate::dns::Records;
-use crate::policy::PortPolicy;
-use crate::routing::known_nodes::KnownNodes;
 use crate::routing::peers::Peers;
 use crate::routing::registry::Registry;
 use crate::session::saved_connections;
+use tunnel_ca::LocalCa;
+use tunnel_ca::revocation::Revocations;
+use tunnel_ca::tokens::TokenStore;
+use tunnel_dns::Records;
+use tunnel_routing::policy::PortPolicy;
+use tunnel_store::known_nodes::KnownNodes;
 
 mod admin;
 mod authority;

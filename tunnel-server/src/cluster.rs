@@ -17,22 +17,22 @@ use k8s_openapi::api::core::v1::ConfigMap;
 use kube::Api;
 use tokio::sync::{mpsc, oneshot, watch};
 use tracing::info;
-use tunnel_proto::process::meta::Readiness;
-use tunnel_proto::process::shutdown::Shutdown;
+use tunnel_process::meta::Readiness;
+use tunnel_process::shutdown::Shutdown;
 use tunnel_proto::tls::AgentTrust;
 
-use crate::ca::ServingNames;
 use crate::config::KubernetesSettings;
-use crate::dns::{RecordSet, Records};
 use crate::egress::labeled_nodes::LabeledNodes;
 use crate::metrics::Metrics;
-use crate::policy::{PortPolicy, SharedPortPolicy};
 use crate::routing::Routing;
-use crate::routing::dial_policy::{ClusterNetworks, LiveClusterNetworks};
 use crate::routing::pod_lookup::PodLookupRequest;
 use crate::routing::routes::Routes;
-use crate::store::data_dir::DataDir;
-use crate::store::state_store::StateStore;
+use tunnel_ca::ServingNames;
+use tunnel_dns::{RecordSet, Records};
+use tunnel_routing::dial_policy::{ClusterNetworks, LiveClusterNetworks};
+use tunnel_routing::policy::{PortPolicy, SharedPortPolicy};
+use tunnel_store::data_dir::DataDir;
+use tunnel_store::state_store::StateStore;
 
 mod api_call;
 mod client;
@@ -130,7 +130,7 @@ pub struct ClusterInputs {
     /// Pod lookups from the listeners.
     pub pod_lookups: Option<mpsc::Receiver<PodLookupRequest>>,
     /// Token reviews for enrollments.
-    pub attestations: Option<mpsc::Receiver<crate::ca::attestation::TokenReviewRequest>>,
+    pub attestations: Option<mpsc::Receiver<tunnel_ca::attestation::TokenReviewRequest>>,
     /// Receives the CA of kubelet client certificates.
     pub kubelet_client_ca: Option<Arc<AgentTrust>>,
     /// Signer of the client certificate for kubelets.

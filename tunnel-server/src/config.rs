@@ -8,16 +8,16 @@ use std::path::{Path, PathBuf};
 use std::time::Duration;
 
 use tracing::level_filters::LevelFilter;
-use tunnel_proto::process::files;
-use tunnel_proto::process::settings::{ConfigError, ConfigErrors, parse_address, parse_duration};
-use tunnel_proto::process::telemetry::{AccessLogSettings, LogFormat};
-use tunnel_proto::process::yaml::{self, YamlError};
+use tunnel_process::files;
+use tunnel_process::settings::{ConfigError, ConfigErrors, parse_address, parse_duration};
+use tunnel_process::telemetry::{AccessLogSettings, LogFormat};
+use tunnel_process::yaml::{self, YamlError};
 use tunnel_proto::transport::CongestionControl;
 use tunnel_proto::wire::PORT_SERVER_META;
 use tunnel_proto::wire::name::Port;
 
-use crate::dns::DnsSettings;
-use crate::policy::PortPolicy;
+use tunnel_dns::DnsSettings;
+use tunnel_routing::policy::PortPolicy;
 
 mod capacity;
 mod certificates;

@@ -8,9 +8,9 @@ use tokio::net::TcpListener;
 use tokio::time::{Instant, timeout_at};
 use tokio_rustls::TlsAcceptor;
 use tracing::{Instrument, debug, info_span, warn};
+use tunnel_process::accept::RetryingListener;
+use tunnel_process::conn_limiter::{ConnPermit, LimitReached};
 use tunnel_proto::identity::{caller_name, common_name};
-use tunnel_proto::process::accept::RetryingListener;
-use tunnel_proto::process::conn_limiter::{ConnPermit, LimitReached};
 use tunnel_proto::tcp;
 
 use crate::config::Limit;
@@ -18,7 +18,7 @@ use crate::ingress::caller_stream::{CallerSocket, CallerStream, CloseMode};
 use crate::ingress::client_auth::ListenerTls;
 use crate::ingress::peer::{CallerAddr, CallerIdentity};
 pub use crate::outcome;
-use crate::routing::destination::TcpService;
+use tunnel_routing::destination::TcpService;
 
 pub mod access_log;
 pub mod caller_stream;

@@ -21,10 +21,5 @@ pub mod outcome;
 pub mod routing;
 pub mod session;
 
-pub use tunnel_ca as ca;
-pub use tunnel_dns as dns;
-pub use tunnel_routing::policy;
-pub use tunnel_store as store;
-
 #[cfg(test)]
 mod testing;

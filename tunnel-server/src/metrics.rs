@@ -10,11 +10,11 @@ use prometheus_client::metrics::family::Family;
 use prometheus_client::metrics::gauge::Gauge;
 use prometheus_client::metrics::histogram::Histogram;
 use prometheus_client::registry::Registry;
-use tunnel_proto::process::file_watch::ReloadOutcome;
-pub use tunnel_proto::process::metrics::GaugeGuard;
-use tunnel_proto::process::metrics::{StaticLabel, register_process_metrics, with_series};
-use tunnel_proto::process::panics::PanicCollector;
-use tunnel_proto::process::telemetry::DroppedLines;
+use tunnel_process::file_watch::ReloadOutcome;
+pub use tunnel_process::metrics::GaugeGuard;
+use tunnel_process::metrics::{StaticLabel, register_process_metrics, with_series};
+use tunnel_process::panics::PanicCollector;
+use tunnel_process::telemetry::DroppedLines;
 use tunnel_proto::stream_record::StreamEnd;
 use tunnel_proto::transport::{BufferPool, PoolGauges, TransportKind};
 use tunnel_proto::wire::code::{CloseCode, EnrollCode, RefusalCode};
@@ -69,7 +69,7 @@ const HANDSHAKE_RESULTS: [&str; 17] = [
 /// Results of an enrollment next to the codes of its refusal.
 const ENROLLMENT_RESULTS: [&str; 5] = ["issued", "cut", TIMEOUT, "evicted", "handshake_failed"];
 
-tunnel_proto::metrics! {
+tunnel_process::metrics! {
     /// The metrics of agents, sessions and nodes, of callers with their requests and streams, of the
     /// certificates that the server uses, and of the configured limits.
     struct Families {
@@ -145,7 +145,7 @@ tunnel_proto::metrics! {
     }
 }
 
-tunnel_proto::label_sets! {
+tunnel_process::label_sets! {
     TransportLabel { transport: StaticLabel }
     CodeLabel { code: StaticLabel }
     OutcomeLabel { result: Outcome }

@@ -29,9 +29,6 @@ pub mod pod_lookup;
 pub mod registry;
 pub mod via;
 
-pub use crate::store::known_nodes;
-pub use tunnel_routing::{decision, destination, dial_policy, directory, pod};
-
 /// The table of routes, and the one in use.
 pub mod routes {
     pub use tunnel_routing::routes::*;

@@ -9,20 +9,20 @@ use governor::clock::DefaultClock;
 use governor::state::keyed::HashMapStateStore;
 use governor::{Quota, RateLimiter};
 use tokio::sync::Semaphore;
-use tunnel_proto::process::shutdown::Shutdown;
+use tunnel_process::shutdown::Shutdown;
 use tunnel_proto::tls::AgentTrust;
 use tunnel_proto::wire::control::Member;
 use tunnel_proto::wire::name::{NodeName, ReplicaId};
 
 use self::saved_connections::SavedConnections;
-use crate::ca::renewal::Renewals;
-use crate::ca::revocation::Revocations;
 use crate::config::Limits;
 use crate::egress::CloudEgress;
 use crate::metrics::Metrics;
-use crate::routing::known_nodes::KnownNodes;
 use crate::routing::peers::Peers;
 use crate::routing::registry::Registry;
+use tunnel_ca::renewal::Renewals;
+use tunnel_ca::revocation::Revocations;
+use tunnel_store::known_nodes::KnownNodes;
 
 mod admission;
 pub mod agent_listener;

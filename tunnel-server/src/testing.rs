@@ -7,7 +7,7 @@ use std::time::{Duration, SystemTime};
 use prometheus_client::registry::Registry as MetricsRegistry;
 use tokio::sync::Semaphore;
 use tokio::time::{Instant, sleep, timeout};
-use tunnel_proto::process::shutdown::Shutdown;
+use tunnel_process::shutdown::Shutdown;
 use tunnel_proto::session::control::{self, ControlReader, ControlWriter};
 use tunnel_proto::transport::memory::{self, MemorySession};
 use tunnel_proto::transport::{BufferPool, Session, Stream};
@@ -17,17 +17,17 @@ use tunnel_proto::wire::name::{InstanceId, NodeName, Port};
 use tunnel_proto::wire::peer::{HeldNode, Holds};
 
 use crate::admin::status::{NodeSources, SessionSources};
-use crate::ca::revocation::Revocations;
 use crate::config::Limits;
 use crate::metrics::Metrics;
-use crate::routing::known_nodes::KnownNodes;
 use crate::routing::peers::{PeerAddress, PeerLimits, PeerMetrics, Peers};
 use crate::routing::registry::{CallerKey, OpenError, Registry, RegistryLimits, StreamRequest};
 use crate::routing::routes::{RouteNode, RouteSource};
 use crate::routing::{OpenStream, Routing};
 use crate::session::Sessions;
-use crate::store::testing::Scratch;
-pub(crate) use crate::store::testing::{assert_contains, node};
+use tunnel_ca::revocation::Revocations;
+use tunnel_store::known_nodes::KnownNodes;
+use tunnel_store::testing::Scratch;
+pub(crate) use tunnel_store::testing::{assert_contains, node};
 
 /// A timeout beyond every limit of the code under test.
 pub(crate) const WAIT_TIMEOUT: Duration = Duration::from_secs(600);

@@ -16,8 +16,8 @@ use std::time::Duration;
 
 use tokio::time::Instant;
 
-use crate::process::settings::ConfigErrors;
 use crate::transport::{SessionStats, TransportKind, Undelivered};
+use tunnel_process::settings::ConfigErrors;
 
 /// The time limits. [`LivenessLimits::default`] returns the documented values.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]

@@ -13,7 +13,7 @@ use rustls_pki_types::{CertificateDer, PrivateKeyDer};
 
 use super::certified_key;
 use crate::identity::sha256;
-use crate::process::files;
+use tunnel_process::files;
 
 /// Maximum number of certificates that are read from one file.
 const CERTIFICATES_MAX: usize = 256;

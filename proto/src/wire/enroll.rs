@@ -352,7 +352,7 @@ mod tests {
     #[cfg(all(feature = "io", target_os = "linux"))]
     #[test]
     fn t21_token_is_wiped_when_it_is_dropped() {
-        use crate::process::secrets::assert_wiped;
+        use tunnel_process::secrets::assert_wiped;
 
         let secret = [0xa5; TOKEN_SECRET_BYTES];
         let token = JoinToken::new("abcdef012345", &secret, None).unwrap();

@@ -4,7 +4,7 @@ use std::collections::BTreeMap;
 use std::time::Duration;
 
 use tunnel_proto::wire::name::NodeName;
-use tunnel_server::routing::directory::Directory;
+use tunnel_routing::directory::Directory;
 
 use super::model::ScaleOptions;
 

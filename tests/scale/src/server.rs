@@ -8,7 +8,7 @@ use std::time::{Duration, SystemTime, UNIX_EPOCH};
 use tunnel_proto::wire::control::Member;
 use tunnel_proto::wire::name::{NodeName, ReplicaId, ZoneName};
 use tunnel_proto::wire::peer::{HeldNode, Holds, PEER_MESSAGE_MAX};
-use tunnel_server::routing::directory::Directory;
+use tunnel_routing::directory::Directory;
 
 use super::agent::{Plan, SimAgent};
 use super::model::{DIRECTORY_NODES, PRE_AUTH_TOTAL};

@@ -8,7 +8,7 @@ use std::process::Command;
 
 use anyhow::{Context, Result, bail, ensure};
 use tokio::io::{AsyncBufReadExt, AsyncWriteExt, BufReader};
-use tunnel_proto::process::telemetry::{self, AccessLogSettings, LogFormat};
+use tunnel_process::telemetry::{self, AccessLogSettings, LogFormat};
 use tunnel_proto::tls;
 use tunnel_proto::wire::code::CloseCode;
 use tunnel_proto::wire::control::{ControlMessage, Hello};

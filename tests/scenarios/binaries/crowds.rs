@@ -12,7 +12,7 @@ use futures_util::FutureExt;
 use futures_util::future::BoxFuture;
 use tokio::task::JoinSet;
 use tokio::time::{Instant, MissedTickBehavior, interval, timeout};
-use tunnel_proto::process::host::raise_descriptor_limit;
+use tunnel_process::host::raise_descriptor_limit;
 use tunnel_proto::tcp::{Direct, ServerAddr};
 use tunnel_proto::tls::{self, Trust, files};
 use tunnel_proto::transport::Dialer;

@@ -6,11 +6,11 @@ use std::time::{Duration, SystemTime};
 use anyhow::{Context, Result, ensure};
 use tokio::time::{Instant, timeout};
 use tunnel_agent::config::TokenSource;
+use tunnel_ca::revocation::OrderAction::{self, Reissue, Revoke, Unrevoke};
 use tunnel_proto::tls::{self, Trust};
 use tunnel_proto::wire::ALPN_SESSION_TCP;
 use tunnel_proto::wire::code::CloseCode;
 use tunnel_proto::wire::enroll::JoinToken;
-use tunnel_server::ca::revocation::OrderAction::{self, Reissue, Revoke, Unrevoke};
 use tunnel_tests::env::{Agent, TestEnv, WAIT_TIMEOUT};
 use tunnel_tests::eventually::{eventually, scaled};
 

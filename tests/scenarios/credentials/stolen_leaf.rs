@@ -17,6 +17,7 @@ use tokio::task::JoinSet;
 use tokio::time::timeout;
 use tokio_rustls::TlsAcceptor;
 use tunnel_agent::config::TransportChoice;
+use tunnel_ca::{CaMaterial, LocalCa};
 use tunnel_proto::identity::common_name;
 use tunnel_proto::session::control;
 use tunnel_proto::tls::{self, files::chain};
@@ -26,7 +27,6 @@ use tunnel_proto::wire::enroll::EnrollReply;
 use tunnel_proto::wire::header::{StreamHeader, StreamKind};
 use tunnel_proto::wire::name::SessionId;
 use tunnel_proto::wire::{ALPN_SESSION_TCP, VERSION_MAX, VERSION_MIN};
-use tunnel_server::ca::{CaMaterial, LocalCa};
 use tunnel_tests::env::{Agent, TestEnv};
 use tunnel_tests::eventually::scaled;
 

@@ -4,9 +4,9 @@ use std::net::{IpAddr, Ipv4Addr, SocketAddr};
 use std::time::{Duration, Instant};
 
 use anyhow::{Result, ensure};
-use tunnel_proto::process::shutdown::Shutdown;
-use tunnel_server::dns::{Addresses, Node, NodeLocation, RecordSet, Records};
-use tunnel_server::store::data_dir::DataDir;
+use tunnel_dns::{Addresses, Node, NodeLocation, RecordSet, Records};
+use tunnel_process::shutdown::Shutdown;
+use tunnel_store::data_dir::DataDir;
 use tunnel_tests::dns::{Behavior, DnsClient, FakeResolver};
 use tunnel_tests::env::WAIT_TIMEOUT;
 use tunnel_tests::eventually::{eventually, scaled};

@@ -4,8 +4,8 @@
 use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result, ensure};
-use tunnel_proto::process::shutdown::Shutdown;
-use tunnel_server::store::data_dir::DataDir;
+use tunnel_process::shutdown::Shutdown;
+use tunnel_store::data_dir::DataDir;
 use tunnel_tests::checks::ensure_contains;
 use tunnel_tests::dns::{
     Behavior, DnsClient, FakeResolver, Message, RecordType, ResponseCode, addresses, query,

@@ -15,7 +15,7 @@ use serde_json::{Value, json};
 use tokio::sync::watch;
 use tokio::task::JoinSet;
 use tokio::time::{Instant, interval, sleep};
-use tunnel_proto::process::host::raise_descriptor_limit;
+use tunnel_process::host::raise_descriptor_limit;
 use tunnel_proto::tls;
 use tunnel_tests::apiserver::{FakeApiServer, Setup};
 use tunnel_tests::checks::get_ok;

@@ -5,8 +5,8 @@ use std::time::{Duration, SystemTime};
 
 use anyhow::{Context, Result, ensure};
 use serde_json::Value;
+use tunnel_ca::revocation::OrderAction;
 use tunnel_proto::wire::name::NodeName;
-use tunnel_server::ca::revocation::OrderAction;
 use tunnel_tests::client::{RawRequest, request};
 use tunnel_tests::env::{Agent, TestEnv, WAIT_TIMEOUT};
 use tunnel_tests::eventually::eventually;

@@ -7,7 +7,7 @@ use std::sync::LazyLock;
 use anyhow::{Result, ensure};
 use hickory_proto::op::{Edns, Message, MessageType, OpCode};
 use hickory_proto::rr::{DNSClass, RecordType};
-use tunnel_server::dns::{
+use tunnel_dns::{
     Addresses, AnswerContext, ClusterDomain, Decision, Names, RecordSet, Transport, decide,
 };
 

@@ -3,10 +3,10 @@
 use anyhow::{Result, ensure};
 use rcgen::{CertificateParams, KeyPair};
 use rustls_pki_types::CertificateDer;
+use tunnel_ca::AgentCsr;
 use tunnel_proto::identity::{PeerIdentity, caller_name, public_key, validity};
 use tunnel_proto::tls::{self, files};
 use tunnel_proto::wire::enroll::{JoinToken, TOKEN_SECRET_BYTES, hex};
-use tunnel_server::ca::AgentCsr;
 
 use crate::ca::{Leaf, TestCa};
 

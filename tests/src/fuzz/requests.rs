@@ -7,10 +7,10 @@ use anyhow::{Context, Result, ensure};
 use http::{HeaderMap, HeaderName, HeaderValue, Method, Uri};
 use tunnel_agent::proxy_answer;
 use tunnel_proto::wire::name::NodeName;
+use tunnel_routing::decision::{RequestFacts, decide};
+use tunnel_routing::destination::Scheme;
 use tunnel_server::cluster::fuzz::{observe, restore};
 use tunnel_server::ingress::fuzz::{head_error, proxy_target};
-use tunnel_server::routing::decision::{RequestFacts, decide};
-use tunnel_server::routing::destination::Scheme;
 use tunnel_server::routing::routes::RouteTable;
 
 pub(super) fn heads() -> Result<Vec<Vec<u8>>> {

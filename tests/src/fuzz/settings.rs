@@ -4,16 +4,16 @@ use std::net::SocketAddr;
 
 use anyhow::{Context, Result, ensure};
 use tunnel_agent::config::{HttpProxy, ServerAddress};
-use tunnel_proto::process::networks::Cidr;
-use tunnel_proto::process::settings::{parse_address, parse_duration, parse_size};
-use tunnel_proto::process::yaml;
+use tunnel_dns::NamePattern;
+use tunnel_process::networks::Cidr;
+use tunnel_process::settings::{parse_address, parse_duration, parse_size};
+use tunnel_process::yaml;
 use tunnel_proto::wire::enroll::decode_hex;
 use tunnel_proto::wire::name::{NodeName, Port};
 use tunnel_proto::wire::ports::PortSet;
-use tunnel_server::dns::NamePattern;
+use tunnel_routing::dial_policy::DirectTarget;
 use tunnel_server::ingress::connect::basic_auth::BasicAuthUsers;
-use tunnel_server::routing::dial_policy::DirectTarget;
-use tunnel_server::store::data_dir::DataDir;
+use tunnel_store::data_dir::DataDir;
 
 use crate::process::ScratchDir;
 
@@ -111,8 +111,8 @@ pub(super) fn check_persisted(input: &[u8]) -> Result<()> {
     thread_local! {
         static DATA: Result<Data> = Data::new();
     }
-    tunnel_server::ca::check_rows(input);
-    tunnel_server::store::check_rows(input);
+    tunnel_ca::check_rows(input);
+    tunnel_store::check_rows(input);
     DATA.with(|data| {
         let data = data.as_ref().ok().context("a data directory")?;
         let dir = &data.dir;

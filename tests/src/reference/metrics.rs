@@ -5,9 +5,9 @@ use std::time::UNIX_EPOCH;
 
 use prometheus_client::encoding::text;
 use prometheus_client::registry::Registry;
+use tunnel_dns::{DnsMetrics, Records};
 use tunnel_proto::transport::BufferPool;
 use tunnel_server::admin::ExampleNodeMetrics;
-use tunnel_server::dns::{DnsMetrics, Records};
 use tunnel_server::metrics::Metrics;
 use tunnel_server::routing::peers::PeerMetrics;
 

@@ -11,11 +11,11 @@ use std::time::{Duration, SystemTime};
 use tokio::time::sleep;
 use tokio_util::sync::CancellationToken;
 use tracing::{error, warn};
-use tunnel_proto::process::backoff::Backoff;
-use tunnel_proto::process::errors::causes;
-use tunnel_proto::process::file_watch::{FileWatcher, Loaded, ReloadOutcome};
-use tunnel_proto::process::shutdown::Shutdown;
-use tunnel_proto::timers::sleep_coalesced;
+use tunnel_process::backoff::Backoff;
+use tunnel_process::errors::causes;
+use tunnel_process::file_watch::{FileWatcher, Loaded, ReloadOutcome};
+use tunnel_process::shutdown::Shutdown;
+use tunnel_process::timers::sleep_coalesced;
 use tunnel_proto::tls::files::{FileError, digest_of, load_roots};
 
 use super::initial_credentials::{InitialCredentials, enrollment};

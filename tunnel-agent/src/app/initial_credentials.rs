@@ -4,7 +4,7 @@ use std::sync::Arc;
 use std::time::SystemTime;
 
 use tracing::{info, warn};
-use tunnel_proto::process::meta::Readiness;
+use tunnel_process::meta::Readiness;
 
 use crate::config::Config;
 use crate::connector::status::SessionStatuses;

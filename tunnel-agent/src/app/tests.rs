@@ -2,7 +2,7 @@ use std::path::Path;
 
 use tokio::io::{AsyncReadExt, AsyncWriteExt};
 use tokio::task::JoinSet;
-use tunnel_proto::process::meta;
+use tunnel_process::meta;
 use tunnel_proto::session::control::{ControlReader, ControlWriter};
 use tunnel_proto::transport::Session;
 use tunnel_proto::wire::code::{CloseCode, EnrollCode};

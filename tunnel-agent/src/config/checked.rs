@@ -10,9 +10,9 @@ use std::time::Duration;
 
 use rustls_pki_types::CertificateDer;
 use tracing::level_filters::LevelFilter;
-use tunnel_proto::process::host::Resources;
-use tunnel_proto::process::settings::{ConfigError, ConfigErrors, optional, parse_duration};
-use tunnel_proto::process::telemetry::{AccessLogSettings, LogFormat};
+use tunnel_process::host::Resources;
+use tunnel_process::settings::{ConfigError, ConfigErrors, optional, parse_duration};
+use tunnel_process::telemetry::{AccessLogSettings, LogFormat};
 use tunnel_proto::transport::{BufferPool, CongestionControl, SessionSettings};
 use tunnel_proto::wire::name::NodeName;
 

@@ -4,7 +4,7 @@ use std::collections::BTreeSet;
 use std::net::{IpAddr, SocketAddr};
 use std::str::FromStr;
 
-use tunnel_proto::process::settings::{ConfigErrors, parse_address};
+use tunnel_process::settings::{ConfigErrors, parse_address};
 use tunnel_proto::wire::name::CloudTarget;
 
 use super::RawConfig;

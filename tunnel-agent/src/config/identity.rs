@@ -5,8 +5,8 @@ use std::net::IpAddr;
 use std::path::PathBuf;
 
 use rustls_pki_types::{CertificateDer, ServerName};
-use tunnel_proto::process::host::host_name;
-use tunnel_proto::process::settings::{ConfigErrors, parse_quoted};
+use tunnel_process::host::host_name;
+use tunnel_process::settings::{ConfigErrors, parse_quoted};
 use tunnel_proto::tls::files::{KeyPairFiles, load_roots};
 use tunnel_proto::wire::name::NodeName;
 

@@ -2,12 +2,12 @@
 
 use std::time::Duration;
 
-use tunnel_proto::process::host::Resources;
-use tunnel_proto::process::limits::{AutoBufferPool, check_buffer_pool, count, duration, size};
-use tunnel_proto::process::settings::{ConfigErrors, optional, parse_size};
+use tunnel_process::host::Resources;
+use tunnel_process::limits::{AutoBufferPool, check_buffer_pool, count, duration, size};
+use tunnel_process::settings::{ConfigErrors, optional, parse_size};
 use tunnel_proto::session::LivenessLimits;
 
-tunnel_proto::limits! {
+tunnel_process::limits! {
     /// Time limit for resolving a server, for dialing it until the session is ready, and for each
     /// step of enrollment.
     handshake_timeout ("handshakeTimeout", counted as HandshakeTimeout): Duration = "5s", duration;

@@ -3,13 +3,13 @@
 use std::path::PathBuf;
 
 use serde::Deserialize;
-use tunnel_proto::process::yaml;
+use tunnel_process::yaml;
 
 use super::RawLimits;
 use super::Secret;
 use crate::proxy::EnvironmentProxy;
 
-tunnel_proto::layered! {
+tunnel_process::layered! {
     /// One layer of settings, as written. The doc comments of the fields are the help of `run`.
     #[derive(Debug, Clone, Default, PartialEq, Eq, clap::Args, Deserialize)]
     #[serde(rename_all = "camelCase", deny_unknown_fields, default)]

@@ -3,7 +3,7 @@
 use std::path::PathBuf;
 
 use base64::prelude::{BASE64_STANDARD, Engine as _};
-use tunnel_proto::process::settings::ConfigErrors;
+use tunnel_process::settings::ConfigErrors;
 use tunnel_proto::wire::enroll::{JoinToken, is_service_account_token};
 
 use super::raw::RawConfig;

@@ -13,7 +13,7 @@
 use std::time::Duration;
 
 use tokio::time::Instant;
-use tunnel_proto::process::backoff;
+use tunnel_process::backoff;
 use tunnel_proto::wire::code::CloseCode;
 
 /// The outcome of an attempt to keep a session.

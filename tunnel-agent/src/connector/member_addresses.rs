@@ -5,7 +5,7 @@ use std::net::{IpAddr, SocketAddr};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 
-use tunnel_proto::process::networks::{effective_ip, forbidden_kind};
+use tunnel_process::networks::{effective_ip, forbidden_kind};
 use tunnel_proto::wire::control::Member;
 use tunnel_proto::wire::name::Port;
 use tunnel_proto::wire::ports::PortSet;

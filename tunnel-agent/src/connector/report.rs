@@ -4,8 +4,8 @@ use std::time::Duration;
 
 use tokio::time::Instant;
 use tracing::{debug, error, info, warn};
-use tunnel_proto::process::errors::causes;
-use tunnel_proto::process::telemetry::{LogRateLimit, LogThrottle};
+use tunnel_process::errors::causes;
+use tunnel_process::telemetry::{LogRateLimit, LogThrottle};
 use tunnel_proto::wire::code::CloseCode;
 use tunnel_proto::wire::name::NodeName;
 

@@ -7,7 +7,7 @@ use std::fmt::Write as _;
 use parking_lot::Mutex;
 use serde::{Deserialize, Serialize};
 use tokio::time::Instant;
-use tunnel_proto::process::meta::Readiness;
+use tunnel_process::meta::Readiness;
 use tunnel_proto::transport::TransportKind;
 use tunnel_proto::wire::name::{ReplicaId, ZoneName};
 

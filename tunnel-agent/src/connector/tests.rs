@@ -5,7 +5,7 @@ use std::ops::RangeBounds;
 use std::time::Duration;
 
 use tokio::time::timeout;
-use tunnel_proto::process::meta::Readiness;
+use tunnel_process::meta::Readiness;
 use tunnel_proto::transport::memory::{MemoryConnection, Path};
 use tunnel_proto::transport::{Session, TransportKind};
 use tunnel_proto::wire::code::CloseCode;

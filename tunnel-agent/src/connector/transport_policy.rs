@@ -8,7 +8,7 @@
 use std::time::Duration;
 
 use tokio::time::Instant;
-use tunnel_proto::process::backoff::Backoff;
+use tunnel_process::backoff::Backoff;
 use tunnel_proto::transport::TransportKind;
 
 use crate::config::{Limits, TransportChoice};

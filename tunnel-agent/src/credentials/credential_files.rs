@@ -1,8 +1,8 @@
 //! Certificate files that the operator provides: --cert-file, --key-file and --ca-file, reloaded
 //! while the agent runs.
 
+use tunnel_process::file_watch::Loaded;
 use tunnel_proto::identity::{PeerIdentity, validity};
-use tunnel_proto::process::file_watch::Loaded;
 use tunnel_proto::tls::files::{FileError, digest_of, load_roots};
 use tunnel_proto::wire::name::NodeName;
 

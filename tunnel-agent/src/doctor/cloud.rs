@@ -14,8 +14,8 @@ use tokio::net::TcpStream;
 use tokio::task::{JoinSet, spawn_blocking};
 use tokio::time::timeout;
 use tokio_rustls::TlsConnector;
-use tunnel_proto::process::host::is_own_address;
-use tunnel_proto::process::meta;
+use tunnel_process::host::is_own_address;
+use tunnel_process::meta;
 use tunnel_proto::tls;
 
 use super::probe::limited;

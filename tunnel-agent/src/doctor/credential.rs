@@ -5,7 +5,7 @@ use std::io;
 use std::path::PathBuf;
 use std::time::SystemTime;
 
-use tunnel_proto::process::errors::causes;
+use tunnel_process::errors::causes;
 use tunnel_proto::tls::Trust;
 use tunnel_proto::tls::files::FileError;
 

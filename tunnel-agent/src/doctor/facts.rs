@@ -10,10 +10,10 @@ use http::StatusCode;
 use tokio::task::{JoinSet, spawn_blocking};
 use tokio::time::timeout;
 use tunnel_doctor::{HostFacts, NO_ANSWER, time_for_facts};
+use tunnel_process::host::Resources;
+use tunnel_process::meta::{self, Readiness};
+use tunnel_process::settings::format_size;
 use tunnel_proto::dial::SystemResolver;
-use tunnel_proto::process::host::Resources;
-use tunnel_proto::process::meta::{self, Readiness};
-use tunnel_proto::process::settings::format_size;
 use tunnel_proto::wire::header::{Refusal, Target};
 use tunnel_proto::wire::name::{NodeName, Port};
 

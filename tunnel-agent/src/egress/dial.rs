@@ -6,8 +6,8 @@ use std::time::Duration;
 
 use tokio::net::TcpStream;
 use tokio::time::{Instant, timeout_at};
+use tunnel_process::host::{IpFamily, is_own_address, main_address};
 use tunnel_proto::dial::{self, Candidate, DialError, Resolve as _, Source, SystemResolver};
-use tunnel_proto::process::host::{IpFamily, is_own_address, main_address};
 use tunnel_proto::wire::code::RefusalCode;
 use tunnel_proto::wire::header::{Refusal, Target};
 use tunnel_proto::wire::name::Port;

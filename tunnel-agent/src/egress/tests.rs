@@ -6,8 +6,8 @@ use tokio::io::{AsyncReadExt, AsyncWriteExt};
 use tokio::net::{TcpListener, TcpSocket, TcpStream};
 use tokio::task::JoinSet;
 use tokio::time::timeout;
-use tunnel_proto::process::meta::Readiness;
-use tunnel_proto::process::shutdown::Shutdown;
+use tunnel_process::meta::Readiness;
+use tunnel_process::shutdown::Shutdown;
 use tunnel_proto::transport::memory::{self, MemorySession};
 use tunnel_proto::transport::{Session, StreamCut, find_cause};
 use tunnel_proto::wire::code::ResetCode;
@@ -403,8 +403,8 @@ async fn own_listeners_for_targets_of_the_cloud_are_not_dialed() {
 /// resources.
 #[tokio::test]
 async fn f36_panic_in_a_stream_costs_that_stream_alone() {
-    tunnel_proto::process::panics::install_hook();
-    let before = tunnel_proto::process::panics::count();
+    tunnel_process::panics::install_hook();
+    let before = tunnel_process::panics::count();
     let agent = Agent::with(DialPolicy::default(), Some(LOCALHOST), 2);
     let (listener, port) = target().await;
     let shutdown = Shutdown::new();
@@ -427,7 +427,7 @@ async fn f36_panic_in_a_stream_costs_that_stream_alone() {
     })
     .await
     .unwrap();
-    assert_eq!(tunnel_proto::process::panics::count() - before, 6);
+    assert_eq!(tunnel_process::panics::count() - before, 6);
     serve(memory::incoming_stream(&header, false));
     let _served = accept(&listener).await;
     assert!(!shutdown.drain().is_cancelled());

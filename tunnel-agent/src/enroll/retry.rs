@@ -8,9 +8,9 @@ use std::time::Duration;
 use rand::random;
 use tokio::time::{Instant, sleep};
 use tracing::{debug, warn};
-use tunnel_proto::process::backoff::Backoff;
-use tunnel_proto::process::errors::causes;
-use tunnel_proto::process::telemetry::LogThrottle;
+use tunnel_process::backoff::Backoff;
+use tunnel_process::errors::causes;
+use tunnel_process::telemetry::LogThrottle;
 use tunnel_proto::wire::code::EnrollCode;
 
 use super::{EndpointRotation, EnrollError, Enrollment, attempt};

@@ -1,4 +1,4 @@
-use tunnel_proto::process::meta::Readiness;
+use tunnel_process::meta::Readiness;
 use tunnel_proto::wire::code::EnrollCode;
 use tunnel_proto::wire::enroll::EnrollReply;
 

@@ -9,9 +9,9 @@ use std::sync::Arc;
 use parking_lot::Mutex;
 use tokio::net::TcpListener;
 use tracing::{Instrument, debug_span, info, warn};
-use tunnel_proto::process::accept::RetryingListener;
-use tunnel_proto::process::meta::Readiness;
-use tunnel_proto::process::shutdown::Shutdown;
+use tunnel_process::accept::RetryingListener;
+use tunnel_process::meta::Readiness;
+use tunnel_process::shutdown::Shutdown;
 use tunnel_proto::tcp::listen_freebind;
 
 use super::Ingress;

@@ -4,7 +4,7 @@ use std::fmt::Write as _;
 use std::path::PathBuf;
 
 use serde_json::Value;
-use tunnel_proto::process::yaml;
+use tunnel_process::yaml;
 
 use super::error::JoinCommandError;
 use super::paths::{CONFIG, TOKEN};

@@ -5,7 +5,7 @@ use std::io;
 use std::os::unix::fs::PermissionsExt as _;
 use std::path::{Path, PathBuf};
 
-use tunnel_proto::process::files::{self, FileAccess};
+use tunnel_process::files::{self, FileAccess};
 use tunnel_proto::wire::enroll::JoinToken;
 use zeroize::Zeroizing;
 

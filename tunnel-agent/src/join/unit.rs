@@ -2,7 +2,7 @@
 
 use std::path::Path;
 
-use tunnel_proto::process::files::FileOwner;
+use tunnel_process::files::FileOwner;
 
 use super::error::JoinCommandError;
 use super::paths::{CONFIG, PACKAGE_UNITS, PROGRAM, TOKEN, USER, below};

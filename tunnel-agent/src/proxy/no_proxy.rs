@@ -3,7 +3,7 @@
 
 use std::net::IpAddr;
 
-use tunnel_proto::process::networks::{Cidr, CidrError};
+use tunnel_process::networks::{Cidr, CidrError};
 use tunnel_proto::wire::name::Port;
 
 use crate::server_address::ServerAddress;

@@ -5,7 +5,7 @@ use std::time::Duration;
 
 use tokio::sync::{mpsc, watch};
 use tokio_util::sync::CancellationToken;
-use tunnel_proto::process::shutdown::Shutdown;
+use tunnel_process::shutdown::Shutdown;
 use tunnel_proto::wire::control::Member;
 use tunnel_proto::wire::name::{InstanceId, NodeName, ReplicaId};
 

@@ -6,7 +6,7 @@ use tokio::net::TcpListener;
 use tokio::sync::mpsc;
 use tokio::task::JoinSet;
 use tokio_util::sync::CancellationToken;
-use tunnel_proto::process::shutdown::{DrainOutcome, Shutdown};
+use tunnel_process::shutdown::{DrainOutcome, Shutdown};
 use tunnel_proto::session::control::ControlWriter;
 use tunnel_proto::transport::memory::{self, MemorySession};
 use tunnel_proto::transport::{Stream, TransportKind, find_cause};

@@ -14,7 +14,7 @@ use rustls::client::ResolvesClientCert;
 use rustls::server::{ClientHello, ResolvesServerCert};
 use rustls::sign::CertifiedKey;
 use tracing::error;
-use tunnel_proto::process::telemetry::LogRateLimit;
+use tunnel_process::telemetry::LogRateLimit;
 use tunnel_proto::wire::name::{NodeName, ReplicaId};
 
 use super::{IssueError, LocalCa, ServingNames};

@@ -9,8 +9,8 @@ use std::time::{Duration, SystemTime};
 use bytes::BytesMut;
 use tokio::io::{AsyncRead, AsyncReadExt, AsyncWrite, AsyncWriteExt};
 use tracing::{debug, info, warn};
-use tunnel_proto::process::conn_limiter::source;
-use tunnel_proto::process::telemetry::LogRateLimit;
+use tunnel_process::conn_limiter::source;
+use tunnel_process::telemetry::LogRateLimit;
 use tunnel_proto::wire::code::EnrollCode;
 use tunnel_proto::wire::enroll::{
     EnrollReply, EnrollRequest, RENEW_EXPORT_BYTES, is_service_account_token,

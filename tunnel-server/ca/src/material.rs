@@ -13,8 +13,8 @@ use rcgen::{
 use rustls_pki_types::CertificateDer;
 use serde::{Deserialize, Serialize};
 use tracing::info;
+use tunnel_process::files;
 use tunnel_proto::identity::{self, BACKDATED, sha256, spki_sha256};
-use tunnel_proto::process::files;
 use tunnel_proto::tls;
 use tunnel_proto::wire::enroll::hex;
 use tunnel_store::data_dir::{random, whole_seconds, wiped_text};

@@ -9,8 +9,8 @@ use std::time::{Duration, SystemTime};
 
 use rcgen::PublicKeyData as _;
 use serde::{Deserialize, Serialize};
+use tunnel_process::files;
 use tunnel_proto::identity::sha256;
-use tunnel_proto::process::files;
 use tunnel_store::data_dir::{DataDir, replace_changed, time_text};
 use zeroize::Zeroizing;
 

@@ -1,7 +1,7 @@
 //! Export and import of the CA of a data directory, so that standalone servers can share it: one
 //! PEM text with the certificates and the private key. Calls block the thread.
 
-use tunnel_proto::process::files;
+use tunnel_process::files;
 use tunnel_store::data_dir::DataDir;
 use zeroize::Zeroizing;
 

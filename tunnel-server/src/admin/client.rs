@@ -10,16 +10,16 @@ use http_body_util::Full;
 use serde::Serialize;
 use serde::de::DeserializeOwned;
 use tokio::net::UnixStream;
-use tunnel_proto::process::meta::send_request;
+use tunnel_process::meta::send_request;
 use tunnel_proto::wire::name::{NameError, NodeName};
 
 use super::{
     CreateToken, CreatedToken, ErrorBody, ForgetOutcome, NodesOrder, OrderOutcome, RunningServer,
 };
 use crate::admin::pages::{NamedNodes, NodesPage, PageQuery, RevocationsPage};
-use crate::ca::rotation::{RotationAction, RotationStatus};
-use crate::ca::tokens::TokenInfo;
-use crate::store::data_dir::DataDir;
+use tunnel_ca::rotation::{RotationAction, RotationStatus};
+use tunnel_ca::tokens::TokenInfo;
+use tunnel_store::data_dir::DataDir;
 
 /// A client of the server that runs with a data directory. Each call opens its own connection.
 #[derive(Debug, Clone)]

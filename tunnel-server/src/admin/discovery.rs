@@ -8,7 +8,7 @@ use tunnel_proto::wire::name::{Port, PortError, ReplicaId};
 
 use crate::admin::status::NodeStatus;
 use crate::config::prometheus_label_name;
-use crate::policy::{PortPolicy, PortPolicyError};
+use tunnel_routing::policy::{PortPolicy, PortPolicyError};
 
 /// A request for the document.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]

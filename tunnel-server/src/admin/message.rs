@@ -5,15 +5,15 @@ use std::net::{IpAddr, Ipv4Addr, SocketAddr};
 use std::time::SystemTime;
 
 use serde::{Deserialize, Serialize};
-use tunnel_proto::process::host::primary_address;
-use tunnel_proto::process::metrics::COMMIT;
-use tunnel_proto::process::telemetry::recent_lines;
+use tunnel_process::host::primary_address;
+use tunnel_process::metrics::COMMIT;
+use tunnel_process::telemetry::recent_lines;
 use tunnel_proto::wire::PORT_AGENTS;
 use tunnel_proto::wire::enroll::JoinToken;
 use tunnel_proto::wire::name::NodeName;
 
-use crate::ca::revocation::{OrderAction, RevocationInForce};
-use crate::store::data_dir::{name_text, time_text};
+use tunnel_ca::revocation::{OrderAction, RevocationInForce};
+use tunnel_store::data_dir::{name_text, time_text};
 
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "camelCase", deny_unknown_fields)]

@@ -10,16 +10,16 @@ use prometheus_client::collector::Collector;
 use prometheus_client::encoding::{DescriptorEncoder, EncodeGaugeValue, EncodeMetric};
 use prometheus_client::metrics::MetricType;
 use prometheus_client::metrics::gauge::ConstGauge;
-use tunnel_proto::process::shutdown::Shutdown;
-use tunnel_proto::timers::sleep_coalesced;
+use tunnel_process::shutdown::Shutdown;
+use tunnel_process::timers::sleep_coalesced;
 use tunnel_proto::wire::name::NodeName;
 
 use crate::config::PerNodeMetrics;
 use crate::metrics::Metrics;
-use crate::routing::known_nodes::KnownNodes;
 use crate::routing::peers::Peers;
 use crate::routing::registry::{AgentSession, Registry};
 use crate::routing::routes::{RouteSource, Routes};
+use tunnel_store::known_nodes::KnownNodes;
 
 /// The collector of the metrics of each node.
 #[derive(Debug)]

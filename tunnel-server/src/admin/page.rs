@@ -26,12 +26,12 @@ use tokio::net::{TcpListener, TcpStream};
 use tokio::time::timeout;
 use tokio_rustls::TlsAcceptor;
 use tracing::{debug, warn};
+use tunnel_process::conn_limiter::{ConnLimits, source};
+use tunnel_process::making;
+use tunnel_process::meta::{FullResponse, Readiness};
+use tunnel_process::serve_bounded::serve_bounded;
+use tunnel_process::shutdown::Shutdown;
 use tunnel_proto::identity::{CallerError, caller_name};
-use tunnel_proto::process::conn_limiter::{ConnLimits, source};
-use tunnel_proto::process::making;
-use tunnel_proto::process::meta::{FullResponse, Readiness};
-use tunnel_proto::process::serve_bounded::serve_bounded;
-use tunnel_proto::process::shutdown::Shutdown;
 use tunnel_proto::wire::name::NodeName;
 
 use crate::admin::status::{NodeSources, NodeStatus, NodeTotals};
@@ -40,7 +40,7 @@ use crate::ingress::connect::basic_auth::{BasicAuth, BasicAuthError, Credentials
 use crate::ingress::recent_requests::RecentRequests;
 use crate::routing::peers::Peers;
 use crate::routing::registry::Registry;
-use crate::store::data_dir::rfc3339;
+use tunnel_store::data_dir::rfc3339;
 
 mod facts;
 mod html;

@@ -10,7 +10,7 @@ use tunnel_proto::wire::name::{NameError, NodeName};
 
 use super::RevocationInfo;
 use super::status::{NodeSources, NodeStatus};
-use crate::ca::revocation::Revocations;
+use tunnel_ca::revocation::Revocations;
 
 /// Which page of a list.
 #[derive(Debug, Clone, PartialEq, Eq)]

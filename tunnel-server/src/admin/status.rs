@@ -7,15 +7,15 @@ use std::sync::Arc;
 use std::time::SystemTime;
 
 use serde::{Deserialize, Serialize};
-use tunnel_proto::process::name_list::NAMES_SHOWN_MAX;
+use tunnel_process::name_list::NAMES_SHOWN_MAX;
 use tunnel_proto::wire::name::{NodeName, ReplicaId};
 
-use crate::ca::revocation::Revocations;
-use crate::routing::known_nodes::{EnrollmentKind, KnownNode, KnownNodes, NodeMap};
 use crate::routing::peers::Peers;
 use crate::routing::registry::{AgentSession, LastClose, Registry};
 use crate::routing::routes::{NodeLabels, RouteNode, RouteSource, Routes};
-use crate::store::data_dir::rfc3339;
+use tunnel_ca::revocation::Revocations;
+use tunnel_store::data_dir::rfc3339;
+use tunnel_store::known_nodes::{EnrollmentKind, KnownNode, KnownNodes, NodeMap};
 
 mod totals;
 mod version_skew;
@@ -333,10 +333,10 @@ mod tests {
     use tunnel_proto::wire::peer::{HeldNode, Holds};
 
     use super::*;
-    use crate::ca::revocation::OrderAction;
     use crate::routing::peers::PeerAddress;
     use crate::routing::registry::SuspectReason;
     use crate::testing::{Bench, eventually, node};
+    use tunnel_ca::revocation::OrderAction;
 
     #[tokio::test(start_paused = true)]
     async fn active_session_is_shown_with_its_state_and_the_streams_of_all() {

@@ -5,10 +5,10 @@ use tokio::io::{AsyncReadExt as _, AsyncWriteExt as _};
 
 use super::*;
 use crate::admin::status::SessionSources;
-use crate::ca::tokens::TokenState;
 use crate::routing::routes::Routes;
-use crate::store::data_dir::testing::Scratch;
 use crate::testing::{Bench, assert_contains, peers_holding};
+use tunnel_ca::tokens::TokenState;
+use tunnel_store::data_dir::testing::Scratch;
 
 struct Fixture {
     scratch: Scratch,

@@ -5,15 +5,15 @@ use std::io::{self, Write};
 use std::path::{Path, PathBuf};
 use std::time::{Duration, SystemTime};
 
-use tunnel_proto::process::name_list::NameList;
+use tunnel_process::name_list::NameList;
 use tunnel_proto::wire::order::NodeOrder;
 
 use crate::admin::{AdminClient, AdminError, CreateToken, CreatedToken};
-use crate::ca::revocation::Revocations;
-use crate::ca::tokens::{CreateTokenError, TokenStore};
-use crate::ca::{CaError, IssueError, LocalCa};
-use crate::routing::known_nodes::KnownNodes;
-use crate::store::data_dir::{DataDir, rfc3339};
+use tunnel_ca::revocation::Revocations;
+use tunnel_ca::tokens::{CreateTokenError, TokenStore};
+use tunnel_ca::{CaError, IssueError, LocalCa};
+use tunnel_store::data_dir::{DataDir, rfc3339};
+use tunnel_store::known_nodes::KnownNodes;
 
 mod args;
 mod ca;

@@ -7,9 +7,9 @@ use http::StatusCode;
 use prometheus_client::registry::Registry as MetricsRegistry;
 use tokio::net::TcpListener;
 use tracing::debug;
-use tunnel_proto::process::diag::settings_lines;
-use tunnel_proto::process::meta::{self, EndpointAnswer, EndpointHandler, EndpointRequest, Meta};
-use tunnel_proto::timers::sleep_coalesced;
+use tunnel_process::diag::settings_lines;
+use tunnel_process::meta::{self, EndpointAnswer, EndpointHandler, EndpointRequest, Meta};
+use tunnel_process::timers::sleep_coalesced;
 
 use super::authority::Authority;
 use super::clocks::OtherClocks;
@@ -19,9 +19,9 @@ use crate::admin::json_list::JsonList;
 use crate::admin::node_metrics::{NodeMetrics, observe_rtts};
 use crate::admin::status::{NodeSources, NodeStatus, SessionSources};
 use crate::admin::{self, AdminState, NoRotation};
-use crate::ca::rotation::{CaRotator, FOLLOWERS_INTERVAL, Surroundings};
 use crate::ingress::connect::AdminTunnels;
-use crate::policy::PortPolicy;
+use tunnel_ca::rotation::{CaRotator, FOLLOWERS_INTERVAL, Surroundings};
+use tunnel_routing::policy::PortPolicy;
 
 pub(super) fn start_socket(
     authority: &Authority,

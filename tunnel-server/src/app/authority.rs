@@ -13,21 +13,21 @@ use rustls::server::ResolvesServerCert;
 use rustls::{RootCertStore, ServerConfig};
 use tokio::net::TcpListener;
 use tracing::{error, info};
-use tunnel_proto::process::meta::Meta;
-use tunnel_proto::process::shutdown::Shutdown;
+use tunnel_process::meta::Meta;
+use tunnel_process::shutdown::Shutdown;
 use tunnel_proto::tls::{self, AgentTrust};
 use tunnel_proto::transport::quic::QuicKeys;
 
 use super::context::{ProcessContext, ServerContext};
 use super::credential_watcher::{CredentialWatcher, read_roots, watch_pair};
-use crate::ca::LocalCa;
-use crate::ca::renewal::Renewals;
-use crate::ca::revocation::Revocations;
-use crate::ca::rotation::CaStore;
-use crate::ca::tokens::TokenStore;
 use crate::cluster::{ApiServerClock, ClusterHandle, UnknownMembership};
 use crate::config::{Config, CredentialFiles, KubeletClientCa, KubernetesSettings};
 use crate::session::refused;
+use tunnel_ca::LocalCa;
+use tunnel_ca::renewal::Renewals;
+use tunnel_ca::revocation::Revocations;
+use tunnel_ca::rotation::CaStore;
+use tunnel_ca::tokens::TokenStore;
 
 /// The credentials of the server and the state by which it admits agents.
 pub(super) struct Authority {

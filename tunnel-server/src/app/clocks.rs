@@ -6,15 +6,15 @@ use std::sync::Arc;
 use std::time::{Duration, SystemTime};
 
 use tokio::time::Instant;
-use tunnel_proto::timers::sleep_coalesced;
+use tunnel_process::timers::sleep_coalesced;
 
 use super::authority::Authority;
 use super::context::ServerContext;
 use super::reported::ReportedCondition;
-use crate::ca::revocation::ends::KnownTime;
 use crate::cluster::ApiServerClock;
 use crate::routing::clock::{self, ClockReading};
 use crate::routing::peers::Peers;
+use tunnel_ca::revocation::ends::KnownTime;
 
 /// The clocks with which that of this server is compared.
 #[derive(Debug)]

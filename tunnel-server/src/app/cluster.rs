@@ -7,14 +7,14 @@ use tunnel_proto::wire::{PORT_HTTP, PORT_HTTPS};
 use super::authority::AgentAuth;
 use super::context::ServerContext;
 use super::sockets::BoundAddrs;
-use crate::ca::ServingNames;
-use crate::ca::attestation::Attestor;
 use crate::cluster::{
     self, ClusterHandle, ClusterInputs, ListenerPorts, SignerConfig, WritersHandle,
 };
 use crate::config::KubeletClientCa;
 use crate::ingress::target_tls::TargetTls;
 use crate::routing::pod_lookup::PodResolver;
+use tunnel_ca::ServingNames;
+use tunnel_ca::attestation::Attestor;
 
 #[derive(Debug, Default)]
 pub(super) struct ClusterServices {

@@ -4,7 +4,7 @@
 use std::io;
 use std::path::Path;
 
-use tunnel_proto::process::settings::ConfigError;
+use tunnel_process::settings::ConfigError;
 use tunnel_proto::tls::files::{FileError, KeyPairFiles, load_roots};
 
 use crate::cluster::check_kubeconfig;

@@ -8,7 +8,7 @@ use std::time::Duration;
 use anyhow::Context as _;
 use rustls::server::ResolvesServerCert;
 use tokio::net::TcpListener;
-use tunnel_proto::process::unix_socket::SocketPermissions;
+use tunnel_process::unix_socket::SocketPermissions;
 use tunnel_proto::wire::name::Port;
 
 use super::bind::listen;
@@ -19,8 +19,8 @@ use crate::config::{ConnectSettings, Limits};
 use crate::ingress::client_auth::ListenerTls;
 use crate::ingress::connect::{AdminTunnels, DirectDialer};
 use crate::ingress::{ConnectProxy, HttpListener, IngressContext, ListenerKind, SharedSocket};
-use crate::routing::destination::Scheme;
-use crate::routing::dial_policy::DialPolicy;
+use tunnel_routing::destination::Scheme;
+use tunnel_routing::dial_policy::DialPolicy;
 
 /// Maximum time for opening a stream on these listeners. A scrape that times out after 10 s must
 /// receive the reason before that.

@@ -6,27 +6,27 @@ use anyhow::{Context as _, bail};
 use prometheus_client::registry::Registry as MetricsRegistry;
 use tokio_util::task::TaskTracker;
 use tracing::warn;
-use tunnel_proto::process::disk;
-use tunnel_proto::process::meta::Readiness;
-use tunnel_proto::process::shutdown::Shutdown;
+use tunnel_process::disk;
+use tunnel_process::meta::Readiness;
+use tunnel_process::shutdown::Shutdown;
 use tunnel_proto::transport::{BufferPool, SessionSettings};
 
 use super::credential_watcher::CredentialWatcher;
 use crate::config::{Capacity, Config};
 
-use crate::dns::Records;
 use crate::egress::labeled_nodes::LabeledNodes;
 use crate::ingress::recent_requests::{RecentRequestLimits, RecentRequests};
 use crate::metrics::Metrics;
-use crate::policy::SharedPortPolicy;
 use crate::routing::Routing;
-use crate::routing::dial_policy::LiveClusterNetworks;
-use crate::routing::known_nodes::{KnownNodes, NodeMap};
 use crate::routing::peers::{PeerLimits, PeerMetrics, Peers};
 use crate::routing::registry::{Registry, RegistryLimits};
 use crate::routing::routes::Routes;
-use crate::store::data_dir::{DataDir, DirLock};
-use crate::store::state_store::{OnDamage, StateStore};
+use tunnel_dns::Records;
+use tunnel_routing::dial_policy::LiveClusterNetworks;
+use tunnel_routing::policy::SharedPortPolicy;
+use tunnel_store::data_dir::{DataDir, DirLock};
+use tunnel_store::known_nodes::{KnownNodes, NodeMap};
+use tunnel_store::state_store::{OnDamage, StateStore};
 
 /// The context of the process before the state of the server is loaded.
 pub(super) struct ProcessContext {

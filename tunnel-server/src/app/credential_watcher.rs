@@ -7,14 +7,14 @@ use std::time::{Duration, SystemTime};
 use rustls::RootCertStore;
 use rustls::sign::CertifiedKey;
 use tracing::warn;
+use tunnel_process::file_watch::{FileWatcher, Loaded};
+use tunnel_process::shutdown::Shutdown;
 use tunnel_proto::identity::validity;
-use tunnel_proto::process::file_watch::{FileWatcher, Loaded};
-use tunnel_proto::process::shutdown::Shutdown;
 use tunnel_proto::tls::files::{FileError, KeyPairFiles, digest_of, load_roots};
 use tunnel_proto::tls::{self, ReloadableKey};
 
 use crate::metrics::Metrics;
-use crate::store::data_dir::rfc3339;
+use tunnel_store::data_dir::rfc3339;
 
 /// Remaining lifetime below which a certificate's expiry is logged, at start and when the
 /// certificate is replaced.

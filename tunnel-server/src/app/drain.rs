@@ -5,7 +5,7 @@ use std::time::Duration;
 use tokio::time::{Instant, sleep, timeout_at};
 use tokio_util::task::TaskTracker;
 use tracing::{debug, info, warn};
-use tunnel_proto::process::shutdown::DrainOutcome;
+use tunnel_process::shutdown::DrainOutcome;
 use tunnel_proto::transport::Acceptor as _;
 use tunnel_proto::wire::code::CloseCode;
 

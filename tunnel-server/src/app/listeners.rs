@@ -3,7 +3,7 @@
 use std::sync::Arc;
 
 use tokio::net::TcpListener;
-use tunnel_proto::process::conn_limiter::ConnLimiter;
+use tunnel_process::conn_limiter::ConnLimiter;
 
 use super::context::ServerContext;
 use crate::config::Capacity;

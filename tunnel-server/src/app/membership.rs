@@ -7,7 +7,7 @@ use std::time::Duration;
 
 use tokio::sync::watch;
 use tokio::time::Instant;
-use tunnel_proto::timers::sleep_coalesced;
+use tunnel_process::timers::sleep_coalesced;
 use tunnel_proto::wire::name::ReplicaId;
 
 use super::authority::Authority;

@@ -15,14 +15,14 @@ use super::context::ServerContext;
 use super::credential_watcher::{CredentialWatcher, read_roots, watch_pair};
 use super::membership::report_unconnected;
 use super::revocations;
-use crate::ca::LocalCa;
-use crate::ca::enrollment::Enrollment;
 use crate::config::CredentialFiles;
 use crate::ingress::access_log;
 use crate::ingress::recent_requests::RecentRequests;
 use crate::routing::peers::{
     ForwardPolicy, OnEnroll, OnStream, PeerAddress, PeerEndpoint, PeerTls,
 };
+use tunnel_ca::LocalCa;
+use tunnel_ca::enrollment::Enrollment;
 
 /// Starts the connections to the servers of `membership` if there is a listener for them.
 pub(super) fn start(

@@ -9,10 +9,10 @@ use tunnel_proto::wire::name::NodeName;
 
 use super::context::ServerContext;
 use crate::cluster::dns_snapshot::{persist, restore};
-use crate::dns::{
+use tunnel_dns::{
     Dns, DnsInputs, DnsLimits, DnsMetrics, DnsSettings, DnsSockets, Node, NodeLocation, RecordSet,
 };
-use crate::routing::known_nodes::NodeMap;
+use tunnel_store::known_nodes::NodeMap;
 
 /// Starts the embedded DNS and the tasks that update its records, if the DNS is configured.
 pub(super) fn start(

@@ -1,7 +1,7 @@
 //! A condition of a part of the server that is neither the cluster's nor the disk's.
 
 use tracing::{info, warn};
-use tunnel_proto::process::meta::Readiness;
+use tunnel_process::meta::Readiness;
 
 /// The lines of one component, which are logged when they change.
 #[derive(Debug)]

@@ -8,15 +8,15 @@ use std::time::Duration;
 use parking_lot::Mutex;
 use tokio::sync::Notify;
 use tracing::warn;
-use tunnel_proto::process::shutdown::Shutdown;
-use tunnel_proto::process::telemetry::LogRateLimit;
-use tunnel_proto::timers::sleep_coalesced;
+use tunnel_process::shutdown::Shutdown;
+use tunnel_process::telemetry::LogRateLimit;
+use tunnel_process::timers::sleep_coalesced;
 use tunnel_proto::wire::name::{NodeName, ReplicaId};
 use tunnel_proto::wire::order::NodeOrder;
 
 use super::context::ServerContext;
-use crate::ca::revocation::Revocations;
 use crate::routing::peers::{OnOrders, Peers};
+use tunnel_ca::revocation::Revocations;
 
 /// Announces the orders that this server knows to the others. Returns the function that receives
 /// theirs.

@@ -6,16 +6,16 @@ use std::sync::Arc;
 
 use anyhow::Context as _;
 use rustls::server::ResolvesServerCert;
-use tunnel_proto::process::file_watch::Loaded;
-use tunnel_proto::process::host::{host_name, primary_address};
-use tunnel_proto::process::settings::ConfigError;
+use tunnel_process::file_watch::Loaded;
+use tunnel_process::host::{host_name, primary_address};
+use tunnel_process::settings::ConfigError;
 
 use super::context::ServerContext;
 use super::credential_watcher::{CredentialWatcher, read_roots, watch_pair};
-use crate::ca::{LocalCa, ServingNames};
 use crate::config::Config;
 use crate::ingress::client_auth::ListenerTls;
 use crate::ingress::connect::basic_auth::{BasicAuth, BasicAuthFileError, BasicAuthUsers};
+use tunnel_ca::{LocalCa, ServingNames};
 
 /// The names, certificates and TLS configuration of the listeners.
 pub(super) struct ServingCredentials {

@@ -5,8 +5,8 @@ use std::sync::Arc;
 use tokio::net::TcpListener;
 use tokio::sync::Semaphore;
 use tracing::info;
-use tunnel_proto::process::conn_limiter::ConnLimiter;
-use tunnel_proto::process::settings::ConfigError;
+use tunnel_process::conn_limiter::ConnLimiter;
+use tunnel_process::settings::ConfigError;
 use tunnel_proto::tls;
 use tunnel_proto::transport::quic::QuicAcceptor;
 use tunnel_proto::wire::ALPN_SESSION_TCP;
@@ -14,13 +14,13 @@ use tunnel_proto::wire::name::Port;
 
 use super::authority::{AgentAuth, Authority};
 use super::context::ServerContext;
-use crate::ca::attestation::Attestor;
-use crate::ca::enrollment::Enrollment;
 use crate::config::{Capacity, Limits};
 use crate::egress::CloudEgress;
 use crate::session::agent_listener::{AgentListener, TcpHandler};
 use crate::session::saved_connections::SavedConnections;
 use crate::session::{AdmissionRate, Sessions};
+use tunnel_ca::attestation::Attestor;
+use tunnel_ca::enrollment::Enrollment;
 
 pub(super) struct SessionInputs<'a> {
     pub(super) quic: Arc<QuicAcceptor>,

@@ -7,7 +7,7 @@ use std::sync::Arc;
 use rustls::ServerConfig;
 use tokio::net::TcpListener;
 use tracing::info;
-use tunnel_proto::process::host::primary_address;
+use tunnel_process::host::primary_address;
 use tunnel_proto::transport::quic::{QuicAcceptor, QuicKeys};
 use tunnel_proto::wire::name::Port;
 
@@ -15,10 +15,10 @@ use super::bind::{PROXY_PORT_LISTEN, bind_both, listen};
 use super::connect::ConnectSockets;
 use super::context::ServerContext;
 use crate::config::Config;
-use crate::dns::{DnsSocket, DnsSockets};
 use crate::ingress::client_auth::ListenerTls;
 use crate::ingress::{HttpListener, ListenerKind};
-use crate::routing::destination::Scheme;
+use tunnel_dns::{DnsSocket, DnsSockets};
+use tunnel_routing::destination::Scheme;
 
 pub(super) struct Sockets {
     pub(super) tcp: TcpListener,

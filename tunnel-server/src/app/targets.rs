@@ -6,8 +6,8 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use anyhow::Context as _;
 use rustls::sign::CertifiedKey;
 use tracing::warn;
-use tunnel_proto::process::file_watch::Loaded;
-use tunnel_proto::process::meta::Readiness;
+use tunnel_process::file_watch::Loaded;
+use tunnel_process::meta::Readiness;
 use tunnel_proto::tls::files::{FileError, KeyPairFiles};
 
 use super::context::ServerContext;

@@ -4,9 +4,9 @@ use std::time::Duration;
 
 use kube::Client;
 use prometheus_client::registry::Registry as MetricsRegistry;
-use tunnel_proto::process::meta::Readiness;
-use tunnel_proto::process::settings::ConfigError;
-use tunnel_proto::process::shutdown::Shutdown;
+use tunnel_process::meta::Readiness;
+use tunnel_process::settings::ConfigError;
+use tunnel_process::shutdown::Shutdown;
 
 use super::clock::ApiServerClock;
 use super::conditions::Conditions;

@@ -6,7 +6,7 @@ use std::sync::Arc;
 
 use parking_lot::Mutex;
 use tracing::{info, warn};
-use tunnel_proto::process::meta::Readiness;
+use tunnel_process::meta::Readiness;
 
 use super::objects::Object;
 

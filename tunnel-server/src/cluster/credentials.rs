@@ -18,10 +18,10 @@ use tokio::runtime::Handle;
 use tower::layer::layer_fn;
 use tower::service_fn;
 use tower::util::MapResponseLayer;
+use tunnel_process::file_watch::{FileWatcher, Loaded, ReloadOutcome};
+use tunnel_process::settings::ConfigError;
+use tunnel_process::shutdown::Shutdown;
 use tunnel_proto::identity::sha256;
-use tunnel_proto::process::file_watch::{FileWatcher, Loaded, ReloadOutcome};
-use tunnel_proto::process::settings::ConfigError;
-use tunnel_proto::process::shutdown::Shutdown;
 
 use super::clock::ApiServerClock;
 use super::conditions::{Condition, Conditions};
@@ -240,12 +240,12 @@ mod tests {
     use parking_lot::Mutex;
     use tokio::io::{AsyncReadExt as _, AsyncWriteExt as _};
     use tokio::net::TcpListener;
-    use tunnel_proto::process::meta::Readiness;
+    use tunnel_process::meta::Readiness;
 
     use super::*;
     use crate::config::{Config as ServerConfig, Environment, RawConfig};
-    use crate::store::data_dir::testing::Scratch;
     use crate::testing::eventually;
+    use tunnel_store::data_dir::testing::Scratch;
 
     #[test]
     fn proxy_is_used_for_hosts_that_no_proxy_does_not_name() {

@@ -6,10 +6,10 @@ use std::sync::Arc;
 
 use tracing::{info, warn};
 use tunnel_dns::{Addresses, RecordSet, Records};
-use tunnel_proto::process::shutdown::Shutdown;
+use tunnel_process::shutdown::Shutdown;
 
-use crate::store::data_dir::DataDir;
-use crate::store::state_store::{OnDamage, RowChange, StateStore, Table, follow};
+use tunnel_store::data_dir::DataDir;
+use tunnel_store::state_store::{OnDamage, RowChange, StateStore, Table, follow};
 
 /// Key of the row that says that the records were known, also if there are none. It is no name of a
 /// node.
@@ -88,8 +88,8 @@ mod tests {
     use tunnel_proto::wire::name::NodeName;
 
     use super::*;
-    use crate::store::data_dir::testing::Scratch;
     use crate::testing::eventually;
+    use tunnel_store::data_dir::testing::Scratch;
 
     fn records(names: &[(&str, &[&str])]) -> RecordSet {
         RecordSet::of(names.iter().map(|(name, addresses)| {

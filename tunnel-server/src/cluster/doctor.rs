@@ -23,7 +23,7 @@ use super::service::{self, ListenerPorts};
 use super::state::{ClusterState, DerivedPorts, LocalFacts};
 use super::watches::Observed;
 use crate::config::{Config, KubernetesSettings, ObjectNames};
-use crate::dns::RecordSet;
+use tunnel_dns::RecordSet;
 
 mod addons;
 mod control_plane;

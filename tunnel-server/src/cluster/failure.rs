@@ -6,8 +6,8 @@ use std::time::Duration;
 use kube::runtime::watcher;
 use parking_lot::Mutex;
 use tokio::time::Instant;
-use tunnel_proto::process::backoff::Backoff;
-use tunnel_proto::process::errors::causes;
+use tunnel_process::backoff::Backoff;
+use tunnel_process::errors::causes;
 
 use super::objects::{Object, creation};
 

@@ -4,8 +4,8 @@ use kube::runtime::watcher::Event;
 
 use super::nodes::{AliasRules, FactMap, NodeObject, NodeStore};
 use super::snapshot::PersistedNode;
-use crate::routing::dial_policy::ClusterNetworks;
 use crate::routing::routes::RouteNode;
+use tunnel_routing::dial_policy::ClusterNetworks;
 
 /// Returns what follows from a list of Node objects in JSON, or `None` if the bytes are no such
 /// list.

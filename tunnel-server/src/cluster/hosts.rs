@@ -6,7 +6,7 @@ use k8s_openapi::api::core::v1::ConfigMap;
 use kube::api::ObjectMeta;
 
 use super::objects::{CONFIG_MAP_MAX_BYTES, RECORDS_KEY};
-use crate::dns::{LeftOut, RecordSet};
+use tunnel_dns::{LeftOut, RecordSet};
 
 /// The write of the nodes ConfigMap, and the records that do not fit into it.
 #[derive(Debug, Clone, PartialEq)]
@@ -79,7 +79,7 @@ fn foreign_bytes(map: &ConfigMap) -> usize {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::dns::Addresses;
+    use tunnel_dns::Addresses;
 
     fn map(data: &[(&str, &str)]) -> ConfigMap {
         let owned = |(key, text): &(&str, &str)| ((*key).to_owned(), (*text).to_owned());

@@ -7,15 +7,15 @@ use std::sync::Arc;
 use k8s_openapi::api::core::v1::ConfigMap;
 use kube::Api;
 use tracing::{info, warn};
-use tunnel_proto::process::files;
-use tunnel_proto::process::shutdown::Shutdown;
+use tunnel_process::files;
+use tunnel_process::shutdown::Shutdown;
 use tunnel_proto::tls::{self, AgentTrust};
 
 use super::client::ClusterHandle;
 use super::objects::{CLIENT_CA, CLIENT_CA_KEY, Object};
 use super::watches::{Observed, follow_one};
 use crate::cluster::conditions::Condition;
-use crate::store::state_store::StateStore;
+use tunnel_store::state_store::StateStore;
 
 /// The file of the CA that was last observed, and who writes it.
 pub(super) struct PersistedFile {

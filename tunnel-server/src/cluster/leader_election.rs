@@ -10,7 +10,7 @@ use tokio::sync::watch;
 use tokio::time::Instant;
 use tokio_util::sync::CancellationToken;
 use tracing::{info, warn};
-use tunnel_proto::process::telemetry::LogThrottle;
+use tunnel_process::telemetry::LogThrottle;
 
 use super::client::ClusterHandle;
 use super::failure::{ApiError, ApiErrorKind};

@@ -7,7 +7,7 @@ use k8s_openapi::apimachinery::pkg::apis::meta::v1::MicroTime;
 use k8s_openapi::jiff::Timestamp;
 use kube::Api;
 use kube::api::{ObjectMeta, PostParams};
-use tunnel_proto::process::host::host_name;
+use tunnel_process::host::host_name;
 
 use super::api_call::{CALL_LIMIT, with_limit};
 use super::client::ClusterHandle;

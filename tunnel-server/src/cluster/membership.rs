@@ -14,8 +14,8 @@ use kube::runtime::watcher::Event;
 use tokio::sync::watch;
 use tokio::time::{Instant, sleep_until};
 use tracing::info;
-use tunnel_proto::process::networks::{effective_ip, forbidden_kind};
-use tunnel_proto::process::shutdown::Shutdown;
+use tunnel_process::networks::{effective_ip, forbidden_kind};
+use tunnel_process::shutdown::Shutdown;
 use tunnel_proto::wire::REPLICAS_MAX;
 use tunnel_proto::wire::control::Member;
 use tunnel_proto::wire::name::{ReplicaId, ZoneName};
@@ -26,7 +26,7 @@ use super::watches::{config, follow};
 use crate::cluster::conditions::{Condition, Conditions};
 use crate::config::KubernetesSettings;
 use crate::routing::peers::PeerAddress;
-use crate::store::state_store::{RowSet, StateStore, Table, follow as follow_value};
+use tunnel_store::state_store::{RowSet, StateStore, Table, follow as follow_value};
 
 /// This server among the servers of the cluster.
 #[derive(Debug)]

@@ -7,12 +7,12 @@ use prometheus_client::metrics::counter::Counter;
 use prometheus_client::metrics::family::Family;
 use prometheus_client::metrics::gauge::Gauge;
 use prometheus_client::registry::Registry;
-use tunnel_proto::process::metrics::StaticLabel;
+use tunnel_process::metrics::StaticLabel;
 
 use super::failure::ApiErrorKind;
 use super::objects::Object;
 
-tunnel_proto::metrics! {
+tunnel_process::metrics! {
     /// Metrics of the cluster controllers. Clones share them.
     pub(super) struct ClusterMetrics {
         leader: Gauge = "kubernetes_leader",
@@ -30,7 +30,7 @@ tunnel_proto::metrics! {
     }
 }
 
-tunnel_proto::label_sets! {
+tunnel_process::label_sets! {
     pub(super)
     ObjectLabel { object: StaticLabel }
     WriteLabel { object: StaticLabel, result: StaticLabel }

@@ -6,16 +6,16 @@ use std::net::IpAddr;
 use std::sync::Arc;
 
 use kube::runtime::watcher::Event;
-use tunnel_proto::process::networks::Cidr;
+use tunnel_process::networks::Cidr;
 use tunnel_proto::wire::name::{NodeName, Port};
 use tunnel_tables::{SharedMap, VersionedMap};
 
 use crate::config::{LabelKey, NodeLabel};
-use crate::dns::{Node as DnsNode, NodeLocation};
 use crate::egress::labeled_nodes::LabeledNodes;
-#[cfg(any(test, feature = "test-util"))]
-use crate::routing::dial_policy::ClusterNetworks;
 use crate::routing::routes::RouteNode;
+use tunnel_dns::{Node as DnsNode, NodeLocation};
+#[cfg(any(test, feature = "test-util"))]
+use tunnel_routing::dial_policy::ClusterNetworks;
 
 mod aliases;
 mod claims;

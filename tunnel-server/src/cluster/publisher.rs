@@ -7,8 +7,8 @@ use std::time::Duration;
 
 use tokio::sync::watch;
 use tokio::time::{Instant, sleep_until};
-use tunnel_proto::process::meta::ReadinessBlock;
-use tunnel_proto::process::networks::Cidr;
+use tunnel_process::meta::ReadinessBlock;
+use tunnel_process::networks::Cidr;
 use tunnel_proto::wire::name::NodeName;
 
 use super::metrics::ClusterMetrics;
@@ -17,13 +17,13 @@ use super::service;
 use super::watches::Observed;
 use crate::cluster::conditions::{Condition, Conditions};
 use crate::cluster::state::{ClusterState, DesiredState, LocalFacts};
-use crate::dns::{RecordSet, Records};
 use crate::egress::labeled_nodes::LabeledNodes;
 use crate::metrics::Metrics;
-use crate::policy::SharedPortPolicy;
 use crate::routing::Routing;
-use crate::routing::dial_policy::{ClusterNetworks, LiveClusterNetworks};
 use crate::routing::routes::{RouteSource, Routes};
+use tunnel_dns::{RecordSet, Records};
+use tunnel_routing::dial_policy::{ClusterNetworks, LiveClusterNetworks};
+use tunnel_routing::policy::SharedPortPolicy;
 
 /// Applies the state derived from the cluster as soon as it changes.
 pub(super) struct Publisher {
@@ -274,7 +274,7 @@ mod tests {
     use kube::runtime::watcher::Event;
     use prometheus_client::registry::Registry as MetricsRegistry;
     use serde_json::json;
-    use tunnel_proto::process::meta::Readiness;
+    use tunnel_process::meta::Readiness;
     use tunnel_proto::transport::BufferPool;
     use tunnel_tables::visits;
 
@@ -341,7 +341,7 @@ mod tests {
             let publisher = Publisher {
                 waiting: None,
                 local_facts: LocalFacts {
-                    policy: crate::policy::PortPolicy::default(),
+                    policy: tunnel_routing::policy::PortPolicy::default(),
                     listener_ports: ListenerPorts {
                         http: 10264,
                         https: 10263,

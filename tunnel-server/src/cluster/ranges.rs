@@ -9,7 +9,7 @@ use kube::Api;
 use kube::api::ListParams;
 use tokio::sync::watch;
 use tracing::debug;
-use tunnel_proto::process::networks::Cidr;
+use tunnel_process::networks::Cidr;
 
 use super::client::ClusterHandle;
 use super::client::Connection;

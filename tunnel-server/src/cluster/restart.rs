@@ -10,7 +10,7 @@ use futures_util::FutureExt as _;
 use futures_util::future::BoxFuture;
 use tokio::time::{sleep, timeout};
 use tracing::error;
-use tunnel_proto::process::backoff::Backoff;
+use tunnel_process::backoff::Backoff;
 
 use super::conditions::{Condition, Conditions};
 
@@ -72,7 +72,7 @@ const STABLE_AFTER: Duration = Duration::from_secs(60);
 #[cfg(test)]
 mod tests {
     use tokio::time::Instant;
-    use tunnel_proto::process::meta::Readiness;
+    use tunnel_process::meta::Readiness;
 
     use super::*;
 

@@ -10,7 +10,7 @@ use serde_json::{Value, json};
 use tunnel_proto::wire::name::Port;
 
 use super::objects::EXTRA_PORT_PREFIX;
-use crate::policy::PortPolicy;
+use tunnel_routing::policy::PortPolicy;
 
 /// Port numbers of the listeners that the Service targets.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]

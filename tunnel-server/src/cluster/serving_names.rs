@@ -11,9 +11,9 @@ use tunnel_proto::wire::name::NodeName;
 
 use super::objects::NAMES_ANNOTATION;
 use super::watches::Observed;
-use crate::ca::ServingNames;
 use crate::cluster::conditions::{Condition, Conditions};
 use crate::cluster::state::ClusterState;
+use tunnel_ca::ServingNames;
 
 /// Maximum number of names in the annotation. Each name makes the certificate larger, and every
 /// handshake sends the certificate.

@@ -18,17 +18,17 @@ use std::time::Duration;
 use parking_lot::Mutex;
 use tokio::sync::watch;
 use tracing::info;
-use tunnel_proto::process::shutdown::Shutdown;
+use tunnel_process::shutdown::Shutdown;
 
 use super::client::ClusterHandle;
 use super::conditions::Condition;
 use super::objects::Object;
-use crate::ca::rotation::CaStore;
-use crate::ca::tokens::TokenStore;
-use crate::ca::{CaError, CaMaterial, LocalCa};
 use crate::config::KubernetesSettings;
-use crate::store::data_dir::DataDir;
-use crate::store::document::SharedDocument;
+use tunnel_ca::rotation::CaStore;
+use tunnel_ca::tokens::TokenStore;
+use tunnel_ca::{CaError, CaMaterial, LocalCa};
+use tunnel_store::data_dir::DataDir;
+use tunnel_store::document::SharedDocument;
 
 mod ca;
 mod ca_bundle;

@@ -24,7 +24,7 @@ use super::failure::{ApiError, ApiErrorKind, CallBackoff};
 use super::objects::KUBELET_CLIENT_NAME;
 use crate::ingress::target_tls::TargetTls;
 use crate::metrics::Metrics;
-use crate::store::data_dir::{DataDir, rfc3339};
+use tunnel_store::data_dir::{DataDir, rfc3339};
 
 mod snapshot;
 
@@ -174,7 +174,7 @@ impl KubeletClientCertificateTask {
             .map_err(|error| error.to_string())?;
         self.delegate(&own);
         let path = self.data.kubelet_client_certificate();
-        let write = move || tunnel_proto::process::files::replace(&path, &chain);
+        let write = move || tunnel_process::files::replace(&path, &chain);
         let written = tokio::task::spawn_blocking(write).await;
         if let Ok(Err(error)) = written {
             warn!(%error, "cannot persist the client certificate for kubelets; a new one is requested after a restart");

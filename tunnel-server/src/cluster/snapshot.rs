@@ -5,11 +5,11 @@ use std::collections::BTreeMap;
 
 use serde::{Deserialize, Serialize};
 use tokio::sync::watch;
-use tunnel_proto::process::shutdown::Shutdown;
+use tunnel_process::shutdown::Shutdown;
 
 use super::nodes::{AliasOwners, ClusterNode, FactMap, NodeFacts, NodeSet};
 use crate::cluster::state::{ClusterState, PersistedState};
-use crate::store::state_store::{RowChange, RowSet, StateStore, Table, follow};
+use tunnel_store::state_store::{RowChange, RowSet, StateStore, Table, follow};
 
 /// The rows of the state.
 pub(super) struct Snapshot {

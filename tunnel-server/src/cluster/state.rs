@@ -8,7 +8,7 @@ use std::sync::Arc;
 use k8s_openapi::api::core::v1::ConfigMap;
 use serde::{Deserialize, Serialize};
 use serde_json::Value;
-use tunnel_proto::process::networks::Cidr;
+use tunnel_process::networks::Cidr;
 use tunnel_proto::wire::name::Port;
 use tunnel_proto::wire::ports::PortSet;
 
@@ -17,8 +17,8 @@ use super::objects::{HTTP_PORTS_KEY, HTTPS_PORTS_KEY, LOCALHOST_PORTS_KEY, PORT_
 use super::service::{self, ListenerPorts};
 use super::watches::Observed;
 use crate::config::LOCALHOST_PORTS;
-use crate::dns::{Addresses, RecordSet};
-use crate::policy::PortPolicy;
+use tunnel_dns::{Addresses, RecordSet};
+use tunnel_routing::policy::PortPolicy;
 
 /// What is persisted for a start without the API server, apart from the Nodes.
 #[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]

@@ -10,7 +10,7 @@ use kube::{Api, Resource};
 use serde::de::DeserializeOwned;
 use tokio::sync::{oneshot, watch};
 use tokio::time::timeout;
-use tunnel_proto::process::shutdown::Shutdown;
+use tunnel_process::shutdown::Shutdown;
 
 use super::client::ClusterHandle;
 use super::client::Connection;

@@ -17,9 +17,9 @@ use crate::config::{Config, Environment, ObjectNames, RawConfig};
 use crate::routing::peers::{PeerAddress, Peers};
 use crate::routing::pod_lookup::{Pod, PodLookupError, PodResolver};
 use crate::routing::registry::{Registry, RegistryLimits};
-use crate::store::data_dir::testing::Scratch;
-use crate::store::state_store::OnDamage;
 use crate::testing::{POOL, eventually};
+use tunnel_store::data_dir::testing::Scratch;
+use tunnel_store::state_store::OnDamage;
 
 /// The cluster controllers with their inputs and outputs, and the mock API server.
 struct Fixture {

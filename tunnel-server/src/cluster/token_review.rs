@@ -12,13 +12,13 @@ use serde::Deserialize;
 use tokio::sync::{mpsc, oneshot};
 use tokio::task::JoinSet;
 use tracing::{debug, warn};
+use tunnel_process::telemetry::LogRateLimit;
 use tunnel_proto::identity::sha256;
-use tunnel_proto::process::telemetry::LogRateLimit;
 use tunnel_proto::wire::name::NodeName;
 
 use super::failure::{ApiError, ApiErrorKind};
-use crate::ca::attestation::{AttestError, AttestedToken, ServiceAccountToken, TokenReviewRequest};
 use crate::config::AgentTokens;
+use tunnel_ca::attestation::{AttestError, AttestedToken, ServiceAccountToken, TokenReviewRequest};
 
 /// Maximum number of tokens that are reviewed concurrently. Further tokens wait.
 const CALLS_MAX: usize = 16;

@@ -28,7 +28,7 @@ use crate::cluster::conditions::{Condition, Conditions};
 use crate::cluster::leader_election::Leadership;
 use crate::cluster::state::{ClusterState, DesiredState};
 use crate::config::ObjectNames;
-use crate::dns::LeftOut;
+use tunnel_dns::LeftOut;
 
 /// Changes wait for this much quiet, so that a burst results in one write.
 const QUIET: Duration = Duration::from_millis(300);

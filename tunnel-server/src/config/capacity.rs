@@ -4,13 +4,13 @@
 
 use tokio::sync::Semaphore;
 use tracing::info;
-use tunnel_proto::process::conn_limiter::ConnLimits;
-use tunnel_proto::process::host::Resources;
-use tunnel_proto::process::limits::AutoBufferPool;
-use tunnel_proto::process::settings::format_size;
+use tunnel_process::conn_limiter::ConnLimits;
+use tunnel_process::host::Resources;
+use tunnel_process::limits::AutoBufferPool;
+use tunnel_process::settings::format_size;
 
 use super::{Config, Limits};
-use crate::dns::DnsLimits;
+use tunnel_dns::DnsLimits;
 
 /// Maximum memory of an idle caller, with TLS. A caller that sends a head needs the size of the
 /// head in addition. A head above [`CONNECTION_HEAD_BYTES`] has memory of the buffer pool.

@@ -4,7 +4,7 @@
 use std::net::IpAddr;
 use std::path::PathBuf;
 
-use tunnel_proto::process::settings::ConfigErrors;
+use tunnel_process::settings::ConfigErrors;
 use tunnel_proto::tls::files::KeyPairFiles;
 use tunnel_proto::wire::name::NodeName;
 

@@ -3,8 +3,8 @@
 use std::collections::BTreeSet;
 use std::net::IpAddr;
 
-use tunnel_proto::process::networks::{effective_ip, forbidden_kind};
-use tunnel_proto::process::settings::{ConfigErrors, parse_quoted};
+use tunnel_process::networks::{effective_ip, forbidden_kind};
+use tunnel_process::settings::{ConfigErrors, parse_quoted};
 use tunnel_proto::wire::name::{CloudTarget, NodeName};
 
 use super::listeners::host_and_port;

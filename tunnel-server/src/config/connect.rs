@@ -3,10 +3,10 @@
 use std::net::SocketAddr;
 use std::path::PathBuf;
 
-use tunnel_proto::process::settings::{ConfigErrors, optional, parse_address};
+use tunnel_process::settings::{ConfigErrors, optional, parse_address};
 
 use super::RawConfig;
-use crate::routing::dial_policy::DirectTarget;
+use tunnel_routing::dial_policy::DirectTarget;
 
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct ConnectSettings {

@@ -2,12 +2,12 @@
 
 use std::net::{IpAddr, SocketAddr};
 
-use tunnel_proto::process::host::primary_address;
-use tunnel_proto::process::settings::{ConfigErrors, parse_address, parse_quoted};
+use tunnel_process::host::primary_address;
+use tunnel_process::settings::{ConfigErrors, parse_address, parse_quoted};
 use tunnel_proto::wire::name::NodeName;
 
 use super::{RawConfig, RawRecord};
-use crate::dns::{Addresses, ClusterDomain, DnsSettings, Node, NodeLocation, Resolvers};
+use tunnel_dns::{Addresses, ClusterDomain, DnsSettings, Node, NodeLocation, Resolvers};
 
 /// Returns the settings, or `None` if the DNS is off.
 pub(super) fn check(raw: &RawConfig, errors: &mut ConfigErrors) -> Option<DnsSettings> {

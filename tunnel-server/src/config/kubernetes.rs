@@ -3,11 +3,11 @@
 
 use std::path::PathBuf;
 
-use tunnel_proto::process::settings::{ConfigErrors, parse_quoted};
+use tunnel_process::settings::{ConfigErrors, parse_quoted};
 
 use super::RawConfig;
 use super::label_key::{self, LabelKey, is_object_name};
-use crate::dns::NamePattern;
+use tunnel_dns::NamePattern;
 
 /// Environment variable that is set in every container of a cluster.
 const CLUSTER_VARIABLE: &str = "KUBERNETES_SERVICE_HOST";

@@ -4,7 +4,7 @@
 use std::fmt;
 use std::str::FromStr;
 
-use tunnel_proto::process::settings::ConfigErrors;
+use tunnel_process::settings::ConfigErrors;
 
 /// Key of a label in Kubernetes: a name, with the prefix of a DNS subdomain or without.
 #[derive(Debug, Clone, PartialEq, Eq, PartialOrd, Ord)]

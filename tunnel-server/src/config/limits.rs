@@ -3,14 +3,14 @@
 
 use std::time::Duration;
 
-use tunnel_proto::process::conn_limiter::ConnLimits;
-use tunnel_proto::process::limits::{check_buffer_pool, count, duration, duration_within, size};
-use tunnel_proto::process::settings::{ConfigErrors, optional};
+use tunnel_process::conn_limiter::ConnLimits;
+use tunnel_process::limits::{check_buffer_pool, count, duration, duration_within, size};
+use tunnel_process::settings::{ConfigErrors, optional};
 use tunnel_proto::session::LivenessLimits;
 
-use crate::dns::DnsLimits;
+use tunnel_dns::DnsLimits;
 
-tunnel_proto::limits! {
+tunnel_process::limits! {
     /// Time limit for TLS and QUIC handshakes, for the admission of an agent and for a whole
     /// enrollment.
     handshake_timeout ("handshakeTimeout", counted as HandshakeTimeout): Duration

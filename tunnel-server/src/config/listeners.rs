@@ -2,7 +2,7 @@
 
 use std::net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr};
 
-use tunnel_proto::process::settings::{ConfigErrors, optional, parse_address, parse_quoted};
+use tunnel_process::settings::{ConfigErrors, optional, parse_address, parse_quoted};
 use tunnel_proto::wire::header::Target;
 use tunnel_proto::wire::name::{NodeName, Port};
 use tunnel_proto::wire::{PORT_AGENTS, PORT_HTTP, PORT_HTTPS};
@@ -10,8 +10,8 @@ use tunnel_proto::wire::{PORT_AGENTS, PORT_HTTP, PORT_HTTPS};
 use super::certificates::ClientAuth;
 use super::kubernetes::KubernetesSettings;
 use super::{RawConfig, RawTcpService};
-use crate::policy::PortPolicy;
-use crate::routing::destination::{Destination, TcpService};
+use tunnel_routing::destination::{Destination, TcpService};
+use tunnel_routing::policy::PortPolicy;
 
 /// Default ports that agents dial on their loopback.
 pub const LOCALHOST_PORTS: &str = "10266, 10267";

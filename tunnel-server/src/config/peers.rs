@@ -3,8 +3,8 @@
 use std::collections::BTreeSet;
 use std::net::{Ipv6Addr, SocketAddr};
 
-use tunnel_proto::process::host::host_name;
-use tunnel_proto::process::settings::{ConfigErrors, optional, parse_address, parse_quoted};
+use tunnel_process::host::host_name;
+use tunnel_process::settings::{ConfigErrors, optional, parse_address, parse_quoted};
 use tunnel_proto::wire::REPLICAS_MAX;
 use tunnel_proto::wire::name::{ReplicaId, ZoneName};
 

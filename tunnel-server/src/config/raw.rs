@@ -1,14 +1,14 @@
 //! Raw settings: flags, environment variables and the YAML file, before any check.
 
 use serde::Deserialize;
-use tunnel_proto::process::yaml;
+use tunnel_process::yaml;
 
 use super::RawLimits;
 
 /// Value of `--cloud-apiserver` without a value.
 pub(super) const IN_CLUSTER: &str = "in-cluster";
 
-tunnel_proto::layered! {
+tunnel_process::layered! {
     /// The raw settings. Each field is a flag, an environment variable and a key of the YAML file.
     #[derive(Debug, Default, Clone, clap::Args, Deserialize)]
     #[serde(rename_all = "camelCase", deny_unknown_fields, default)]

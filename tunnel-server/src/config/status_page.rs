@@ -3,7 +3,7 @@
 use std::net::SocketAddr;
 use std::path::PathBuf;
 
-use tunnel_proto::process::settings::{ConfigErrors, optional, parse_address};
+use tunnel_process::settings::{ConfigErrors, optional, parse_address};
 
 use super::RawConfig;
 

@@ -3,7 +3,7 @@
 
 use std::path::PathBuf;
 
-use tunnel_proto::process::settings::ConfigErrors;
+use tunnel_process::settings::ConfigErrors;
 use tunnel_proto::tls::files::KeyPairFiles;
 
 use super::RawConfig;
@@ -155,7 +155,7 @@ mod tests {
     use super::*;
 
     fn checked(yaml: &str, verifies_callers: bool) -> Result<TargetSettings, String> {
-        let raw: RawConfig = tunnel_proto::process::yaml::parse(yaml).unwrap().unwrap();
+        let raw: RawConfig = tunnel_process::yaml::parse(yaml).unwrap().unwrap();
         let mut errors = ConfigErrors::default();
         let settings = TargetSettings::check(&raw, verifies_callers, true, &mut errors);
         errors.finish(settings).map_err(|error| error.to_string())

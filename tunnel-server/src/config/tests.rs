@@ -1,8 +1,8 @@
 use tunnel_proto::session::LivenessLimits;
 
 use super::*;
-use crate::store::data_dir::testing::Scratch;
 use crate::testing::assert_contains;
+use tunnel_store::data_dir::testing::Scratch;
 
 pub(super) fn raw(text: &str) -> Result<RawConfig, String> {
     let raw = yaml::parse::<RawConfig>(text).map_err(|error| error.to_string())?;

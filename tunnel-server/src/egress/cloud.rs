@@ -4,7 +4,7 @@ use std::collections::HashMap;
 use std::net::{IpAddr, SocketAddr};
 use std::sync::atomic::{AtomicUsize, Ordering};
 
-use tunnel_proto::process::networks::{effective_ip, forbidden_kind};
+use tunnel_process::networks::{effective_ip, forbidden_kind};
 use tunnel_proto::wire::code::RefusalCode;
 use tunnel_proto::wire::header::Refusal;
 use tunnel_proto::wire::name::{CloudTarget, NodeName, Port};

@@ -7,11 +7,11 @@ use std::time::Duration;
 
 use tokio::net::TcpStream;
 use tokio::time::{Instant, timeout_at};
+use tunnel_process::host::is_own_address;
 use tunnel_proto::dial::{
     ATTEMPT_DELAY, Candidate, DialError, Resolve as _, SystemResolver, dial, split_host_port,
     staggered,
 };
-use tunnel_proto::process::host::is_own_address;
 use tunnel_proto::wire::code::RefusalCode;
 use tunnel_proto::wire::header::Refusal;
 use tunnel_proto::wire::name::Port;

@@ -10,9 +10,9 @@ use std::time::SystemTime;
 use tokio::time::Instant;
 use tokio_util::sync::CancellationToken;
 use tracing::info;
-use tunnel_proto::process::conn_limiter::source;
-use tunnel_proto::process::shutdown::Shutdown;
-use tunnel_proto::process::telemetry::{ACCESS, StreamLines, StreamStage, non_empty};
+use tunnel_process::conn_limiter::source;
+use tunnel_process::shutdown::Shutdown;
+use tunnel_process::telemetry::{ACCESS, StreamLines, StreamStage, non_empty};
 use tunnel_proto::stream_record::{StreamEnd, StreamRecord};
 use tunnel_proto::transport::ByteCount;
 use tunnel_proto::wire::header::{StreamKind, one_line};
@@ -26,8 +26,8 @@ use crate::ingress::recent_requests::{RecentRequest, RecentRequests};
 use crate::metrics::{GaugeGuard, Metrics};
 use crate::routing::OpenStream;
 use crate::routing::attempts::ResendCause;
-use crate::routing::destination::Destination;
 use crate::routing::via::Via;
+use tunnel_routing::destination::Destination;
 
 /// Longest text of a caller in an access log line, and of any kind in a recent request, in bytes.
 const FIELD_MAX_BYTES: usize = 256;

@@ -10,7 +10,7 @@
 use http::header::PROXY_AUTHORIZATION;
 use http::{Request, Response};
 use hyper::body::Incoming;
-use tunnel_proto::process::conn_limiter::source;
+use tunnel_process::conn_limiter::source;
 
 use super::access_log::AccessLog;
 use super::context::ConnectProxy;
@@ -21,7 +21,7 @@ use super::http::exchange::{Exchange, Forwarded, ForwardedBody};
 use super::http::headers::trace_parent;
 use super::outcome::Outcome;
 use super::peer::CallerIdentity;
-use crate::policy::{AccessCaller, Denied};
+use tunnel_routing::policy::{AccessCaller, Denied};
 
 mod admin;
 pub mod basic_auth;
@@ -30,11 +30,11 @@ pub(super) mod dial;
 pub(crate) mod table;
 mod throttle;
 
-pub(super) use crate::routing::decision::proxy as request;
 pub use admin::AdminTunnels;
 use basic_auth::BasicAuthError;
 pub use dial::DirectDialer;
 use request::{ProxyRequest, RequestKind};
+pub(super) use tunnel_routing::decision::proxy as request;
 
 impl ConnectProxy {
     /// Returns the identity of the caller, after checking its credentials if the listener requires

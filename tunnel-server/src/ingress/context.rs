@@ -3,9 +3,9 @@
 use std::sync::Arc;
 
 use tokio_util::task::TaskTracker;
+use tunnel_process::conn_limiter::{ConnLimiter, ConnPermit};
+use tunnel_process::shutdown::Shutdown;
 use tunnel_proto::identity::CallerError;
-use tunnel_proto::process::conn_limiter::{ConnLimiter, ConnPermit};
-use tunnel_proto::process::shutdown::Shutdown;
 use tunnel_proto::wire::name::{NodeName, Port};
 
 use super::caller_stream::{CallerClosed, CloseMode};
@@ -18,11 +18,11 @@ use super::recent_requests::RecentRequests;
 use super::target_tls::TargetTls;
 use crate::config::Limits;
 use crate::metrics::Metrics;
-use crate::policy::SharedPortPolicy;
 use crate::routing::Routing;
-use crate::routing::destination::Scheme;
 use crate::routing::pod_lookup::PodResolver;
 use crate::routing::routes::Routes;
+use tunnel_routing::destination::Scheme;
+use tunnel_routing::policy::SharedPortPolicy;
 
 /// State that all listeners share.
 #[derive(Debug, Clone)]

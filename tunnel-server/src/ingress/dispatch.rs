@@ -8,8 +8,8 @@ use http::Request;
 use hyper::body::Incoming;
 use tokio::io::{AsyncRead, AsyncWrite};
 use tracing::debug;
+use tunnel_process::host::is_own_address;
 use tunnel_proto::egress::TargetSocket;
-use tunnel_proto::process::host::is_own_address;
 use tunnel_proto::relay::{Cut, PollCut, RelayEnd, RelaySide};
 use tunnel_proto::transport::{StreamCut, find_cause};
 
@@ -23,14 +23,14 @@ use super::http::exchange::{Exchange, Forwarded, forward_direct};
 use super::http::upstream::{accepted, stream_request};
 use super::outcome::Outcome;
 use super::tunnel::Tunnel;
-use crate::policy::{Access, AccessCaller, Authorized, authorize};
 use crate::routing::attempts::Attempts;
-use crate::routing::decision::delegated::{self, Decision, DelegatedRequest};
-use crate::routing::decision::{DecisionError, RequestFacts, decide};
-use crate::routing::destination::{Destination, DialTarget, RequestedDestination, RequestedNode};
-use crate::routing::dial_policy::AddressClaims;
 use crate::routing::registry::{CallerKey, OpenError};
 use crate::routing::{Attempt, Failed, OpenStream};
+use tunnel_routing::decision::delegated::{self, Decision, DelegatedRequest};
+use tunnel_routing::decision::{DecisionError, RequestFacts, decide};
+use tunnel_routing::destination::{Destination, DialTarget, RequestedDestination, RequestedNode};
+use tunnel_routing::dial_policy::AddressClaims;
+use tunnel_routing::policy::{Access, AccessCaller, Authorized, authorize};
 
 /// A request of a caller, as its listener has read it.
 #[derive(Debug)]

@@ -9,12 +9,12 @@ use tunnel_proto::wire::header::{Refusal, one_line};
 
 use crate::config::Limit;
 use crate::ingress::outcome::Outcome;
-use crate::policy::Denied;
 use crate::routing::Failed;
 use crate::routing::attempts::{EndedStream, Failure};
-use crate::routing::decision::DecisionError;
-use crate::routing::dial_policy::DialRefusal;
 use crate::routing::registry::OpenError;
+use tunnel_routing::decision::DecisionError;
+use tunnel_routing::dial_policy::DialRefusal;
+use tunnel_routing::policy::Denied;
 
 /// A failure before a response began, with its code and one line of text that names the node and
 /// the target.
@@ -218,10 +218,10 @@ mod tests {
     use tunnel_proto::wire::name::Port;
 
     use super::*;
-    use crate::policy::PortPolicyError;
-    use crate::routing::dial_policy::ClaimConflict;
     use crate::routing::pod_lookup::Pod;
     use crate::routing::routes::{RouteError, SeveralNodes};
+    use tunnel_routing::dial_policy::ClaimConflict;
+    use tunnel_routing::policy::PortPolicyError;
 
     #[test]
     fn errors_of_routing_and_policy_have_their_outcomes_and_texts() {

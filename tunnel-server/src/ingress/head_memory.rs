@@ -7,7 +7,7 @@ use std::net::IpAddr;
 use std::sync::Arc;
 
 use parking_lot::Mutex;
-use tunnel_proto::process::conn_limiter::source;
+use tunnel_process::conn_limiter::source;
 use tunnel_proto::transport::{BufferPool, PoolPermit};
 
 /// Divisor for the part of the pool that all large heads together may reserve. The other part is

@@ -57,11 +57,11 @@ use crate::ingress::http::timeouts::{
 use crate::ingress::http::upstream::{TargetIo, UpstreamPool};
 use crate::ingress::outcome::Outcome;
 use crate::ingress::tunnel::Tunnel;
-use crate::policy::AccessCaller;
-use crate::routing::decision::RequestFacts;
-use crate::routing::decision::delegated::DelegatedRequest;
-use crate::routing::destination::Scheme;
-use crate::routing::pod::KubeletPath;
+use tunnel_routing::decision::RequestFacts;
+use tunnel_routing::decision::delegated::DelegatedRequest;
+use tunnel_routing::destination::Scheme;
+use tunnel_routing::pod::KubeletPath;
+use tunnel_routing::policy::AccessCaller;
 
 /// Idle time after which a connection frees hyper's buffers. The buffers are most of the memory of
 /// an idle connection.

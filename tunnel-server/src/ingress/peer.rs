@@ -3,10 +3,10 @@
 use std::fmt;
 use std::net::{IpAddr, Ipv6Addr, SocketAddr};
 
-use tunnel_proto::process::conn_limiter::source;
+use tunnel_process::conn_limiter::source;
 
-pub use crate::policy::CallerIdentity;
 use crate::routing::registry::CallerKey;
+pub use tunnel_routing::policy::CallerIdentity;
 
 /// The address of a caller's connection.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]

@@ -15,8 +15,8 @@ use super::dispatch::{
 use super::error::ProxyError;
 use super::peer::CallerAddr;
 use super::tunnel::Tunnel;
-use crate::policy::AccessCaller;
-use crate::routing::destination::TcpService;
+use tunnel_routing::destination::TcpService;
+use tunnel_routing::policy::AccessCaller;
 
 /// Forwards one connection. If anything fails before or after the first byte, the caller receives a
 /// TCP reset and never a clean end. The access log contains the reason.

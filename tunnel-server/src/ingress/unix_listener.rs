@@ -12,8 +12,8 @@ use std::time::Duration;
 use tokio::net::{UnixListener, UnixStream};
 use tokio::time::sleep;
 use tracing::{Instrument, info, info_span, warn};
-use tunnel_proto::process::accept::RetryingListener;
-use tunnel_proto::process::unix_socket::{self, SocketFile, SocketPermissions};
+use tunnel_process::accept::RetryingListener;
+use tunnel_process::unix_socket::{self, SocketFile, SocketPermissions};
 
 use super::context::{HttpListener, IngressContext};
 use super::peer::{CallerAddr, CallerIdentity};

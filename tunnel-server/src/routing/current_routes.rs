@@ -8,7 +8,7 @@ use tokio::sync::watch;
 use tunnel_proto::wire::name::NodeName;
 use tunnel_routing::routes::{IsHeldElsewhere, RouteNode, RouteSource, RouteTable};
 
-use crate::store::known_nodes::NodeMap;
+use tunnel_store::known_nodes::NodeMap;
 
 /// The current route table, merged from its sources. Clones share the table.
 #[derive(Debug, Clone, Default)]
@@ -111,8 +111,8 @@ mod tests {
     use tunnel_tables::visits;
 
     use super::*;
-    use crate::store::data_dir::testing::Scratch;
-    use crate::store::known_nodes::{EnrollmentKind, KnownNodes};
+    use tunnel_store::data_dir::testing::Scratch;
+    use tunnel_store::known_nodes::{EnrollmentKind, KnownNodes};
 
     fn name(text: &str) -> NodeName {
         text.parse().unwrap()

@@ -10,7 +10,7 @@ use parking_lot::Mutex;
 use tokio::sync::watch;
 use tokio::time::{Instant, timeout_at};
 use tracing::debug;
-use tunnel_proto::process::settings::format_size;
+use tunnel_process::settings::format_size;
 use tunnel_proto::transport::{SessionError, Stream};
 use tunnel_proto::wire::header::StreamHeader;
 use tunnel_proto::wire::name::{InstanceId, NodeName, SessionId};

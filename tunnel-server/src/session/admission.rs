@@ -6,8 +6,8 @@ use std::time::{Duration, SystemTime};
 use tokio::sync::watch;
 use tokio::time::{Instant, timeout};
 use tracing::{debug, info, warn};
+use tunnel_process::telemetry::LogRateLimit;
 use tunnel_proto::identity::{BACKDATED, TrustDomain};
-use tunnel_proto::process::telemetry::LogRateLimit;
 use tunnel_proto::session::control::{self, ControlReader, ControlWriter};
 use tunnel_proto::tls::AgentTrust;
 use tunnel_proto::transport::{CloseReason, ClosedBy, Session, SessionError};
@@ -22,10 +22,10 @@ use tunnel_proto::wire::{VERSION_MAX, VERSION_MIN, negotiate_version};
 use super::refused::{DISTRUSTED, REVOKED};
 use super::{AdmissionRate, Sessions};
 use crate::config::Limit;
-use crate::routing::known_nodes::EnrollmentKind;
 use crate::routing::registry::{
     AgentSession, LastClose, RegisterError, Registration, answers_probe,
 };
+use tunnel_store::known_nodes::EnrollmentKind;
 
 /// Time that a refused agent has to acknowledge the reason.
 const REJECT_TIMEOUT: Duration = Duration::from_secs(1);

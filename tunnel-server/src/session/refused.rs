@@ -6,12 +6,12 @@ use std::collections::HashSet;
 use std::sync::Arc;
 
 use tracing::info;
-use tunnel_proto::process::shutdown::Shutdown;
+use tunnel_process::shutdown::Shutdown;
 use tunnel_proto::tls::AgentTrust;
 use tunnel_proto::wire::code::CloseCode;
 
-use crate::ca::revocation::Revocations;
 use crate::routing::registry::{AgentSession, Registry};
+use tunnel_ca::revocation::Revocations;
 
 /// Close reason for sessions whose certificate is revoked.
 pub(crate) const REVOKED: &str = "the node's certificate was revoked";

@@ -5,13 +5,13 @@ use std::time::{Duration, SystemTime};
 use tokio::task::{JoinError, JoinHandle};
 use tokio::time::Instant;
 use tracing::{info, warn};
-use tunnel_proto::process::telemetry::LogRateLimit;
+use tunnel_process::telemetry::LogRateLimit;
 use tunnel_proto::wire::code::EnrollCode;
 use tunnel_proto::wire::enroll::EnrollReply;
 
 use super::Sessions;
-use crate::ca::renewal::{EnrollRefusal, RenewedCertificate};
 use crate::routing::registry::AgentSession;
+use tunnel_ca::renewal::{EnrollRefusal, RenewedCertificate};
 
 /// Shortest time between two requests of an agent. No correct agent sends requests faster.
 const RENEWAL_INTERVAL_MIN: Duration = Duration::from_secs(1);
@@ -80,7 +80,7 @@ impl Sessions {
                 agent.renewed(renewed.not_after, renewed.chain);
                 self.nodes.record_renewal(node, renewed.not_after);
                 self.metrics.renewal("issued");
-                let not_after = crate::store::data_dir::rfc3339(renewed.not_after);
+                let not_after = tunnel_store::data_dir::rfc3339(renewed.not_after);
                 info!(%node, session = agent.id.0, not_after, "certificate renewed");
                 renewed.reply
             }

@@ -7,7 +7,7 @@ use tracing::warn;
 use tunnel_proto::transport::quic::ResetTarget;
 use tunnel_proto::wire::enroll::hex;
 
-use crate::store::state_store::{RowChange, StateStore, Table};
+use tunnel_store::state_store::{RowChange, StateStore, Table};
 
 /// The connections in the store of a data directory.
 #[derive(Debug, Clone)]
@@ -68,8 +68,8 @@ impl Drop for SavedConnection {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::store::data_dir::testing::Scratch;
-    use crate::store::state_store::OnDamage;
+    use tunnel_store::data_dir::testing::Scratch;
+    use tunnel_store::state_store::OnDamage;
 
     #[test]
     fn connections_are_saved_while_their_sessions_are_open_and_taken_once() {

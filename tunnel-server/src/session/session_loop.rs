@@ -10,11 +10,11 @@ use std::time::{Duration, SystemTime};
 use tokio::sync::watch;
 use tokio::time::{Instant, sleep};
 use tracing::{debug, info, warn};
+use tunnel_process::timers::coalesced;
 use tunnel_proto::session::{
     ControlSender, LivenessCheck, LivenessLimits, LivenessState, Observation, SessionMonitor,
     SilenceCause, Transition,
 };
-use tunnel_proto::timers::coalesced;
 use tunnel_proto::transport::{CloseReason, ClosedBy, StreamCut, find_cause};
 use tunnel_proto::wire::code::CloseCode;
 use tunnel_proto::wire::control::{ControlMessage, Member};

@@ -8,8 +8,8 @@ use std::sync::Arc;
 
 use parking_lot::Mutex;
 use tracing::warn;
-use tunnel_proto::process::disk::FileActivity;
-use tunnel_proto::process::files;
+use tunnel_process::disk::FileActivity;
+use tunnel_process::files;
 use tunnel_proto::transport::quic::QuicKeys;
 
 use crate::state_store::{OnDamage, StateStore, WeakStore};

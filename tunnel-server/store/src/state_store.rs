@@ -23,9 +23,9 @@ use std::time::{Duration, Instant};
 use parking_lot::{Condvar, Mutex};
 use serde::de::DeserializeOwned;
 use tracing::{info, warn};
-use tunnel_proto::process::disk::{ANSWER_TIMEOUT, FileActivity};
-use tunnel_proto::process::files;
-use tunnel_proto::process::meta::Readiness;
+use tunnel_process::disk::{ANSWER_TIMEOUT, FileActivity};
+use tunnel_process::files;
+use tunnel_process::meta::Readiness;
 use zeroize::Zeroizing;
 
 use super::document::block_current_thread;

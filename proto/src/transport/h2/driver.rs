@@ -35,11 +35,11 @@ use super::pump::{Input, Pump};
 use super::session::{Commands, SessionShared};
 use super::stream::{H2Stream, StreamShared};
 use super::wakeups::Wakeups;
-use crate::timers::{coalesced_period, current_slot};
 use crate::transport::SessionSettings;
 use crate::transport::flow::SessionFlow;
 use crate::wire::close::SessionMessage;
 use crate::wire::code::CloseCode;
+use tunnel_process::timers::{coalesced_period, current_slot};
 
 mod close;
 

@@ -8,7 +8,7 @@ use std::time::{Duration, Instant};
 use quinn::AsyncTimer;
 use tokio::time::{Sleep, sleep_until};
 
-use crate::timers::coalesced_late;
+use tunnel_process::timers::coalesced_late;
 
 /// Time from which a deadline may be late. Those of loss detection are sooner on most paths.
 const LATE_AFTER: Duration = Duration::from_secs(1);

@@ -5,7 +5,7 @@ use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result, ensure};
 use serde_json::Value;
-use tunnel_proto::process::host::{Resources, raise_descriptor_limit};
+use tunnel_process::host::{Resources, raise_descriptor_limit};
 use tunnel_tests::apiserver::{FakeApiServer, Setup};
 use tunnel_tests::link::{Impairment, Link, TrafficClass};
 use tunnel_tests::process::{Listener, Program, ScratchDir};

@@ -3,8 +3,8 @@
 use std::time::{Duration, Instant, SystemTime};
 
 use anyhow::{Context, Result, ensure};
-use tunnel_server::routing::known_nodes::KnownNodes;
-use tunnel_server::store::data_dir::DataDir;
+use tunnel_store::data_dir::DataDir;
+use tunnel_store::known_nodes::KnownNodes;
 use tunnel_tests::metrics::meta_page;
 use tunnel_tests::process::{Listener, ScratchDir, ServerSetup};
 

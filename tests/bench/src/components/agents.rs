@@ -17,8 +17,9 @@ use tokio::time::{Instant, sleep, timeout};
 use tunnel_agent::assignment::wanted_replicas;
 use tunnel_agent::backoff::{Backoff, ReconnectEvent};
 use tunnel_agent::distance::ZoneDistances;
+use tunnel_ca::LocalCa;
+use tunnel_process::host::raise_descriptor_limit;
 use tunnel_proto::egress::{SocketPeer, TargetSocket, relay_socket};
-use tunnel_proto::process::host::raise_descriptor_limit;
 use tunnel_proto::session::control;
 use tunnel_proto::tcp::{Direct, ServerAddr};
 use tunnel_proto::tls::{self, Trust};
@@ -31,8 +32,7 @@ use tunnel_proto::transport::{
 use tunnel_proto::wire::control::{ControlMessage, Hello, Member};
 use tunnel_proto::wire::name::{InstanceId, NodeName};
 use tunnel_proto::wire::{ALPN_SESSION, ALPN_SESSION_TCP, VERSION_MAX, VERSION_MIN};
-use tunnel_server::ca::LocalCa;
-use tunnel_server::store::data_dir::DataDir;
+use tunnel_store::data_dir::DataDir;
 use tunnel_tests::process::Peering;
 
 use super::listening;

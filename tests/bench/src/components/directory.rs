@@ -6,7 +6,7 @@ use std::time::SystemTime;
 use anyhow::{Result, ensure};
 use tunnel_proto::wire::name::{InstanceId, ReplicaId};
 use tunnel_proto::wire::peer::HeldNode;
-use tunnel_server::routing::directory::Directory;
+use tunnel_routing::directory::Directory;
 use tunnel_tests::process::Peering;
 
 use super::agents::node_name;

@@ -1,7 +1,7 @@
 //! The nodes that callers reach at each server.
 
 use tunnel_proto::wire::name::ReplicaId;
-use tunnel_server::routing::directory::LinkState;
+use tunnel_routing::directory::LinkState;
 
 use super::Simulation;
 use crate::server::Phase;

@@ -6,9 +6,9 @@ use std::time::{Duration, SystemTime};
 
 use anyhow::{Context, Result, ensure};
 use tunnel_agent::config::{Config as AgentConfig, TokenSource};
+use tunnel_ca::revocation::OrderAction;
 use tunnel_proto::identity::TrustDomain;
 use tunnel_proto::wire::code::CloseCode;
-use tunnel_server::ca::revocation::OrderAction;
 use tunnel_tests::apiserver::{Presence, Reviewing, TokenClaims};
 use tunnel_tests::ca::replace;
 use tunnel_tests::cluster::Cluster;

@@ -4,9 +4,9 @@
 use std::time::Duration;
 
 use anyhow::{Result, ensure};
+use tunnel_ca::revocation::OrderAction;
 use tunnel_proto::identity::{TrustDomain, validity};
 use tunnel_proto::tls::{self, Trust};
-use tunnel_server::ca::revocation::OrderAction;
 use tunnel_tests::apiserver::Presence;
 use tunnel_tests::ca::{Leaf, Subject, TestCa, replace};
 use tunnel_tests::client::UpgradeClient;

@@ -4,8 +4,8 @@
 use std::time::{Duration, Instant, SystemTime};
 
 use anyhow::{Result, ensure};
+use tunnel_ca::revocation::OrderAction;
 use tunnel_proto::wire::code::EnrollCode;
-use tunnel_server::ca::revocation::OrderAction;
 use tunnel_tests::apiserver::Fault;
 use tunnel_tests::cluster::Cluster;
 use tunnel_tests::env::{Agent, TestEnv, WAIT_TIMEOUT};

@@ -7,7 +7,7 @@ use std::time::{Duration, SystemTime};
 use anyhow::{Context, Result, ensure};
 use k8s_openapi::ByteString;
 use serde_json::{Value, json};
-use tunnel_server::ca::revocation::OrderAction;
+use tunnel_ca::revocation::OrderAction;
 use tunnel_server::cluster::objects::{join_token_name, tokens_namespace};
 use tunnel_tests::client::{RawRequest, request};
 use tunnel_tests::cluster::{Cluster, SERVICE_ACCOUNT};

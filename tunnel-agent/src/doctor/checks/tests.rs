@@ -1,7 +1,7 @@
 use std::time::SystemTime;
 
 use tunnel_doctor::{Finding, HostFacts, UdpBuffer};
-use tunnel_proto::process::limits::buffer_pool_fault;
+use tunnel_process::limits::buffer_pool_fault;
 use tunnel_proto::wire::code::CloseCode;
 use tunnel_proto::wire::header::Refusal;
 use tunnel_proto::wire::name::Port;

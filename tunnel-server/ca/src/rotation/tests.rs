@@ -3,8 +3,8 @@ use std::sync::atomic::{AtomicU64, Ordering};
 
 use rcgen::{CertificateParams, KeyPair};
 use rustls_pki_types::CertificateDer;
+use tunnel_process::files;
 use tunnel_proto::identity::spki_sha256;
-use tunnel_proto::process::files;
 use tunnel_proto::tls::{self, AgentTrust};
 use tunnel_store::known_nodes::EnrollmentKind;
 use tunnel_store::testing::{Scratch, assert_contains, node};

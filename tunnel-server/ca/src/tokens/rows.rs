@@ -8,7 +8,7 @@ use std::time::{Duration, SystemTime};
 use parking_lot::Mutex;
 use tokio::time::Instant;
 use tracing::info;
-use tunnel_proto::process::shutdown::Shutdown;
+use tunnel_process::shutdown::Shutdown;
 use tunnel_store::data_dir::DataDir;
 use tunnel_store::state_store::{OnDamage, RowChange, StateStore, Table};
 

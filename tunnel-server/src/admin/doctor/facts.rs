@@ -12,8 +12,8 @@ use tokio::time::{Instant, timeout};
 use tunnel_doctor::{
     Condition, Fact, HostFacts, NO_ANSWER, conditions, time_for_facts, waits_for, within,
 };
-use tunnel_proto::process::host::Resources;
-use tunnel_proto::process::meta;
+use tunnel_process::host::Resources;
+use tunnel_process::meta;
 use tunnel_proto::wire::name::NodeName;
 
 use self::dialed::DialedFacts;
@@ -23,7 +23,7 @@ use crate::admin::pages::PageQuery;
 use crate::admin::{AdminClient, AdminError};
 use crate::cluster::doctor::{ClusterFacts, ClusterObjects};
 use crate::config::{Capacity, Config, DescriptorUses};
-use crate::store::data_dir::DataDir;
+use tunnel_store::data_dir::DataDir;
 
 pub(super) mod dialed;
 pub(super) mod kubelets;

@@ -5,7 +5,7 @@ use std::collections::BTreeMap;
 use std::time::{Duration, SystemTime};
 
 use tunnel_doctor::{Fault, FaultGroups, FaultKind, Severity};
-use tunnel_proto::process::name_list::NAMES_SHOWN_MAX;
+use tunnel_process::name_list::NAMES_SHOWN_MAX;
 use tunnel_proto::wire::REPLICAS_MAX;
 use tunnel_proto::wire::name::NodeName;
 

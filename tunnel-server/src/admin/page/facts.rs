@@ -11,7 +11,7 @@ use super::visible::VisibleText;
 use crate::admin::status::{NodeStatus, NodeTotals};
 use crate::ingress::recent_requests::RecentRequest;
 use crate::routing::peers::{PeerState, PeerStatus};
-use crate::store::data_dir::rfc3339;
+use tunnel_store::data_dir::rfc3339;
 
 /// What one page shows.
 #[derive(Debug, Serialize)]

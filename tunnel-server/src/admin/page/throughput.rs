@@ -7,7 +7,7 @@ use std::time::Duration;
 use parking_lot::Mutex;
 use serde::Serialize;
 use tokio::time::{Instant, MissedTickBehavior, interval};
-use tunnel_proto::process::shutdown::Shutdown;
+use tunnel_process::shutdown::Shutdown;
 use tunnel_proto::wire::name::{NodeName, SessionId};
 
 use crate::routing::registry::{AgentSession, Registry};

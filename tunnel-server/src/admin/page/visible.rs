@@ -3,7 +3,7 @@
 use std::fmt;
 
 use serde::Serialize;
-use tunnel_proto::process::telemetry::{LogFormat, visible};
+use tunnel_process::telemetry::{LogFormat, visible};
 
 /// A text of a peer or a caller. A page shows characters that are invisible or change the direction of
 /// other text as `\u{202e}`, and the template escapes the markup. JSON has the text as it is.

@@ -3,10 +3,10 @@ use std::net::IpAddr;
 use std::time::SystemTime;
 
 use super::*;
-use crate::ca::revocation::OrderAction;
-use crate::routing::known_nodes::KnownNodes;
-use crate::store::data_dir::testing::Scratch;
 use crate::testing::node_sources;
+use tunnel_ca::revocation::OrderAction;
+use tunnel_store::data_dir::testing::Scratch;
+use tunnel_store::known_nodes::KnownNodes;
 
 fn name(number: usize) -> NodeName {
     format!("edge-{number:06}").parse().unwrap()

@@ -5,7 +5,7 @@ use std::io::{self, Write as _};
 use std::os::unix::fs::OpenOptionsExt as _;
 use std::path::{Path, PathBuf};
 
-use tunnel_proto::process::telemetry;
+use tunnel_process::telemetry;
 
 use super::check::{self, Format};
 

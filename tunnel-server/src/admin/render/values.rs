@@ -4,7 +4,7 @@ use std::fmt;
 use std::net::{IpAddr, Ipv4Addr, SocketAddr};
 use std::str::FromStr;
 
-use crate::routing::decision::HostPort;
+use tunnel_routing::decision::HostPort;
 
 /// An address with a host, which is a DNS name or an IP, and a port.
 #[derive(Debug, Clone, PartialEq, Eq)]

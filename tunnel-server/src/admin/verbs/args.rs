@@ -8,7 +8,7 @@ use tunnel_proto::wire::PORT_SERVER_META;
 use tunnel_proto::wire::name::NodeName;
 
 use super::selector::LabelSelector;
-use crate::ca::client::CallerName;
+use tunnel_ca::client::CallerName;
 
 /// The argument that names the data directory.
 #[derive(Debug, Clone, clap::Args)]

@@ -5,16 +5,16 @@ use std::io;
 use std::path::Path;
 use std::time::{Duration, SystemTime};
 
-use tunnel_proto::process::files;
-use tunnel_proto::process::terminal::{Answer, ask};
+use tunnel_process::files;
+use tunnel_process::terminal::{Answer, ask};
 
 use super::{CaArgs, CaVerb, VerbError, VerbOutput, load_ca, open_dir, rotate};
 use crate::admin::AdminClient;
-use crate::ca::CaMaterial;
-use crate::ca::client::{CallerName, ClientCa};
-use crate::ca::rotation::RotationAction;
-use crate::ca::transfer::{self, StoredCa};
-use crate::store::data_dir::{DataDir, rfc3339};
+use tunnel_ca::CaMaterial;
+use tunnel_ca::client::{CallerName, ClientCa};
+use tunnel_ca::rotation::RotationAction;
+use tunnel_ca::transfer::{self, StoredCa};
+use tunnel_store::data_dir::{DataDir, rfc3339};
 
 impl CaArgs {
     /// Prints the CA's certificate. Without a running server, a cluster's directory provides the

@@ -5,9 +5,9 @@ use std::path::Path;
 
 use super::{DataVerb, VerbError, VerbOutput};
 use crate::admin::AdminClient;
-use crate::ca::revocation::Revocations;
-use crate::store::data_dir::DataDir;
-use crate::store::state_store::{OnDamage, StateStore, Table, json_text};
+use tunnel_ca::revocation::Revocations;
+use tunnel_store::data_dir::DataDir;
+use tunnel_store::state_store::{OnDamage, StateStore, Table, json_text};
 
 impl DataVerb {
     /// Runs the command and prints the result.

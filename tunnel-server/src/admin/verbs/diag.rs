@@ -5,15 +5,15 @@ use std::path::Path;
 
 use serde::Serialize;
 use serde_json::Value;
-use tunnel_proto::process::diag::DiagDocument;
-use tunnel_proto::process::settings::ConfigError;
+use tunnel_process::diag::DiagDocument;
+use tunnel_process::settings::ConfigError;
 use tunnel_proto::wire::PORT_SERVER_META;
 
 use super::VerbError;
 use crate::admin::AdminClient;
 use crate::admin::pages::PageQuery;
 use crate::config::{Config, DATA_DIR};
-use crate::store::data_dir::DataDir;
+use tunnel_store::data_dir::DataDir;
 
 /// Collects the facts of the server of a data directory. Without valid settings these are the facts
 /// of a server with the default data directory and meta address.

@@ -4,7 +4,7 @@ use std::net::SocketAddr;
 use std::time::Duration;
 
 use http::StatusCode;
-use tunnel_proto::process::meta;
+use tunnel_process::meta;
 
 /// Requests `/readyz` at the address on which the server listens. Returns why the server is not
 /// ready.
@@ -44,8 +44,8 @@ const TIMEOUT: Duration = Duration::from_secs(3);
 mod tests {
     use prometheus_client::registry::Registry;
     use tokio::net::TcpListener;
-    use tunnel_proto::process::meta::{Meta, Readiness};
-    use tunnel_proto::process::shutdown::Shutdown;
+    use tunnel_process::meta::{Meta, Readiness};
+    use tunnel_process::shutdown::Shutdown;
 
     use super::super::VerbError;
     use super::*;

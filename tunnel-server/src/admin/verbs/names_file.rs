@@ -83,8 +83,8 @@ const FILE_MAX_BYTES: u64 = 32 << 20;
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::store::data_dir::testing::Scratch;
     use crate::testing::assert_contains;
+    use tunnel_store::data_dir::testing::Scratch;
 
     fn load(content: &[u8], names: &[&str]) -> Result<Vec<String>, NamesFileError> {
         let scratch = Scratch::new();

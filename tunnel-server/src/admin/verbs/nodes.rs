@@ -7,7 +7,7 @@ use std::io::{self, Write};
 use std::time::{Duration, SystemTime};
 
 use tokio::time::{Instant, sleep};
-use tunnel_proto::process::name_list::NameList;
+use tunnel_process::name_list::NameList;
 use tunnel_proto::wire::name::NodeName;
 
 use super::json_list::JsonList;
@@ -19,9 +19,9 @@ use super::{
 use crate::admin::pages::{NodesPage, PAGE_MAX, PageQuery, RevocationsPage, revocations_page};
 use crate::admin::status::{NodeSources, NodeStatus, NodeTotals};
 use crate::admin::{AdminClient, AdminError, ForgetOutcome, NodesOrder, OrderOutcome};
-use crate::ca::revocation::{OrderAction, Revocations};
-use crate::routing::known_nodes::KnownNodes;
-use crate::store::data_dir::DataDir;
+use tunnel_ca::revocation::{OrderAction, Revocations};
+use tunnel_store::data_dir::DataDir;
+use tunnel_store::known_nodes::KnownNodes;
 
 impl NodesArgs {
     /// Runs the command and prints the result. A reader that closes the pipe early is not an error.
@@ -521,8 +521,8 @@ mod tests {
 
     use super::*;
     use crate::routing::routes::{RouteNode, RouteSource};
-    use crate::store::data_dir::rfc3339;
     use crate::testing::{assert_contains, node_sources};
+    use tunnel_store::data_dir::rfc3339;
 
     #[derive(Parser, Debug)]
     struct Cli {
@@ -624,7 +624,7 @@ mod tests {
 
     #[tokio::test]
     async fn hundred_thousand_nodes_are_printed_while_they_are_read() {
-        let scratch = crate::store::data_dir::testing::Scratch::new();
+        let scratch = tunnel_store::data_dir::testing::Scratch::new();
         let nodes = KnownNodes::open(&scratch.0).unwrap();
         for number in 0..100_000 {
             nodes.record(&format!("edge-{number:06}").parse().unwrap(), &[]);

@@ -4,10 +4,10 @@ use std::fmt::Write as _;
 
 use super::{VerbError, VerbOutput};
 use crate::admin::AdminClient;
-use crate::ca::rotation::{
+use tunnel_ca::rotation::{
     AgentCounts, RotationAction, RotationProgress, RotationStage, RotationStatus,
 };
-use crate::store::data_dir::{DataDir, rfc3339};
+use tunnel_store::data_dir::{DataDir, rfc3339};
 
 /// Runs `action` at the running server, and prints the stage.
 pub(super) async fn rotate(

@@ -5,15 +5,15 @@ use std::fmt::Write as _;
 use std::net::IpAddr;
 use std::time::{Duration, SystemTime};
 
-use tunnel_proto::process::name_list::NAMES_SHOWN_MAX;
-use tunnel_proto::process::telemetry::is_hidden;
+use tunnel_process::name_list::NAMES_SHOWN_MAX;
+use tunnel_process::telemetry::is_hidden;
 
 use crate::admin::RevocationInfo;
 use crate::admin::pages::NodesPage;
 use crate::admin::status::NodeStatus;
-use crate::ca::tokens::{TokenInfo, TokenState};
-use crate::routing::known_nodes::EnrollmentKind;
-use crate::store::data_dir::rfc3339;
+use tunnel_ca::tokens::{TokenInfo, TokenState};
+use tunnel_store::data_dir::rfc3339;
+use tunnel_store::known_nodes::EnrollmentKind;
 
 /// The columns of the table of nodes.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]

@@ -1,16 +1,16 @@
 use std::os::unix::fs::PermissionsExt as _;
 
 use clap::Parser;
-use tunnel_proto::process::shutdown::Shutdown;
-use tunnel_proto::process::terminal::Answer;
+use tunnel_process::shutdown::Shutdown;
+use tunnel_process::terminal::Answer;
 
 use super::*;
 use crate::admin::{self, AdminState};
-use crate::ca::tokens::{TokenInfo, TokenState};
-use crate::routing::known_nodes::NodeMap;
-use crate::store::data_dir::testing::Scratch;
-use crate::store::state_store::{OnDamage, RowChange, Table};
 use crate::testing::assert_contains;
+use tunnel_ca::tokens::{TokenInfo, TokenState};
+use tunnel_store::data_dir::testing::Scratch;
+use tunnel_store::known_nodes::NodeMap;
+use tunnel_store::state_store::{OnDamage, RowChange, Table};
 
 #[derive(Parser, Debug)]
 enum Cli {

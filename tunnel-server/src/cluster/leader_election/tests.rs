@@ -1,7 +1,7 @@
 use prometheus_client::registry::Registry as MetricsRegistry;
 use serde_json::{Value, json};
 
-use tunnel_proto::process::meta::Readiness;
+use tunnel_process::meta::Readiness;
 
 use super::super::client::Connection;
 use super::super::clock::ApiServerClock;

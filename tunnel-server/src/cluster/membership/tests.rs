@@ -1,17 +1,17 @@
 use prometheus_client::registry::Registry as MetricsRegistry;
 use serde_json::{Value, json};
 use tokio::time::sleep;
-use tunnel_proto::process::meta::Readiness;
+use tunnel_process::meta::Readiness;
 
 use super::super::clock::ApiServerClock;
 use super::super::failure::Throttle;
 use super::super::testing::{ApiServer, NAMESPACE, api_server};
 use super::*;
 use crate::config::{Config, Environment, RawConfig};
-use crate::store::data_dir::DataDir;
-use crate::store::data_dir::testing::Scratch;
-use crate::store::state_store::OnDamage;
 use crate::testing::{assert_contains, eventually};
+use tunnel_store::data_dir::DataDir;
+use tunnel_store::data_dir::testing::Scratch;
+use tunnel_store::state_store::OnDamage;
 
 /// Returns a slice of the servers' Service.
 fn slice(name: &str, endpoints: &[Value]) -> Value {

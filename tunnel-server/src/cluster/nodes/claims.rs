@@ -4,8 +4,8 @@
 use std::collections::{BTreeMap, BTreeSet};
 use std::net::IpAddr;
 
-use tunnel_proto::process::name_list::NameList;
-use tunnel_proto::process::networks::Cidr;
+use tunnel_process::name_list::NameList;
+use tunnel_process::networks::Cidr;
 use tunnel_proto::wire::name::NodeName;
 
 use super::NodeSet;

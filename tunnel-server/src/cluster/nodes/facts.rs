@@ -8,7 +8,7 @@ use k8s_openapi::ClusterResourceScope;
 use k8s_openapi::apimachinery::pkg::apis::meta::v1::ObjectMeta;
 use kube::Resource;
 use serde::{Deserialize, Serialize};
-use tunnel_proto::process::networks::{Cidr, effective_ip, forbidden_kind};
+use tunnel_process::networks::{Cidr, effective_ip, forbidden_kind};
 use tunnel_proto::wire::name::NodeName;
 
 use crate::cluster::objects::EDGE_VALUE;

@@ -7,7 +7,7 @@ use serde_json::{Map, Value, json};
 
 use super::*;
 use crate::config::{CloudNodes, CloudTargetSettings};
-use crate::dns::{Addresses, RecordSet};
+use tunnel_dns::{Addresses, RecordSet};
 
 mod names;
 mod table;

@@ -11,7 +11,7 @@ use parking_lot::Mutex;
 use tokio::sync::watch;
 use tokio::time::Instant;
 use tracing::info;
-use tunnel_proto::process::shutdown::Shutdown;
+use tunnel_process::shutdown::Shutdown;
 use zeroize::Zeroizing;
 
 use super::super::api_call::{CALL_LIMIT, count_write, with_limit};
@@ -22,9 +22,9 @@ use super::super::objects::{
 use super::super::watches::{Observed, follow_one};
 use super::ca_bundle;
 use super::cluster_objects::{ClusterObjects, conflicts};
-use crate::ca::rotation::{Rotation, SharedCa};
-use crate::ca::{CaError, CaMaterial, SourceNames};
 use crate::cluster::conditions::Condition;
+use tunnel_ca::rotation::{Rotation, SharedCa};
+use tunnel_ca::{CaError, CaMaterial, SourceNames};
 
 /// Interval at which the Secret and the ConfigMap are read again, in addition to the watches.
 const RESYNC: Duration = Duration::from_secs(300);
@@ -330,7 +330,7 @@ pub(super) fn put(secret: &mut Secret, material: &CaMaterial, rotation: Option<&
 mod tests {
     use prometheus_client::registry::Registry as MetricsRegistry;
     use serde_json::json;
-    use tunnel_proto::process::meta::Readiness;
+    use tunnel_process::meta::Readiness;
 
     use super::super::super::client::{ClusterHandle, Connection};
     use super::super::super::failure::Throttle;

@@ -5,7 +5,7 @@ use std::time::Duration;
 
 use k8s_openapi::api::core::v1::{ConfigMap, Secret};
 use kube::Api;
-use tunnel_proto::process::shutdown::Shutdown;
+use tunnel_process::shutdown::Shutdown;
 
 use crate::cluster::api_call::{CALL_LIMIT, Conflicts, with_limit};
 use crate::cluster::client::ClusterHandle;
@@ -13,7 +13,7 @@ use crate::cluster::client::Connection;
 use crate::cluster::conditions::Condition;
 use crate::cluster::failure::{ApiError, ApiErrorKind};
 use crate::cluster::objects::Object;
-use crate::store::document::block_current_thread;
+use tunnel_store::document::block_current_thread;
 
 /// Number of consecutive write conflicts on one object before the writer backs off.
 const CONFLICTS_MAX: u32 = 8;

@@ -12,7 +12,7 @@ use parking_lot::Mutex;
 use tokio::sync::{mpsc, watch};
 use tokio::time::Instant;
 use tracing::{debug, warn};
-use tunnel_proto::process::shutdown::Shutdown;
+use tunnel_process::shutdown::Shutdown;
 
 use super::super::api_call::{CALL_LIMIT, count_write, with_limit};
 use super::super::failure::ApiError;
@@ -20,7 +20,7 @@ use super::super::objects::Object;
 use super::super::watches::{Observed, follow_one};
 use super::cluster_objects::{ClusterObjects, conflicts};
 use crate::cluster::conditions::Condition;
-use crate::store::document::{
+use tunnel_store::document::{
     CasOutcome, CompareAndSwap, DocumentOwner, ObservedContent, SharedDocument,
 };
 

@@ -6,15 +6,15 @@ use std::io;
 use std::sync::Arc;
 
 use kube::api::PostParams;
-use tunnel_proto::process::shutdown::Shutdown;
+use tunnel_process::shutdown::Shutdown;
 
 use super::super::api_call::{CALL_LIMIT, count_write, with_limit};
 use super::super::failure::{ApiError, ApiErrorKind};
 use super::super::objects::{Object, REPLACES_CA_ANNOTATION};
 use super::ca::{Plan, plan, put};
 use super::cluster_objects::{ClusterObjects, wait};
-use crate::ca::rotation::{CaStore, Rotation, SharedCa};
-use crate::ca::{CaError, CaMaterial};
+use tunnel_ca::rotation::{CaStore, Rotation, SharedCa};
+use tunnel_ca::{CaError, CaMaterial};
 
 /// The CA Secret, for a thread that may block.
 pub(super) struct RotatedSecret {

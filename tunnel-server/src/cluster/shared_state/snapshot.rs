@@ -8,14 +8,14 @@ use std::sync::Arc;
 use serde::{Deserialize, Serialize};
 use tokio::sync::watch;
 use tracing::warn;
-use tunnel_proto::process::files;
-use tunnel_proto::process::shutdown::Shutdown;
+use tunnel_process::files;
+use tunnel_process::shutdown::Shutdown;
 use zeroize::Zeroizing;
 
 use super::documents::SharedDocuments;
-use crate::ca::{CaMaterial, CaPem, SourceNames};
-use crate::store::data_dir::{DataDir, replace_changed};
-use crate::store::state_store::{OnDamage, RowSet, StateStore, Table, follow};
+use tunnel_ca::{CaMaterial, CaPem, SourceNames};
+use tunnel_store::data_dir::{DataDir, replace_changed};
+use tunnel_store::state_store::{OnDamage, RowSet, StateStore, Table, follow};
 
 /// The CA in a file of its own, and rows of the store.
 pub(super) struct SharedSnapshot {

@@ -11,7 +11,7 @@ use kube::Api;
 use kube::api::{DeleteParams, ListParams, ObjectMeta, PostParams, Preconditions};
 use tokio::runtime::Handle;
 use tracing::{debug, info};
-use tunnel_proto::process::shutdown::Shutdown;
+use tunnel_process::shutdown::Shutdown;
 
 use super::super::api_call::{CALL_LIMIT, count_write, with_limit};
 use super::super::client::ClusterHandle;
@@ -20,7 +20,7 @@ use super::super::failure::{ApiError, ApiErrorKind};
 use super::super::leader_election::Leadership;
 use super::super::objects::{JOIN_TOKEN_LABEL, Object, join_token_name, tokens_namespace};
 use super::cluster_objects::wait;
-use crate::ca::tokens::{StoredToken, TokenObject, TokenObjects};
+use tunnel_ca::tokens::{StoredToken, TokenObject, TokenObjects};
 
 /// The Secrets of the join tokens. Clones share the connection.
 #[derive(Clone)]

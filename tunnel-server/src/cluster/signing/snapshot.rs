@@ -9,12 +9,12 @@ use rcgen::KeyPair;
 use rustls::sign::CertifiedKey;
 use rustls_pki_types::PrivateKeyDer;
 use tracing::warn;
+use tunnel_process::files;
 use tunnel_proto::identity::validity;
-use tunnel_proto::process::files;
 use tunnel_proto::tls;
 use zeroize::Zeroizing;
 
-use crate::store::data_dir::{DataDir, replace_or_warn};
+use tunnel_store::data_dir::{DataDir, replace_or_warn};
 
 /// Range for the fraction of a certificate's lifetime after which it is renewed, as in the kubelet.
 const RENEW_FRACTION: (f64, f64) = (0.7, 0.9);

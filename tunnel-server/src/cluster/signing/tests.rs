@@ -3,14 +3,14 @@ use rcgen::{
     KeyPair,
 };
 use serde_json::{Value, json};
+use tunnel_process::meta::Readiness;
 use tunnel_proto::identity::common_name;
-use tunnel_proto::process::meta::Readiness;
 use tunnel_proto::transport::BufferPool;
 
 use super::*;
 use crate::cluster::testing::{ApiServer, api_server};
-use crate::store::data_dir::testing::Scratch;
 use crate::testing::{POOL, assert_contains};
+use tunnel_store::data_dir::testing::Scratch;
 
 const PATH: &str = "/apis/certificates.k8s.io/v1/certificatesigningrequests";
 

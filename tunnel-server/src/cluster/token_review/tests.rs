@@ -2,7 +2,7 @@ use serde_json::{Value, json};
 
 use super::super::testing::api_server;
 use super::*;
-use crate::ca::attestation::Attestor;
+use tunnel_ca::attestation::Attestor;
 
 const ACCOUNT: &str = "system:serviceaccount:kube-system:tunnel-agent";
 

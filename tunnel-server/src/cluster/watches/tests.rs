@@ -5,8 +5,8 @@ use k8s_openapi::api::core::v1::ConfigMap;
 use parking_lot::Mutex;
 use serde_json::{Value, json};
 use tokio::time::Instant;
-use tunnel_proto::process::meta::Readiness;
-use tunnel_proto::process::shutdown::Shutdown;
+use tunnel_process::meta::Readiness;
+use tunnel_process::shutdown::Shutdown;
 
 use super::super::testing::{ApiServer, Call, NAMESPACE, api_server};
 use super::*;

@@ -4,14 +4,14 @@ use k8s_openapi::api::core::v1::ConfigMap;
 use serde_json::{Value, json};
 use tokio_util::sync::CancellationToken;
 use tokio_util::task::{AbortOnDropHandle, TaskTracker};
-use tunnel_proto::process::meta::Readiness;
+use tunnel_process::meta::Readiness;
 use tunnel_proto::wire::name::Port;
 
 use super::super::testing::{ApiServer, Call, NAMESPACE, api_server};
 use super::*;
 use crate::cluster::leader_election::testing::leadership;
-use crate::dns::{Addresses, Node, NodeLocation, RecordSet};
 use crate::testing::eventually;
+use tunnel_dns::{Addresses, Node, NodeLocation, RecordSet};
 
 const MAP: &str = "/api/v1/namespaces/kube-system/configmaps/yurt-tunnel-nodes";
 const SERVICE: &str = "/api/v1/namespaces/kube-system/services/x-tunnel-server-internal-svc";

@@ -25,8 +25,8 @@ use crate::ingress::error::ProxyError;
 use crate::ingress::http::headers::trace_parent;
 use crate::ingress::outcome::Outcome;
 use crate::ingress::tunnel::Tunnel;
-use crate::routing::dial_policy::{DialPolicy, LiveClusterNetworks};
 use crate::routing::registry::CallerKey;
+use tunnel_routing::dial_policy::{DialPolicy, LiveClusterNetworks};
 
 /// Largest number of concurrent tunnels on the admin socket.
 const TUNNELS_MAX: usize = 256;

@@ -13,8 +13,8 @@ use base64::prelude::{BASE64_STANDARD, Engine as _};
 use http::{HeaderMap, HeaderName};
 use parking_lot::Mutex;
 use tokio::time::Instant;
+use tunnel_process::files;
 use tunnel_proto::identity::sha256;
-use tunnel_proto::process::files;
 use zeroize::Zeroizing;
 
 use super::throttle::{AttemptResult, NameDigest, PasswordThrottle};

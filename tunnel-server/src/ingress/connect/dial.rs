@@ -14,8 +14,8 @@ use tunnel_proto::wire::name::Port;
 use crate::config::Limit;
 use crate::ingress::error::ProxyError;
 use crate::ingress::outcome::Outcome;
-use crate::routing::destination::DialTarget;
-use crate::routing::dial_policy::{AddressClaims, DialPolicy, DialRefusal};
+use tunnel_routing::destination::DialTarget;
+use tunnel_routing::dial_policy::{AddressClaims, DialPolicy, DialRefusal};
 
 /// Concurrent name lookups. Each occupies a thread while the system's resolver works.
 const LOOKUPS: usize = 64;

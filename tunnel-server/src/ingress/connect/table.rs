@@ -8,11 +8,11 @@ use tunnel_proto::wire::name::{NodeName, Port};
 use super::dial::filter_allowed;
 use crate::ingress::connect::request::ProxyRequest;
 use crate::ingress::error::ProxyError;
-use crate::policy::PortPolicy;
-use crate::policy::{Access, AccessCaller, Authorized, authorize};
-use crate::routing::destination::{DialTarget, RequestedDestination};
-use crate::routing::dial_policy::{AddressClaims, DialPolicy, LiveClusterNetworks};
 use crate::routing::routes::RouteTable;
+use tunnel_routing::destination::{DialTarget, RequestedDestination};
+use tunnel_routing::dial_policy::{AddressClaims, DialPolicy, LiveClusterNetworks};
+use tunnel_routing::policy::PortPolicy;
+use tunnel_routing::policy::{Access, AccessCaller, Authorized, authorize};
 
 /// Authorizes an anonymous caller.
 pub(crate) fn authorize_anonymous<D>(

@@ -11,8 +11,8 @@ use super::DirectDialer;
 use crate::ingress::connect::basic_auth::{BasicAuth, BasicAuthUsers};
 use crate::ingress::context::{ConnectProxy, HttpListener};
 use crate::ingress::http::tests::fixture::{Fixture, HI, assert_status, head};
-use crate::routing::dial_policy::{DialPolicy, LiveClusterNetworks};
 use crate::testing::{assert_contains, within};
+use tunnel_routing::dial_policy::{DialPolicy, LiveClusterNetworks};
 
 mod fuzz;
 

@@ -6,8 +6,8 @@ use std::sync::atomic::AtomicBool;
 use parking_lot::Mutex;
 use tokio::io::{AsyncRead, AsyncWrite};
 use tokio::sync::oneshot;
+use tunnel_process::conn_limiter::ConnPermit;
 use tunnel_proto::identity::CallerError;
-use tunnel_proto::process::conn_limiter::ConnPermit;
 use tunnel_proto::relay::PollCut;
 use tunnel_proto::wire::name::NodeName;
 

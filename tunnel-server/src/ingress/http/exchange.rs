@@ -20,8 +20,8 @@ use crate::ingress::access_log::AccessLog;
 use crate::ingress::error::ProxyError;
 use crate::ingress::outcome::Outcome;
 use crate::ingress::tunnel::Tunnel;
-use crate::routing::destination::AgentTarget;
 use crate::routing::registry::CallerKey;
+use tunnel_routing::destination::AgentTarget;
 
 /// The head of a response and the body or stream that follows it.
 pub(in crate::ingress) struct Forwarded {

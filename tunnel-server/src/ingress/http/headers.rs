@@ -12,7 +12,7 @@ use http::{
 use hyper::body::{Body, Frame};
 use tunnel_proto::wire::header::TRACE_PARENT_MAX;
 
-use crate::routing::decision::{SELECT_DEST, SELECT_HOST, has_supported_coding};
+use tunnel_routing::decision::{SELECT_DEST, SELECT_HOST, has_supported_coding};
 
 /// Header that carries the code of a response that the server generated. Responses of targets do
 /// not have this header.

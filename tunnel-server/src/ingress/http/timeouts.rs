@@ -15,7 +15,7 @@ use parking_lot::Mutex;
 use tokio::io::{AsyncRead, AsyncReadExt, AsyncWrite, ReadBuf};
 use tokio::sync::Notify;
 use tokio::time::{Instant, sleep, sleep_until, timeout_at};
-use tunnel_proto::process::conn_limiter::{ConnPermit, InUseGuard};
+use tunnel_process::conn_limiter::{ConnPermit, InUseGuard};
 use tunnel_proto::relay::{CUT_CHECK_INTERVAL, PollCut};
 use tunnel_proto::transport::{CUT_LIMIT, CUT_STALL_LIMIT, StreamWatch};
 

@@ -27,10 +27,10 @@ use crate::ingress::error::ProxyError;
 use crate::ingress::outcome::Outcome;
 use crate::ingress::target_tls::{TlsProfile, server_name};
 use crate::routing::attempts::{Attempts, EndedStream, NextAttempt, Replay, ResendCause};
-use crate::routing::destination::{Destination, Scheme};
 use crate::routing::registry::{CallerKey, OpenError, StreamRequest};
 use crate::routing::via::Via;
 use crate::routing::{Attempt, Failed, OpenStream};
+use tunnel_routing::destination::{Destination, Scheme};
 
 pub(crate) mod connection;
 mod pool;

@@ -7,7 +7,7 @@ use std::time::Duration;
 
 use futures_util::future::BoxFuture;
 use rustls::{ClientConfig, ServerConfig};
-use tunnel_proto::process::shutdown::Shutdown;
+use tunnel_process::shutdown::Shutdown;
 use tunnel_proto::stream_record::StreamRecord;
 use tunnel_proto::transport::{SessionSettings, Stream};
 use tunnel_proto::wire::name::ReplicaId;

@@ -9,7 +9,7 @@ use tunnel_proto::wire::header::{StreamHeader, StreamKind};
 use tunnel_proto::wire::name::ReplicaId;
 
 use super::Peers;
-use crate::ca::enrollment::EnrollmentPeers;
+use tunnel_ca::enrollment::EnrollmentPeers;
 
 #[async_trait]
 impl EnrollmentPeers for Peers {

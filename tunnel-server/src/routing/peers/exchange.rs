@@ -11,7 +11,7 @@ use std::sync::Arc;
 use std::time::{Duration, SystemTime};
 
 use tokio::sync::{Notify, mpsc, watch};
-use tunnel_proto::timers::sleep_coalesced;
+use tunnel_process::timers::sleep_coalesced;
 use tunnel_proto::wire::name::ReplicaId;
 use tunnel_proto::wire::order::NodeOrder;
 use tunnel_proto::wire::peer::{CaDigest, PEER_MESSAGE_MAX, PeerMessage, StateDigest, StatePart};

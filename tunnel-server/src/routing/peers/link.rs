@@ -8,7 +8,7 @@ use std::time::Duration;
 
 use tokio::sync::{OwnedSemaphorePermit, Semaphore, mpsc, oneshot};
 use tokio::time::{sleep, timeout};
-use tunnel_proto::process::telemetry::LogRateLimit;
+use tunnel_process::telemetry::LogRateLimit;
 use tunnel_proto::session::control::{self, PeerReader, PeerWriter};
 use tunnel_proto::transport::{HandshakeError, Session, SessionError, Stream};
 use tunnel_proto::wire::code::CloseCode;

@@ -4,9 +4,9 @@ use prometheus_client::metrics::counter::Counter;
 use prometheus_client::metrics::family::Family;
 use prometheus_client::metrics::gauge::Gauge;
 use prometheus_client::registry::Registry;
-use tunnel_proto::process::metrics::with_series;
+use tunnel_process::metrics::with_series;
 
-tunnel_proto::label_values! {
+tunnel_process::label_values! {
     /// The state of the connection to another server.
     pub enum PeerState {
         /// This server can forward streams to it.
@@ -18,7 +18,7 @@ tunnel_proto::label_values! {
     }
 }
 
-tunnel_proto::label_values! {
+tunnel_process::label_values! {
     /// The direction of a forwarded stream.
     pub(super) enum ForwardDirection {
         /// Another server forwarded the stream to this one.
@@ -28,7 +28,7 @@ tunnel_proto::label_values! {
     }
 }
 
-tunnel_proto::label_values! {
+tunnel_process::label_values! {
     /// The result of forwarding a stream.
     pub(super) enum ForwardResult {
         /// The stream was opened, and not refused with `not_here` (out), or ended after it was
@@ -45,7 +45,7 @@ tunnel_proto::label_values! {
     }
 }
 
-tunnel_proto::label_values! {
+tunnel_process::label_values! {
     /// What became of a live session whose name another server claims.
     pub(super) enum YieldResult {
         /// The session was closed.
@@ -56,13 +56,13 @@ tunnel_proto::label_values! {
     }
 }
 
-tunnel_proto::label_sets! {
+tunnel_process::label_sets! {
     StateLabel { state: PeerState }
     YieldLabel { result: YieldResult }
     ForwardLabels { direction: ForwardDirection, result: ForwardResult }
 }
 
-tunnel_proto::metrics! {
+tunnel_process::metrics! {
     /// The metrics of the connections to other servers, and of the streams over them.
     struct Families {
         peers: Family<StateLabel, Gauge> = "peers",

@@ -12,7 +12,7 @@ use futures_util::future::join_all;
 use futures_util::stream::FuturesUnordered;
 use tokio::time::{Instant, sleep};
 use tracing::{info, warn};
-use tunnel_proto::process::shutdown::Shutdown;
+use tunnel_process::shutdown::Shutdown;
 use tunnel_proto::wire::code::CloseCode;
 use tunnel_proto::wire::name::{InstanceId, NodeName, ReplicaId};
 use tunnel_proto::wire::peer::{Ask, HeldNode};

@@ -5,7 +5,7 @@ use std::sync::Arc;
 use tokio::net::TcpListener;
 use tokio::sync::watch;
 use tracing::warn;
-use tunnel_proto::process::accept::RetryingListener;
+use tunnel_process::accept::RetryingListener;
 use tunnel_proto::tcp::configure_session;
 
 use super::PeerAddress;

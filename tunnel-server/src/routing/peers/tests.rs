@@ -1,6 +1,6 @@
 use tokio::io::{AsyncReadExt as _, AsyncWriteExt as _};
 use tokio::net::TcpSocket;
-use tunnel_proto::process::shutdown::DrainOutcome;
+use tunnel_process::shutdown::DrainOutcome;
 use tunnel_proto::stream_record::StreamEnd;
 use tunnel_proto::transport::{ClosedBy, Session as _, StreamCut, find_cause, memory};
 use tunnel_proto::wire::code::{CloseCode, RefusalCode, ResetCode};

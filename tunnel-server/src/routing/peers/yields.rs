@@ -5,7 +5,7 @@ use std::collections::BTreeMap;
 use std::time::Duration;
 
 use tokio::time::Instant;
-use tunnel_proto::process::name_list::NameList;
+use tunnel_process::name_list::NameList;
 use tunnel_proto::wire::name::{NodeName, ReplicaId};
 
 /// The nodes whose live sessions this server closed in the last minute, by the server that holds the
@@ -87,7 +87,7 @@ const NAMES_MAX: usize = 1024;
 
 #[cfg(test)]
 mod tests {
-    use tunnel_proto::process::name_list::NAMES_SHOWN_MAX;
+    use tunnel_process::name_list::NAMES_SHOWN_MAX;
 
     use super::*;
 

@@ -160,8 +160,8 @@ async fn leaving_server_sends_an_agent_to_another_one() {
 /// continues to serve others.
 #[tokio::test(start_paused = true)]
 async fn f36_panic_in_a_session_costs_that_session_alone() {
-    tunnel_proto::process::panics::install_hook();
-    let before = tunnel_proto::process::panics::count();
+    tunnel_process::panics::install_hook();
+    let before = tunnel_process::panics::count();
     let bench = Bench::new();
     let (near, far) = memory::pair();
     near.script().is_panicking = true;
@@ -170,7 +170,7 @@ async fn f36_panic_in_a_session_costs_that_session_alone() {
     bench.sessions.shutdown.spawn_service(serve);
     drop(near);
     sleep(Duration::from_secs(1)).await;
-    assert_eq!(tunnel_proto::process::panics::count() - before, 1);
+    assert_eq!(tunnel_process::panics::count() - before, 1);
     assert!(bench.sessions.registry.of_node(&node()).is_empty());
     let _another = bench.agent(1).await;
     assert_eq!(bench.sessions.registry.of_node(&node()).len(), 1);

@@ -4,8 +4,8 @@ use std::sync::Arc;
 
 use tokio::time::{Instant, timeout_at};
 use tracing::{debug, warn};
-use tunnel_proto::process::conn_limiter::ConnPermit;
-use tunnel_proto::process::telemetry::LogRateLimit;
+use tunnel_process::conn_limiter::ConnPermit;
+use tunnel_process::telemetry::LogRateLimit;
 use tunnel_proto::transport::{HandshakeError, Session};
 
 use crate::metrics::TIMEOUT;

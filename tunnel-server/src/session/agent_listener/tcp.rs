@@ -11,7 +11,7 @@ use tokio::net::TcpStream;
 use tokio_rustls::LazyConfigAcceptor;
 use tokio_rustls::server::StartHandshake;
 use tracing::{debug, warn};
-use tunnel_proto::process::telemetry::LogRateLimit;
+use tunnel_process::telemetry::LogRateLimit;
 use tunnel_proto::tcp;
 use tunnel_proto::tls;
 use tunnel_proto::transport::{HandshakeError, SessionSettings, h2};
@@ -19,8 +19,8 @@ use tunnel_proto::wire::enroll::{RENEW_EXPORT_BYTES, RENEW_LABEL};
 use tunnel_proto::wire::{ALPN_ENROLL, ALPN_SESSION_TCP};
 
 use super::half_open::{HalfOpenConn, HandshakeResult, PreAuthError};
-use crate::ca::enrollment::Enrollment;
 use crate::metrics::PROXY_PROTOCOL;
+use tunnel_ca::enrollment::Enrollment;
 
 /// The fatal alert `no_application_protocol` (RFC 8446, section 6; RFC 7301, section 3.2) as a
 /// plaintext record. Nothing is encrypted before ServerHello. Without ALPN in the ClientHello,

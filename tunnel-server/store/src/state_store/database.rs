@@ -10,7 +10,7 @@ use redb::{
     Builder, CommitError, CompactionError, Database, DatabaseError, ReadableDatabase,
     ReadableTable, StorageBackend, StorageError, TableDefinition, TableError, TransactionError,
 };
-use tunnel_proto::process::files;
+use tunnel_process::files;
 use zeroize::Zeroizing;
 
 use super::pending::Batch;

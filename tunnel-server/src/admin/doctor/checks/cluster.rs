@@ -5,7 +5,7 @@ use std::net::IpAddr;
 
 use serde_json::json;
 use tunnel_doctor::{Fault, FaultGroups, FaultKind, Severity};
-use tunnel_proto::process::name_list::NameList;
+use tunnel_process::name_list::NameList;
 
 use super::control_plane::dials_by_address;
 use crate::admin::doctor::facts::{Facts, ServerAnswer};

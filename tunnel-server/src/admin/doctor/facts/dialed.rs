@@ -11,12 +11,12 @@ use rustls_pki_types::ServerName;
 use tokio::net::TcpStream;
 use tokio_rustls::TlsConnector;
 use tunnel_doctor::{Fact, within};
-use tunnel_proto::process::meta;
+use tunnel_process::meta;
 use tunnel_proto::tls;
 use tunnel_proto::tls::files::KeyPairFiles;
 
 use crate::config::{APISERVER_TARGET, Config};
-use crate::dns::response_times;
+use tunnel_dns::response_times;
 
 /// The answers of the addresses that the server or its agents dial.
 #[derive(Debug, Clone)]

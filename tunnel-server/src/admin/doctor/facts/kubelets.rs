@@ -21,7 +21,7 @@ use crate::admin::verbs::connect::open_tunnel;
 use crate::cluster::doctor::{ClusterFacts, ReportedNode};
 use crate::config::Config;
 use crate::ingress::target_tls::server_name;
-use crate::store::data_dir::DataDir;
+use tunnel_store::data_dir::DataDir;
 
 /// The answer of the kubelet of a node.
 #[derive(Debug, Clone, PartialEq, Eq)]

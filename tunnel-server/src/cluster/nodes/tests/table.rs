@@ -4,8 +4,8 @@ use serde_json::json;
 
 use super::*;
 use crate::ingress::connect::table::ClusterFixture;
-use crate::routing::dial_policy::{ClusterNetworks, LiveClusterNetworks};
 use crate::routing::routes::RouteTable;
+use tunnel_routing::dial_policy::{ClusterNetworks, LiveClusterNetworks};
 
 /// Networks of the cluster's Services, and addresses of the server.
 const SERVICES: &str = "10.96.0.0/12";

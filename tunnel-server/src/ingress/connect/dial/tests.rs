@@ -6,9 +6,9 @@ use tokio::time::timeout;
 use tunnel_proto::dial::ResolveFuture;
 
 use super::*;
-use crate::routing::dial_policy::LiveClusterNetworks;
 use crate::routing::routes::RouteTable;
 use crate::testing::assert_contains;
+use tunnel_routing::dial_policy::LiveClusterNetworks;
 
 /// A resolver that returns its answers one after the other.
 #[derive(Debug)]

@@ -18,8 +18,8 @@ use crate::ingress::http::head_check::size::HeadLimits;
 use crate::ingress::http::response::ResponseBody;
 use crate::ingress::http::tests::fuzz::exchange::{POLICY, ROUTES, Wire};
 use crate::ingress::http::tests::fuzz::run;
-use crate::policy::Authorized;
-use crate::routing::dial_policy::ClusterNetworks;
+use tunnel_routing::dial_policy::ClusterNetworks;
+use tunnel_routing::policy::Authorized;
 
 /// Heads of ordinary callers and of attackers.
 const HEADS: &[&str] = &[

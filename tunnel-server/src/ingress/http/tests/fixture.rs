@@ -9,8 +9,8 @@ use tokio::io::{AsyncRead, AsyncReadExt, AsyncWrite, AsyncWriteExt, DuplexStream
 use tokio::net::{TcpListener, TcpStream};
 use tokio::time::Instant;
 use tokio_util::task::TaskTracker;
-use tunnel_proto::process::conn_limiter::{ConnLimiter, ConnLimits};
-use tunnel_proto::process::shutdown::Shutdown;
+use tunnel_process::conn_limiter::{ConnLimiter, ConnLimits};
+use tunnel_process::shutdown::Shutdown;
 use tunnel_proto::transport::memory::{self, MemorySession};
 use tunnel_proto::transport::{BufferPool, Session, Stream};
 use tunnel_proto::wire::code::RefusalCode;
@@ -27,13 +27,13 @@ use crate::ingress::http::serve;
 use crate::ingress::peer::CallerIdentity;
 use crate::ingress::target_tls::TargetTls;
 use crate::metrics::Metrics;
-use crate::policy::{PortPolicy, SharedPortPolicy};
 use crate::routing::Routing;
-use crate::routing::destination::Scheme;
 use crate::routing::peers::Peers;
 use crate::routing::registry::{AgentSession, Registration, Registry, RegistryLimits};
 use crate::routing::routes::{RouteNode, RouteSource, Routes};
 use crate::testing::{POOL, STREAMS, WAIT_TIMEOUT, node, within};
+use tunnel_routing::destination::Scheme;
+use tunnel_routing::policy::{PortPolicy, SharedPortPolicy};
 
 /// A plain HTTP listener, and agents that the test controls.
 pub(in crate::ingress) struct Fixture {

@@ -2,7 +2,7 @@
 //! holds, and is counted.
 
 use tokio::io::{AsyncReadExt, AsyncWriteExt};
-use tunnel_proto::process::panics;
+use tunnel_process::panics;
 use tunnel_proto::transport::memory;
 use tunnel_proto::wire::name::InstanceId;
 

@@ -13,8 +13,8 @@ use tunnel_proto::transport::StreamWatch;
 use super::connection::Upstream;
 use crate::ingress::target_tls::TlsProfileId;
 use crate::routing::Routing;
-use crate::routing::destination::Destination;
 use crate::routing::registry::{CallerKey, IdleStream};
+use tunnel_routing::destination::Destination;
 
 /// Time for which an idle connection is kept after a response. The time is enough for callers that
 /// send requests continuously. Common servers keep idle connections longer (gunicorn 2 s, Node.js

@@ -11,7 +11,7 @@ use tokio::net::{TcpListener, TcpStream};
 use tokio::sync::watch;
 use tokio::time::{Instant, timeout};
 use tokio_rustls::TlsConnector;
-use tunnel_proto::process::shutdown::Shutdown;
+use tunnel_process::shutdown::Shutdown;
 use tunnel_proto::session::control::{self, PeerReader, PeerWriter};
 use tunnel_proto::stream_record::StreamRecord;
 use tunnel_proto::tls::{self, PeerTrust};
@@ -28,7 +28,6 @@ use tunnel_proto::wire::peer::{HeldNode, Holds, PeerHello, PeerMessage};
 use tunnel_proto::wire::{VERSION_MAX, VERSION_MIN};
 use tunnel_routing::policy::{PortPolicy, SharedPortPolicy};
 
-use crate::ca::LocalCa;
 use crate::routing::Routing;
 use crate::routing::current_routes::Routes;
 use crate::routing::peers::{
@@ -39,8 +38,9 @@ use crate::routing::registry::{
     StreamRequest,
 };
 use crate::routing::via::Via;
-use crate::store::data_dir::testing::Scratch;
 use crate::testing::{POOL, eventually, header};
+use tunnel_ca::LocalCa;
+use tunnel_store::data_dir::testing::Scratch;
 
 /// A timeout for steps over loopback on a busy machine.
 pub(super) const LIMIT: Duration = Duration::from_secs(30);

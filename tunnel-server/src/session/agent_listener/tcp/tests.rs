@@ -7,7 +7,7 @@ use tokio::io::AsyncReadExt;
 use tokio::net::TcpListener;
 use tokio::time::Instant;
 use tokio_rustls::TlsConnector;
-use tunnel_proto::process::conn_limiter::{ConnLimiter, ConnLimits};
+use tunnel_process::conn_limiter::{ConnLimiter, ConnLimits};
 use tunnel_proto::tcp::{Direct, ServerAddr};
 use tunnel_proto::tls::{self, Trust};
 use tunnel_proto::transport::h2::H2Dialer;
@@ -15,12 +15,12 @@ use tunnel_proto::transport::{BufferPool, CongestionControl, Dialer as _, Transp
 use tunnel_proto::wire::control::ControlMessage;
 
 use super::*;
-use crate::ca::LocalCa;
-use crate::ca::tokens::TokenStore;
-use crate::routing::known_nodes::KnownNodes;
 use crate::routing::registry::CallerKey;
-use crate::store::data_dir::testing::Scratch;
 use crate::testing::{self, Bench, assert_contains, eventually, header, node, say_hello};
+use tunnel_ca::LocalCa;
+use tunnel_ca::tokens::TokenStore;
+use tunnel_store::data_dir::testing::Scratch;
+use tunnel_store::known_nodes::KnownNodes;
 
 const CONNS_PER_SOURCE: usize = 8;
 /// Timeout of steps over loopback on a busy machine.

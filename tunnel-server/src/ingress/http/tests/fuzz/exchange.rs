@@ -29,11 +29,11 @@ use crate::ingress::http::request_body::RequestBody;
 use crate::ingress::http::response::ResponseBody;
 use crate::ingress::http::upstream::connection::client;
 use crate::ingress::outcome::Outcome;
-use crate::policy::PortPolicy;
-use crate::policy::authorize_node;
-use crate::routing::decision::{RequestFacts, decide};
-use crate::routing::destination::{Destination, Scheme};
 use crate::routing::routes::RouteTable;
+use tunnel_routing::decision::{RequestFacts, decide};
+use tunnel_routing::destination::{Destination, Scheme};
+use tunnel_routing::policy::PortPolicy;
+use tunnel_routing::policy::authorize_node;
 
 /// The result of an exchange.
 #[derive(Debug, Default)]
