@@ -1,5 +1,5 @@
 //! Limits and timers of a binary: the section `limits:` of its YAML file, declared once by
-//! [`limits!`](crate::limits).
+//! `limits!`.
 
 use std::time::Duration;
 
