@@ -180,6 +180,7 @@ async fn forwarded_stream_is_recorded_once_at_the_server_of_its_agent() {
     within(opened.stream.read_to_end(&mut Vec::new()))
         .await
         .unwrap();
+    eventually("the first is recorded", || b.records.lock().len() == 1).await;
     b.policy.replace(PortPolicy::default());
     let mut refused = a.open("x", None).await.unwrap();
     assert_eq!(refusal(&mut refused).await, RefusalCode::Policy);
