@@ -98,11 +98,15 @@ impl Order {
         (1..=now).contains(&self.ends_at)
     }
 
-    /// Returns the order with the revocation of another order, or its end.
+    /// Returns the order with the revocation of another order, or its end. The order ends after both
+    /// if its generation is newer.
     pub fn with_revocation_of(self, other: Self) -> Self {
+        let is_newer = (self.generation, self.reissued_at) > (other.generation, other.reissued_at);
+        let ends_at = if is_newer { self.ends_at } else { 0 };
         Self {
             generation: self.generation,
             reissued_at: self.reissued_at,
+            ends_at: other.ends_at.max(ends_at),
             ..other
         }
     }
@@ -179,6 +183,27 @@ mod tests {
                 }
             }
         }
+    }
+
+    #[test]
+    fn reissue_without_its_revocation_has_an_end_of_its_own() {
+        let reissue = Order {
+            generation: 7,
+            reissued_at: 70,
+            ends_at: 900,
+            ..Order::default()
+        };
+        let known = Order::default().with_revoked(false, 1).with_end(500);
+        for (other, end) in [
+            (Order::default(), 900),
+            (known, 900),
+            (known.merge(reissue), 900),
+        ] {
+            let order = reissue.with_revocation_of(other);
+            assert_eq!((order.generation, order.ends_at), (7, end));
+        }
+        // Without a newer generation nothing is added.
+        assert_eq!(known.with_revocation_of(Order::default()), Order::default());
     }
 
     #[test]

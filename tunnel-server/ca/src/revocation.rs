@@ -202,13 +202,6 @@ impl Revocations {
         Ok(revocations)
     }
 
-    /// Returns the orders of a server whose agents have certificates of the local CA only, with this
-    /// life: their generations can be forgotten earlier.
-    pub fn with_certificate_life(self, life: Duration) -> Self {
-        self.state.lock().ends.set_certificate_life(life);
-        self
-    }
-
     /// Renews the revocations and forgets the orders that are over, as far as the time is known. Call
     /// this when that changes, and from time to time.
     pub fn observe_time(&self, time: KnownTime, now: Instant) {
@@ -254,7 +247,7 @@ impl Revocations {
                 OrderAction::Unrevoke => known.with_revoked(false, at),
                 OrderAction::Reissue => known.reissued(at),
             };
-            let order = order.with_end(state.ends.of(action, at));
+            let order = order.with_end(ends::of(action, at));
             state.insert(node.clone(), order);
             if !is_known || action == OrderAction::Unrevoke {
                 let own = state.own.entry(node.clone()).or_default();
@@ -885,7 +878,7 @@ impl State {
         }
         let is_repeated = merged != ours.merge(theirs);
         if is_repeated {
-            merged = merged.with_end(self.ends.of(OrderAction::Reissue, now));
+            merged = merged.with_end(ends::of(OrderAction::Reissue, now));
             warn!(
                 %node,
                 "an order of this server was given without what others knew, who undo it; it is ordered again"
@@ -972,7 +965,7 @@ fn is_default<T: Default + PartialEq>(value: &T) -> bool {
 /// Operators may order more.
 const FOREIGN_BYTES_MAX: usize = 256 * 1024;
 /// Size of an entry of a document without its name, with a revocation and a reissue.
-const ENTRY_BYTES: usize = 107;
+const ENTRY_BYTES: usize = 115;
 /// Nodes that the log names of those about which another server announced orders.
 const LOGGED_MAX: usize = 10;
 /// Name of the condition in `/readyz?verbose`.

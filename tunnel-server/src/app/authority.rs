@@ -68,10 +68,7 @@ impl Authority {
             tokens: Arc::new(tokens.marked_by(ca.clone())),
             ca,
             ca_secret: None,
-            revocations: Arc::new(of_agents(
-                Revocations::open(data, is_issuer(config))?,
-                config,
-            )),
+            revocations: Arc::new(Revocations::open(data, is_issuer(config))?),
             keys: data.quic_keys()?,
             api_server_clock: None,
             cluster_handle: None,
@@ -124,10 +121,11 @@ impl Authority {
             ca: shared.ca,
             ca_secret: Some(shared.ca_secret),
             tokens: Arc::new(tokens),
-            revocations: Arc::new(of_agents(
-                Revocations::open_shared(data, revocations, is_issuer(config))?,
-                config,
-            )),
+            revocations: Arc::new(Revocations::open_shared(
+                data,
+                revocations,
+                is_issuer(config),
+            )?),
             keys,
             api_server_clock: Some(cluster_handle.clock()),
             cluster_handle: Some(cluster_handle),
@@ -139,15 +137,6 @@ impl Authority {
 /// Returns whether the local CA issues the agents' certificates.
 fn is_issuer(config: &Config) -> bool {
     config.agent_files.is_none()
-}
-
-/// Returns the orders of a server with the life of the certificates that its agents can have.
-fn of_agents(revocations: Revocations, config: &Config) -> Revocations {
-    if is_issuer(config) && config.kubelet_client_ca == KubeletClientCa::Off {
-        revocations.with_certificate_life(config.limits.certificate_life)
-    } else {
-        revocations
-    }
 }
 
 fn duplicate_listener(listener: &TcpListener) -> std::io::Result<TcpListener> {

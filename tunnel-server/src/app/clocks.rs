@@ -21,6 +21,8 @@ use tunnel_ca::revocation::ends::KnownTime;
 pub(super) struct OtherClocks {
     /// `None` for a standalone server.
     api_server: Option<ApiServerClock>,
+    /// Whether there may be other servers. None is known at the start.
+    may_have_peers: bool,
     peers: Arc<Peers>,
 }
 
@@ -28,6 +30,7 @@ impl OtherClocks {
     pub(super) fn new(authority: &Authority, context: &ServerContext) -> Self {
         Self {
             api_server: authority.api_server_clock.clone(),
+            may_have_peers: context.config.peers.listen.is_some(),
             peers: context.peers.clone(),
         }
     }
@@ -56,7 +59,7 @@ impl OtherClocks {
 
     /// Returns what this server knows of the time.
     fn known_time(&self) -> KnownTime {
-        let is_alone = self.api_server.is_none() && self.peers.announced_cas().is_empty();
+        let is_alone = self.api_server.is_none() && !self.may_have_peers;
         let (own, now) = (SystemTime::now(), Instant::now());
         known_time(self.readings().into_values(), is_alone, own, now)
     }

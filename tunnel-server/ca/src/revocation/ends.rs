@@ -28,42 +28,28 @@ pub enum KnownTime {
 }
 
 /// What a server knows of the ends of orders.
-#[derive(Debug)]
+#[derive(Debug, Default)]
 pub(super) struct Ends {
-    /// Seconds after which no certificate is left of those that a reissue refuses.
-    certificates: u64,
     /// Confirmed time in seconds since 1970; 0 while it is not known.
     pub(super) as_of: u64,
     /// First reading since which the clock is confirmed and has not jumped.
     steady_since: Option<(Instant, SystemTime)>,
 }
 
-impl Default for Ends {
-    fn default() -> Self {
-        Self {
-            certificates: LIFE_MAX_SECONDS + GRACE_SECONDS,
-            as_of: 0,
-            steady_since: None,
-        }
+/// Returns the end of an order that is made now. A clock that is certainly wrong gives it none. A
+/// reissue is over with the longest certificate that may exist: `limits.certificateLife` may have been
+/// longer before, or at another server.
+pub(super) fn of(action: OrderAction, now: u64) -> u64 {
+    if now < CLOCK_MIN_SECONDS {
+        return u64::MAX;
     }
+    now.saturating_add(match action {
+        OrderAction::Revoke | OrderAction::Unrevoke => ORDER_SECONDS,
+        OrderAction::Reissue => LIFE_MAX_SECONDS + GRACE_SECONDS,
+    })
 }
 
 impl Ends {
-    pub(super) fn set_certificate_life(&mut self, life: Duration) {
-        self.certificates = life.as_secs() + GRACE_SECONDS;
-    }
-
-    /// Returns the end of an order that is made now. A clock that is certainly wrong gives it none.
-    pub(super) fn of(&self, action: OrderAction, now: u64) -> u64 {
-        if now < CLOCK_MIN_SECONDS {
-            return u64::MAX;
-        }
-        now.saturating_add(match action {
-            OrderAction::Revoke | OrderAction::Unrevoke => ORDER_SECONDS,
-            OrderAction::Reissue => ORDER_SECONDS.max(self.certificates),
-        })
-    }
-
     pub(super) fn is_over(&self, order: Order) -> bool {
         order.is_over(self.as_of)
     }
@@ -120,6 +106,6 @@ const LIFE_MAX_SECONDS: u64 = 3653 * DAY_SECONDS;
 /// Time for which an expired certificate can be renewed (90 days), and as much for clocks.
 const GRACE_SECONDS: u64 = 180 * DAY_SECONDS;
 /// Clocks that show an earlier time are wrong: 2025-01-01.
-const CLOCK_MIN_SECONDS: u64 = 1_735_689_600;
+pub(super) const CLOCK_MIN_SECONDS: u64 = 1_735_689_600;
 /// Difference to the monotonic clock that is a jump.
 const JUMP_SECONDS: u64 = 30;

@@ -7,7 +7,7 @@ use tunnel_store::state_store::{RowChange, Table, listed};
 
 use super::State;
 use super::action::seconds;
-use super::ends::{DAY_SECONDS, KnownTime, ORDER_SECONDS, renewed};
+use super::ends::{CLOCK_MIN_SECONDS, DAY_SECONDS, KnownTime, ORDER_SECONDS, renewed};
 
 impl State {
     /// Returns the orders that are not over.
@@ -37,6 +37,10 @@ impl State {
             KnownTime::Alone(time) => (seconds(time), true),
             KnownTime::Confirmed(time) => (seconds(time), false),
         };
+        // The end of an order that is renewed by such a clock would be in the past.
+        if now < CLOCK_MIN_SECONDS {
+            return;
+        }
         let due = self.orders.iter().filter(|(node, order)| {
             let is_known = is_alone || !self.ends.is_over(**order) || self.own.contains_key(*node);
             order.is_revoked && is_known && order.ends_at < now.saturating_add(ORDER_SECONDS / 2)

@@ -6,10 +6,11 @@ use super::*;
 const DAY: u64 = 24 * 60 * 60;
 /// The day on which orders are made.
 const MADE: u64 = 20_500 * DAY;
-/// When they are over, as of their certificates and tokens.
+/// When revocations and their ends are over.
 const OVER: u64 = MADE + 501 * DAY;
+/// When a reissue is over: no certificate lives longer.
+const REISSUE_OVER: u64 = MADE + 3840 * DAY;
 
-/// A server whose agents have certificates of 30 days.
 struct Server {
     scratch: Scratch,
     revocations: Revocations,
@@ -27,7 +28,7 @@ impl Server {
     }
 
     fn start(scratch: &Scratch) -> Revocations {
-        open(scratch).with_certificate_life(Duration::from_secs(30 * DAY))
+        open(scratch)
     }
 
     /// Orders this about `worker-1`, and lets another server confirm it.
@@ -89,12 +90,12 @@ async fn orders_that_are_over_are_not_announced_or_merged_and_are_forgotten_a_da
         })
     };
     assert_eq!((announce(), announce()), (Some(1), None));
-    server.observes(Confirmed, OVER, 0);
+    server.observes(Confirmed, REISSUE_OVER, 0);
     assert_eq!(server.announced(), None);
     assert_eq!((announce(), announce()), (Some(0), None));
     // It is in force until it is forgotten.
     assert!(server.revocations.is_revoked(&peer(0)));
-    server.runs_for_a_day(OVER + DAY);
+    server.runs_for_a_day(REISSUE_OVER + DAY);
     assert_eq!(server.known(), Order::default());
     // A server that still knows it says nothing new.
     server.receives(order);
@@ -105,7 +106,7 @@ async fn orders_that_are_over_are_not_announced_or_merged_and_are_forgotten_a_da
         Order::default()
     );
     // The next order exceeds what was forgotten.
-    super::order(&server.revocations, Reissue, OVER);
+    super::order(&server.revocations, Reissue, REISSUE_OVER);
     assert!(server.known().generation > order.generation);
     assert_eq!(
         order.merge(server.known()).generation,
@@ -118,20 +119,20 @@ async fn nothing_is_forgotten_by_a_clock_that_jumps_or_that_no_other_confirms() 
     let server = Server::new().orders(&[Reissue]);
     let order = server.known();
     for hour in 0..100 {
-        server.observes(|_| Unknown, OVER + 9 * DAY, hour);
-        server.observes(Alone, OVER + 9 * DAY, hour);
+        server.observes(|_| Unknown, REISSUE_OVER + 9 * DAY, hour);
+        server.observes(Alone, REISSUE_OVER + 9 * DAY, hour);
         assert_eq!(server.announced(), Some(order));
     }
     // The clock jumps once a day, or another one differs.
     for hour in 0..100 {
         let jumps = hour / 20 * DAY;
-        server.observes(Confirmed, OVER + DAY + jumps, hour);
+        server.observes(Confirmed, REISSUE_OVER + DAY + jumps, hour);
         assert_eq!((server.announced(), server.known()), (None, order));
     }
     for hour in 0..100 {
-        server.observes(Confirmed, OVER + DAY, hour);
+        server.observes(Confirmed, REISSUE_OVER + DAY, hour);
         if hour % 20 == 0 {
-            server.observes(|_| Unknown, OVER, hour);
+            server.observes(|_| Unknown, REISSUE_OVER, hour);
             assert_eq!(server.announced(), Some(order), "as before");
         }
     }
@@ -142,7 +143,7 @@ async fn nothing_is_forgotten_by_a_clock_that_jumps_or_that_no_other_confirms() 
     // An order whose clock was certainly wrong has no end.
     let wrong = Server::new();
     super::order(&wrong.revocations, Reissue, 5);
-    wrong.runs_for_a_day(OVER + 9000 * DAY);
+    wrong.runs_for_a_day(REISSUE_OVER + 9000 * DAY);
     assert_eq!(wrong.known().generation, 1);
 }
 
@@ -161,6 +162,12 @@ async fn connected_servers_renew_revocations_and_a_lone_one_does() {
         assert!(server.announced().unwrap().is_revoked);
         assert_eq!(server.conditions(), 0);
     }
+    // A clock before any release gives a revocation without an end none that is over.
+    let server = Server::new();
+    order(&server.revocations, Revoke, 5);
+    server.observes(Alone, 10 * DAY, 0);
+    server.observes(Confirmed, MADE, 1);
+    assert!(server.announced().unwrap().is_revoked);
     // A server that was alone, and stopped for years.
     let server = Server::new().orders(&[Revoke]);
     server.observes(Alone, OVER + 9 * DAY, 0);
