@@ -122,8 +122,13 @@ impl Routing {
                 Err(NotOpened { via, error }) => {
                     let next = attempts.next(via.as_ref(), &Failure::NotOpened(&error));
                     // What was sent, or asked, says more than that nothing is left to ask.
+                    let is_nothing_left = via.is_none()
+                        && matches!(
+                            error,
+                            OpenError::NoAgent | OpenError::Draining | OpenError::Suspect(_)
+                        );
                     let error = match last {
-                        Some(before) if is_sent || via.is_none() => before,
+                        Some(before) if is_sent || is_nothing_left => before,
                         Some(_) | None => attempt.not_opened(error),
                     };
                     if next == NextAttempt::GiveUp {

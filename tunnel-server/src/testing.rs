@@ -81,6 +81,7 @@ pub(crate) fn peers_holding(held: &[NodeName]) -> Arc<Peers> {
     let limits = PeerLimits {
         streams: 1,
         directory_nodes: 1000,
+        buffer_pool: 1,
     };
     let peers = Peers::new("server-1".parse().unwrap(), limits, PeerMetrics::default());
     let other = PeerAddress {

@@ -402,7 +402,8 @@ impl SessionFlow {
     pub(super) fn open(&self, source: u64) -> Option<Arc<ReadMonitor>> {
         let state = &mut *self.lock();
         if source != 0 && self.is_refused(state, source) {
-            self.record_refusal(state);
+            let is_of_peer = state.shortage.is_held(source);
+            self.record_refusal(state, is_of_peer);
             return None;
         }
         if source != 0 && state.open == 0 {
@@ -439,7 +440,7 @@ impl SessionFlow {
     fn add_stream(&self, state: &mut FlowState) -> Option<Arc<ReadMonitor>> {
         let exposure = state.exposure(state.credit.total(), state.open + 1);
         if !self.reserve(state, exposure) {
-            self.record_refusal(state);
+            self.record_refusal(state, false);
             return None;
         }
         let read_monitor = Arc::new(ReadMonitor::of_session(
@@ -479,7 +480,7 @@ impl SessionFlow {
         let has_memory = self.memory(exposure) <= state.reserved + self.pool.free();
         let has_room = has_memory && (!self.is_exhausted(state) || self.has_reserve(state));
         if !has_room {
-            self.record_refusal(state);
+            self.record_refusal(state, false);
         }
         has_room
     }
@@ -490,9 +491,12 @@ impl SessionFlow {
         self.pool.refused.store(REFUSED_SAMPLES, Ordering::Relaxed);
     }
 
-    /// Records that a stream waits for memory: of this end, or of the peer if that is short.
-    fn record_refusal(&self, state: &mut FlowState) {
-        self.record_waiting(state);
+    /// Records that a stream waits for memory: of this end unless the peer alone is short, and of the
+    /// peer if that is short.
+    fn record_refusal(&self, state: &mut FlowState, is_of_peer: bool) {
+        if !is_of_peer {
+            self.record_waiting(state);
+        }
         if state.shortage.begin_waiting_report() {
             self.transport.report_waiting();
         }

@@ -136,6 +136,7 @@ impl ServerContext {
         let peer_limits = PeerLimits {
             streams: limits.peer_streams,
             directory_nodes: limits.directory_nodes,
+            buffer_pool: capacity.buffer_pool,
         };
         let peer_metrics = PeerMetrics::new(metrics_registry);
         let peers = Peers::new(config.peers.name.clone(), peer_limits, peer_metrics);

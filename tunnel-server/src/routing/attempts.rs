@@ -107,10 +107,14 @@ impl Attempts {
     fn after_open(&mut self, via: Option<&Via>, error: &OpenError) -> NextAttempt {
         let is_last = self.except.len() >= EXCEPT_MAX;
         match (via, error) {
-            (Some(Via::Local(_)), OpenError::Draining | OpenError::Lost(_)) if !is_last => {
-                NextAttempt::Move
-            }
-            (Some(Via::Replica(_)), OpenError::Lost(_) | OpenError::Timeout) => {
+            (
+                Some(Via::Local(_)),
+                OpenError::Draining | OpenError::Lost(_) | OpenError::BufferPoolFull(_),
+            ) if !is_last => NextAttempt::Move,
+            (
+                Some(Via::Replica(_)),
+                OpenError::Lost(_) | OpenError::Timeout | OpenError::BufferPoolFull(_),
+            ) => {
                 self.failed_servers += 1;
                 if self.failed_servers < HOLDERS_TRIED_MAX {
                     NextAttempt::Move
@@ -118,8 +122,8 @@ impl Attempts {
                     NextAttempt::GiveUp
                 }
             }
-            // Another session has the same limits, and a session that does not open a stream in time
-            // has used up the time for it.
+            // The limits are those of the node. A session that does not open a stream in time has used
+            // up the time for it.
             (Some(Via::Local(_) | Via::Replica(_)) | None, _) => NextAttempt::GiveUp,
         }
     }

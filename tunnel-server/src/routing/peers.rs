@@ -18,6 +18,7 @@ use tokio::time::{Instant, timeout};
 use tokio_util::sync::CancellationToken;
 use tokio_util::task::TaskTracker;
 use tracing::debug;
+use tunnel_proto::transport::SessionError;
 use tunnel_proto::wire::control::Member;
 use tunnel_proto::wire::header::StreamHeader;
 use tunnel_proto::wire::name::{NodeName, ReplicaId, ZoneName};
@@ -93,6 +94,8 @@ pub struct PeerLimits {
     pub streams: usize,
     /// Nodes of one server that are remembered.
     pub directory_nodes: usize,
+    /// Bytes of `limits.bufferPool`, for the errors.
+    pub buffer_pool: u64,
 }
 
 /// Another server, as operators see it.
@@ -206,6 +209,7 @@ impl Peers {
         let limits = PeerLimits {
             streams: 1,
             directory_nodes: 1,
+            buffer_pool: 1,
         };
         let peers = Self::new(own, limits, PeerMetrics::default());
         peers.advertise(addresses);
@@ -289,6 +293,7 @@ impl Peers {
                     forwarded: Some(forwarded),
                 });
             }
+            Ok(Err(SessionError::NoRoom)) => OpenError::BufferPoolFull(self.limits.buffer_pool),
             Ok(Err(error)) => OpenError::Lost(error),
             Err(_elapsed) => OpenError::Timeout,
         };

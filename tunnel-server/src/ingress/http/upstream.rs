@@ -16,7 +16,7 @@ use tokio::time::{sleep, timeout};
 use tokio_rustls::TlsConnector;
 use tunnel_proto::egress::TargetSocket;
 use tunnel_proto::tls;
-use tunnel_proto::transport::{ByteCount, Stream, StreamWatch, source_number};
+use tunnel_proto::transport::{Stream, source_number};
 use tunnel_proto::wire::header::{StreamHeader, StreamKind};
 
 use super::request_body::RequestBody;
@@ -134,7 +134,8 @@ impl UpstreamRequest<'_> {
         error.failure.of_attempt(EndedStream {
             replay,
             has_answer: error.has_answer,
-            is_reused,
+            // An answer of this server is none of the target's.
+            is_reused: is_reused && error.failure.outcome == Outcome::TargetBadResponse,
             is_suspect: via.is_some_and(|via| routing.is_suspect(node, via)),
             ..EndedStream::default()
         })
@@ -152,9 +153,11 @@ impl UpstreamRequest<'_> {
             bytes: opened.stream.bytes(),
             watch: Some(opened.stream.watch()),
         };
+        let unsent = unsent_for_long(&carrier, true);
         let mut upstream = tokio::select! {
             biased;
             connected = self.connect(opened.stream, carrier) => connected?,
+            () = unsent => return Err(self.memory_full().into()),
             () = self.moves(replay, Some(&via)) => return Err(SendError::moved(self.destination)),
         };
         let response = self.send(&mut upstream, request, replay).await?;
@@ -169,18 +172,17 @@ impl UpstreamRequest<'_> {
     ) -> Result<Response<Incoming>, Box<SendError>> {
         let via = upstream.carrier.via.clone();
         let moves = pin!(self.moves(replay, via.as_ref()));
-        let unsent = unsent_for_long(
-            upstream.carrier.watch.clone(),
-            upstream.carrier.bytes.clone(),
-        );
+        let unsent = unsent_for_long(&upstream.carrier, false);
         tokio::select! {
             biased;
             sent = upstream.send(request, self.destination, moves) => sent,
-            () = unsent => {
-                let full = OpenError::BufferPoolFull(self.ingress.head_memory.pool_bytes());
-                Err(ProxyError::from_open(&full, self.destination).into())
-            }
+            () = unsent => Err(self.memory_full().into()),
         }
+    }
+
+    fn memory_full(&self) -> ProxyError {
+        let full = OpenError::BufferPoolFull(self.ingress.head_memory.pool_bytes());
+        ProxyError::from_open(&full, self.destination)
     }
 
     /// Waits until a request should not wait over `via` any longer: the session is suspect, and
@@ -234,20 +236,29 @@ impl UpstreamRequest<'_> {
     }
 }
 
-/// Waits until a request must be refused: the caller holds the most of what the agent, or another
-/// server, is short of, so that nothing of the request has been sent for [`UNSENT_MAX`].
-async fn unsent_for_long(watch: Option<StreamWatch>, bytes: ByteCount) {
-    let Some(watch) = watch else {
-        return pending().await;
-    };
-    let (_, before) = bytes.read();
-    loop {
-        sleep(UNSENT_MAX).await;
-        if bytes.read().1 != before {
+/// Waits until a request must be refused: nothing of it was sent for [`UNSENT_MAX`], and its caller
+/// holds the most of what the other end of the session is short of. Never ends for a request of which
+/// something was sent, but in the handshake before a request.
+fn unsent_for_long(
+    carrier: &Carrier,
+    is_handshake: bool,
+) -> impl Future<Output = ()> + Send + use<> {
+    let (watch, bytes) = (carrier.watch.clone(), carrier.bytes.clone());
+    let mut before = bytes.read().1;
+    async move {
+        let Some(watch) = watch else {
             return pending().await;
-        }
-        if watch.is_held() {
-            return;
+        };
+        loop {
+            sleep(UNSENT_MAX).await;
+            let now = bytes.read().1;
+            if now != before && !is_handshake {
+                return pending().await;
+            }
+            if now == before && watch.is_held() {
+                return;
+            }
+            before = now;
         }
     }
 }

@@ -178,7 +178,7 @@ fn streams_that_are_not_opened_move_unless_time_or_a_limit_is_used_up() {
         (suspect, "...."),
         (OpenError::TooManyStreams(quota), "...."),
         (OpenError::PeerStreams(1), "...."),
-        (OpenError::BufferPoolFull(1), "...."),
+        (OpenError::BufferPoolFull(1), "mm.."),
         (OpenError::Draining, "m..."),
         (OpenError::Lost(SessionError::NotOpening), "mm.."),
         (OpenError::Timeout, ".m.."),
