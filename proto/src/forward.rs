@@ -43,6 +43,10 @@ pub async fn relay_streams(mut incoming: Stream, mut opened: Stream) -> Relayed 
             (end, error.to_string())
         }
     };
+    let (end, detail) = match opened.passed_refusal() {
+        Some(refusal) => (StreamEnd::Refused(refusal.code), refusal.detail.clone()),
+        None => (end, detail),
+    };
     Relayed {
         end,
         bytes_in: relayed.right_to_left,

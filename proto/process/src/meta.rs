@@ -61,7 +61,8 @@ const CONN_LIMITS: ConnLimits = ConnLimits {
 /// Time limit for a caller to send its request head.
 const HEAD_TIMEOUT: Duration = Duration::from_secs(5);
 /// Time for which a caller may take nothing of a response. The time in which a page is made does not
-/// count, and neither does that of a slow network.
+/// count. A socket takes more when a part of its buffer is free, so a caller that takes less than about
+/// 1 KB/s counts as one that takes nothing.
 const STALL_TIMEOUT: Duration = Duration::from_secs(30);
 /// Memory for the part of a response that a connection has not sent.
 const BUFFERED_MAX_BYTES: usize = 64 * 1024;

@@ -181,6 +181,16 @@ pub struct Stream {
     is_counted: bool,
     read_monitor: Arc<ReadMonitor>,
     attachment: Option<Box<dyn Send>>,
+    passing: PassingReply,
+}
+
+/// The reply of the peer on a stream whose reads return it ([`Stream::leave_reply`]).
+enum PassingReply {
+    /// There is none, it was not a refusal, or it cannot be decoded.
+    None,
+    /// What has passed of it.
+    Begun(BytesMut),
+    Refused(Refusal),
 }
 
 enum ReplyState {
@@ -243,6 +253,7 @@ impl Stream {
             is_counted: true,
             read_monitor,
             attachment: None,
+            passing: PassingReply::None,
         }
     }
 
@@ -325,8 +336,36 @@ impl Stream {
     /// Leaves the reply to the ends of a forwarded stream: reads return the peer's reply with the
     /// bytes behind it, and writes begin with the reply to the peer.
     pub(crate) fn leave_reply(&mut self) {
+        if matches!(self.reply, ReplyState::Pending { .. }) {
+            self.passing = PassingReply::Begun(BytesMut::new());
+        }
         self.reply = ReplyState::Local;
         self.read_monitor.end_read();
+    }
+
+    /// Returns the refusal that reads have returned after [`Stream::leave_reply`].
+    pub(crate) fn passed_refusal(&self) -> Option<&Refusal> {
+        match &self.passing {
+            PassingReply::Refused(refusal) => Some(refusal),
+            PassingReply::None | PassingReply::Begun(_) => None,
+        }
+    }
+
+    fn note_reply(&mut self, data: &[u8]) {
+        let PassingReply::Begun(begun) = &mut self.passing else {
+            return;
+        };
+        // The longest reply has its length in front.
+        let room = (STREAM_MESSAGE_MAX + 16).saturating_sub(begun.len());
+        begun.extend_from_slice(&data[..data.len().min(room)]);
+        self.passing = match frame::take(begun, STREAM_MESSAGE_MAX) {
+            Ok(None) => return,
+            Ok(Some(reply)) => match StreamReply::decode(&reply) {
+                Ok(StreamReply::Refused(refusal)) => PassingReply::Refused(refusal),
+                Ok(StreamReply::Accepted { .. }) | Err(_) => PassingReply::None,
+            },
+            Err(_) => PassingReply::None,
+        };
     }
 
     /// Writes the header, which is not payload. Not cancel-safe, but dropping the stream resets it.
@@ -415,6 +454,7 @@ impl Stream {
         if !pieces.is_empty() {
             self.read_monitor.end_read();
             self.count_received(pieces.iter().map(Bytes::len).sum());
+            pieces.iter().for_each(|piece| self.note_reply(piece));
         }
         Poll::Ready(Ok(pieces))
     }
@@ -573,6 +613,7 @@ impl AsyncRead for Stream {
         }
         read?;
         this.count_received(count);
+        this.note_reply(&out.filled()[before..]);
         Poll::Ready(Ok(()))
     }
 }

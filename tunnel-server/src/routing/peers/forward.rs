@@ -115,7 +115,12 @@ impl StreamServer for PeerStream<'_> {
         if let Some(StreamKind::Forward { node, .. }) = &record.kind {
             record.node = Some(node.clone());
         }
-        peers.count(ForwardDirection::In, result(record.end));
+        // A refusal of the agent has passed through, as bytes of a stream that was forwarded.
+        let forwarded = match record.end {
+            StreamEnd::Refused(_) if record.bytes_in > 0 => ForwardResult::Ok,
+            end => result(end),
+        };
+        peers.count(ForwardDirection::In, forwarded);
         (self.endpoint.on_stream)(&self.replica, self.remote, record);
     }
 }

@@ -42,6 +42,7 @@ fn new_list_of_several_messages_replaces_the_previous_one_with_its_last_message(
     let limits = PeerLimits {
         streams: 1,
         directory_nodes: 8,
+        buffer_pool: 1,
     };
     let peers = Peers::new(id("a"), limits, PeerMetrics::default());
     peers.expect(&fixture::address("b"));
@@ -69,6 +70,7 @@ fn server_that_leaves_is_reported_once() {
     let limits = PeerLimits {
         streams: 1,
         directory_nodes: 8,
+        buffer_pool: 1,
     };
     let peers = Peers::new(id("a"), limits, PeerMetrics::default());
     peers.expect(&fixture::address("b"));
@@ -201,6 +203,25 @@ async fn forwarded_stream_is_recorded_once_at_the_server_of_its_agent() {
     }
     assert_eq!(records[0].1.bytes_out, "question".len() as u64);
     assert!(a.records.lock().is_empty());
+}
+
+#[tokio::test]
+async fn refusal_of_the_agent_is_the_end_in_the_record_of_its_server() {
+    let installation = Installation::new();
+    let [a, b] = installation.connected(["a", "b"]).await;
+    let agent = b.agent("x", 1);
+    a.sees("x", &b).await;
+    let mut opened = a.open("x", None).await.unwrap();
+    let target = agent.accepts().await;
+    target
+        .refuse(RefusalCode::TargetRefused, "nobody listens")
+        .await;
+    assert_eq!(refusal(&mut opened).await, RefusalCode::TargetRefused);
+    drop(opened);
+    eventually("it is recorded", || b.records.lock().len() == 1).await;
+    let (_, record) = b.records.lock().remove(0);
+    assert_eq!(record.end, StreamEnd::Refused(RefusalCode::TargetRefused));
+    assert_eq!(record.detail, "nobody listens");
 }
 
 /// Each server decides for the agents that it holds, whatever the other server allows its callers.
@@ -339,6 +360,7 @@ async fn stream_prefers_a_holder_that_answers_to_one_whose_connection_is_suspect
     let limits = PeerLimits {
         streams: 8,
         directory_nodes: 8,
+        buffer_pool: 1,
     };
     let peers = Peers::new(id("a"), limits, PeerMetrics::default());
     for name in ["b", "c"] {

@@ -120,6 +120,7 @@ impl Installation {
         let limits = PeerLimits {
             streams,
             directory_nodes: 100,
+            buffer_pool: 1,
         };
         let peers = Peers::new(id(name), limits, PeerMetrics::default());
         peers.advertise(vec![format!("{name}.example:10262")]);
