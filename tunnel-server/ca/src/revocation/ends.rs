@@ -9,7 +9,7 @@
 //! The clock of this server alone ends nothing. Another clock must agree with it, and for a day before
 //! anything is forgotten.
 
-use std::time::{Duration, SystemTime};
+use std::time::SystemTime;
 
 use tokio::time::Instant;
 use tunnel_proto::wire::order::Order;

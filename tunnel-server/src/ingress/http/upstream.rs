@@ -131,11 +131,12 @@ impl UpstreamRequest<'_> {
         is_reused: bool,
     ) -> Failed<ProxyError> {
         let (routing, node) = (&self.ingress.routing, &self.destination.node);
+        let is_of_target = error.failure.outcome == Outcome::TargetBadResponse;
         error.failure.of_attempt(EndedStream {
             replay,
             has_answer: error.has_answer,
             // An answer of this server is none of the target's.
-            is_reused: is_reused && error.failure.outcome == Outcome::TargetBadResponse,
+            is_reused: is_reused && is_of_target,
             is_suspect: via.is_some_and(|via| routing.is_suspect(node, via)),
             ..EndedStream::default()
         })
