@@ -161,7 +161,7 @@ impl ConnectorSet {
                     session.retire.cancel();
                 }
             }
-            Action::MembersChanged => drop(self.members_changed.send_replace(())),
+            Action::MembersChanged => self.members_changed.send_replace(()),
             Action::Credentials(generation, outcome) => {
                 self.record_credentials(generation, outcome);
             }

@@ -54,7 +54,8 @@ impl Selector {
         {
             Value::String(found) => found == value,
             Value::Null => value.is_empty(),
-            found => found.to_string() == *value,
+            // A number or a boolean.
+            found => value.parse::<Value>().is_ok_and(|value| value == *found),
         };
         self.labels.iter().all(has_label) && self.fields.iter().all(has_field)
     }

@@ -37,7 +37,6 @@ pub mod time_text_option {
 
     use serde::{Deserialize, Deserializer, Serializer, de};
 
-    #[expect(clippy::ref_option, reason = "the form that serde calls")]
     pub fn serialize<S: Serializer>(
         time: &Option<SystemTime>,
         serializer: S,

@@ -119,7 +119,10 @@ impl AddonObjects {
             server_workloads: self.server_workloads.map(|server| {
                 let workloads = server.into_iter().map(|one| ServerWorkload {
                     // Without the field it is ClusterFirst.
-                    dns_policy: one.spec.dns_policy.unwrap_or("ClusterFirst".to_owned()),
+                    dns_policy: one
+                        .spec
+                        .dns_policy
+                        .unwrap_or_else(|| "ClusterFirst".to_owned()),
                     workload: one.name,
                 });
                 workloads.collect()
