@@ -146,7 +146,7 @@ impl TokenStore {
         self.lookups.clone().acquire_owned().await.ok()
     }
 
-    /// Returns the store with the CA whose key marks its tokens, see [`TokenStore::is_marked`].
+    /// Returns the store with the CA whose key marks its tokens.
     pub fn marked_by(self, ca: Arc<LocalCa>) -> Self {
         Self {
             ca: Some(ca),
