@@ -33,8 +33,7 @@ mod throttle;
 pub use admin::AdminTunnels;
 use basic_auth::BasicAuthError;
 pub use dial::DirectDialer;
-use request::{ProxyRequest, RequestKind};
-pub(super) use tunnel_routing::decision::proxy as request;
+use tunnel_routing::decision::proxy::{ProxyRequest, RequestKind};
 
 impl ConnectProxy {
     /// Returns the identity of the caller, after checking its credentials if the listener requires

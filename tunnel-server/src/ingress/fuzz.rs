@@ -3,9 +3,9 @@
 use http::{HeaderMap, Method, Uri};
 use tunnel_proto::wire::name::Port;
 
-use super::connect::request::ProxyRequest;
 use super::http::head_check::chunks::{ChunkState, ChunkStep};
 use super::http::head_check::{BodyFraming, HeadCheck};
+use tunnel_routing::decision::proxy::ProxyRequest;
 
 /// Returns why a head is rejected whose bytes arrive in pieces of this length.
 pub fn head_error(bytes: &[u8], length: usize) -> Option<String> {

@@ -17,7 +17,6 @@ use super::super::peer::{CallerAddr, CallerIdentity};
 use super::{DirectDialer, subject};
 use crate::ingress::access_log::{AccessLog, ExchangeGuard};
 use crate::ingress::caller_stream::CloseMode;
-use crate::ingress::connect::request::{ProxyRequest, RequestKind};
 use crate::ingress::dispatch::{
     IngressRequest, IngressTarget, TunnelParams, open_tunnel, relay_granted, route,
 };
@@ -26,6 +25,7 @@ use crate::ingress::http::headers::trace_parent;
 use crate::ingress::outcome::Outcome;
 use crate::ingress::tunnel::Tunnel;
 use crate::routing::registry::CallerKey;
+use tunnel_routing::decision::proxy::{ProxyRequest, RequestKind};
 use tunnel_routing::dial_policy::{DialPolicy, LiveClusterNetworks};
 
 /// Largest number of concurrent tunnels on the admin socket.

@@ -6,9 +6,9 @@ use http::Request;
 use tunnel_proto::wire::name::{NodeName, Port};
 
 use super::dial::filter_allowed;
-use crate::ingress::connect::request::ProxyRequest;
 use crate::ingress::error::ProxyError;
 use crate::routing::routes::RouteTable;
+use tunnel_routing::decision::proxy::ProxyRequest;
 use tunnel_routing::destination::{DialTarget, RequestedDestination};
 use tunnel_routing::dial_policy::{AddressClaims, DialPolicy, LiveClusterNetworks};
 use tunnel_routing::policy::PortPolicy;

@@ -10,7 +10,6 @@ use http::{Request, Response};
 use hyper::body::Incoming;
 use hyper::service::service_fn;
 
-use crate::ingress::connect::request::{ProxyRequest, RequestKind};
 use crate::ingress::connect::table::authorize_anonymous;
 use crate::ingress::error::ProxyError;
 use crate::ingress::http::builder;
@@ -18,6 +17,7 @@ use crate::ingress::http::head_check::size::HeadLimits;
 use crate::ingress::http::response::ResponseBody;
 use crate::ingress::http::tests::fuzz::exchange::{POLICY, ROUTES, Wire};
 use crate::ingress::http::tests::fuzz::run;
+use tunnel_routing::decision::proxy::{ProxyRequest, RequestKind};
 use tunnel_routing::dial_policy::ClusterNetworks;
 use tunnel_routing::policy::Authorized;
 
