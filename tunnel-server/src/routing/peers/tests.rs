@@ -212,7 +212,7 @@ async fn refusal_of_the_agent_is_the_end_in_the_record_of_its_server() {
     let agent = b.agent("x", 1);
     a.sees("x", &b).await;
     let mut opened = a.open("x", None).await.unwrap();
-    let target = agent.accepts().await;
+    let target = agent.stream().await;
     target
         .refuse(RefusalCode::TargetRefused, "nobody listens")
         .await;
