@@ -55,9 +55,16 @@ async fn p4b_names_are_answered_from_disk_while_the_api_server_is_away() -> Resu
     answers(&before, "worker-1", &[GUIDE_IP.parse()?], FIRST).await;
     // The store has the last observed Nodes, too, from which it answers as well.
     let data_dir = cluster_env.scratch.path().join("a");
-    eventually("the records are on disk", FIRST, async || {
+    eventually("the records and the CA are on disk", FIRST, async || {
         let stored = stored_text(&data_dir)?;
-        ensure!(stored.contains("master-1"));
+        ensure!(stored.contains("master-1") && stored.contains("\"isWhole\":true"));
+        anyhow::Ok(())
+    })
+    .await;
+    // One thread writes. What it writes now is behind the commit of what was seen in the file.
+    cluster_env.objects().add(&edge("worker-last")).await?;
+    eventually("the next Node is on disk", FIRST, async || {
+        ensure!(stored_text(&data_dir)?.contains("worker-last"));
         anyhow::Ok(())
     })
     .await;
