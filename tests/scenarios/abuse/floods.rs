@@ -16,8 +16,8 @@ use tunnel_proto::transport::quic::QuicDialer;
 use tunnel_proto::wire::ALPN_SESSION;
 use tunnel_proto::wire::header::{StreamHeader, StreamKind, Target};
 use tunnel_proto::wire::name::Port;
-use tunnel_tests::env::{NodeEnv, TestEnv};
-use tunnel_tests::eventually::scaled;
+use tunnel_tests::env::{NodeEnv, TestEnv, WAIT_TIMEOUT};
+use tunnel_tests::eventually::{eventually, scaled};
 use tunnel_tests::load::Load;
 use tunnel_tests::targets::Exporter;
 
@@ -146,6 +146,12 @@ async fn t22_flood_of_handshakes_from_many_sources_keeps_no_agent_out() -> Resul
         scrape(&env.http(), host, 10).await?;
     }
     drop(site.agent);
+    // Else the session that ends would count as that of the next agent.
+    eventually("the server has lost the agent", WAIT_TIMEOUT, async || {
+        ensure!(env.registry().of_node(&"worker-1".parse()?).is_empty());
+        anyhow::Ok(())
+    })
+    .await;
     let began = Instant::now();
     let again = env.agent("worker-1");
     let again = timeout(scaled(Duration::from_secs(5)), again).await;
