@@ -1,7 +1,10 @@
 //! Requests by node name through the listeners: what arrives at the target, and what the caller
 //! receives.
 
-use anyhow::Result;
+use std::net::SocketAddr;
+
+use anyhow::{Result, ensure};
+use tokio::net::TcpListener;
 use tunnel_agent::config::NodeIpSetting;
 use tunnel_tests::checks::{ensure_contains, ensure_status, get_ok};
 use tunnel_tests::client::{
@@ -187,6 +190,44 @@ async fn extra_proxy_port_implies_the_targets_port() -> Result<()> {
         let reply = get_ok(endpoint.clone(), &host, "/metrics").await?;
         ensure_contains(&reply.text(), &["node=\"worker-1\""])?;
     }
+    Ok(())
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn extra_port_of_another_program_is_a_condition_until_it_is_free() -> Result<()> {
+    let exporter = Exporter::start("worker-1").await?;
+    let port = exporter.addr().port();
+    let address = SocketAddr::from(([127, 0, 0, 6], port));
+    let other_program = TcpListener::bind(address).await?;
+    let env = TestEnv::start_with(|settings| {
+        settings.http_proxy_ports = Some(port.to_string());
+        settings.proxy_port_listen = Some(address.ip().to_string());
+        settings.limits = TestEnv::limits("{ reloadEvery: 100ms }");
+    })
+    .await?;
+    let _agent = env.agent("worker-1").await?;
+    ensure!(env.bound().proxy.is_empty());
+    let conditions = async || {
+        let get = RawRequest::get("localhost", "/readyz?verbose");
+        let reply = request(Endpoint::plain(env.bound().meta), &get).await?;
+        ensure_status(&reply, 200)?;
+        anyhow::Ok(reply.text())
+    };
+    let hint = format!("cannot listen on {address}");
+    ensure_contains(&conditions().await?, &["[!] proxy ports", &hint])?;
+    get_ok(env.http(), &format!("worker-1:{port}"), "/metrics").await?;
+
+    drop(other_program);
+    eventually("the extra port is served", WAIT_TIMEOUT, async || {
+        get_ok(Endpoint::plain(address), "worker-1", "/metrics").await
+    })
+    .await;
+    eventually("the condition is cleared", WAIT_TIMEOUT, async || {
+        let text = conditions().await?;
+        ensure!(!text.contains("proxy ports"), "{text}");
+        Ok(())
+    })
+    .await;
     Ok(())
 }
 

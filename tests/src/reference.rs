@@ -206,6 +206,25 @@ fn put(text: &mut String, piece: std::fmt::Arguments<'_>) {
 }
 
 const SERVICES: &str = "
+## `ports:` of the file
+
+Ports of the nodes that callers may reach, in addition to the lists of the flags or of the ConfigMap. An entry replaces what the
+lists say about its port.
+
+| key | |
+|---|---|
+| `number` | the port |
+| `scheme` | `http` or `https`: the server may listen on the port as well (`proxyPortListen`), and in a cluster the Service has it; without a scheme it never does |
+| `class` | address of the node that agents dial: `node` (default) or `loopback`, which the agent's `--localhost-ports` must admit |
+| `listeners` | listeners that accept the port, of `http`, `https` and `connect`; all by default. `connect` is the CONNECT listeners and `tunnel-server connect` |
+
+```yaml
+ports:
+  - { number: 9100, scheme: http }
+  - { number: 22, listeners: [connect] }
+  - { number: 5432, class: loopback, listeners: [connect] }
+```
+
 ## `services:` of the file
 
 Each entry listens on a TCP address and passes every connection, byte for byte, to one target behind one node.

@@ -34,6 +34,7 @@ mod drain;
 mod listeners;
 mod membership;
 mod peers;
+mod proxy_ports;
 mod records;
 mod reported;
 mod revocations;
@@ -48,6 +49,7 @@ use bind::listen;
 use cluster::{ClusterServices, start_cluster};
 pub use config_files::{ConfigFilesError, check_config_files};
 use context::{ProcessContext, ServerContext};
+use proxy_ports::ProxyPorts;
 use serving::ServingCredentials;
 use sessions::SessionInputs;
 pub use sockets::BoundAddrs;
@@ -82,7 +84,7 @@ impl App {
         let context = ServerContext::build(process, &capacity, &mut metrics_registry)?;
         let agents = AgentAuth::build(&authority, &context)?;
         let serving = ServingCredentials::build(&authority.ca, &context)?;
-        let sockets = sockets::bind(
+        let mut sockets = sockets::bind(
             agents.session_tls(ALPN_SESSION)?,
             &authority.keys,
             &serving.tls,
@@ -107,7 +109,10 @@ impl App {
         peers::start(sockets.peers, membership, &authority, &agents, &context)?;
         let pods = cluster.pods.clone();
         let ingress = listeners::start(sockets.listeners, targets, pods, capacity, &context);
-        let own_ports = sockets.bound.tcp_ports();
+        let proxy_ports = ProxyPorts::bind(ingress.clone(), serving.tls, &context).await;
+        sockets.bound.proxy = proxy_ports.addresses();
+        proxy_ports.start();
+        let own_ports = sockets.bound.tcp_ports(&context.config);
         let tunnels = (sockets.connect).start(
             &ingress,
             serving.certificates.clone(),
@@ -209,10 +214,8 @@ impl App {
 fn publish_addresses(bound: &BoundAddrs, context: &ServerContext) -> anyhow::Result<Vec<String>> {
     let advertised = bound.advertised(&context.config.advertise);
     context.data.set_advertised(&advertised)?;
-    context.policy.replace(PortPolicy {
-        own: bound.reserved_ports(),
-        ..context.config.ports.clone()
-    });
+    let policy = PortPolicy::new(context.config.ports.clone(), bound.reserved_ports());
+    context.policy.replace(policy);
     Ok(advertised)
 }
 

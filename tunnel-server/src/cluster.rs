@@ -20,6 +20,7 @@ use tracing::info;
 use tunnel_process::meta::Readiness;
 use tunnel_process::shutdown::Shutdown;
 use tunnel_proto::tls::AgentTrust;
+use tunnel_proto::wire::name::Port;
 
 use crate::config::KubernetesSettings;
 use crate::egress::labeled_nodes::LabeledNodes;
@@ -30,7 +31,7 @@ use crate::routing::routes::Routes;
 use tunnel_ca::ServingNames;
 use tunnel_dns::{RecordSet, Records};
 use tunnel_routing::dial_policy::{ClusterNetworks, LiveClusterNetworks};
-use tunnel_routing::policy::{PortPolicy, SharedPortPolicy};
+use tunnel_routing::policy::{PortSettings, SharedPortPolicy};
 use tunnel_store::data_dir::DataDir;
 use tunnel_store::state_store::StateStore;
 
@@ -104,6 +105,10 @@ pub struct ClusterInputs {
     pub records: Records,
     /// Receives the port policy.
     pub policy: SharedPortPolicy,
+    /// Settings of the ports, whose lists the ConfigMap replaces.
+    pub ports: PortSettings,
+    /// Ports of the tunnel itself.
+    pub own_ports: Vec<Port>,
     /// Knows which agents are connected.
     pub routing: Routing,
     /// Receives the number of routes.
@@ -376,7 +381,8 @@ fn publisher(
         waiting: Some(inputs.readiness.block("nodes of the cluster")),
         ranges: inputs.ranges,
         local_facts: LocalFacts {
-            policy: PortPolicy::clone(&inputs.policy.load()),
+            ports: inputs.ports,
+            own_ports: inputs.own_ports,
             listener_ports: inputs.listener_ports,
         },
         routes: inputs.routes,

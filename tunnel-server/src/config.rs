@@ -17,7 +17,8 @@ use tunnel_proto::wire::PORT_SERVER_META;
 use tunnel_proto::wire::name::Port;
 
 use tunnel_dns::DnsSettings;
-use tunnel_routing::policy::PortPolicy;
+use tunnel_routing::destination::Scheme;
+use tunnel_routing::policy::{PortPolicy, PortSettings};
 
 mod capacity;
 mod certificates;
@@ -31,6 +32,7 @@ mod listeners;
 mod node_label;
 mod peers;
 mod per_node_metrics;
+mod ports;
 mod raw;
 mod status_page;
 mod targets;
@@ -44,11 +46,12 @@ pub use kubernetes::{
 };
 pub use label_key::{LabelKey, is_label_value, prometheus_label_name};
 pub use limits::{LIMITS, Limit, Limits, RawLimits};
-pub use listeners::{LOCALHOST_PORTS, ListenerSettings, ProxyPortListen};
+pub use listeners::{EXTRA_PORTS_MAX, ListenerSettings, ProxyPortListen};
 pub use node_label::NodeLabel;
 pub use peers::{PORT_PEERS, PeerSettings};
 pub use per_node_metrics::PerNodeMetrics;
-pub use raw::{RawCloudTarget, RawConfig, RawRecord, RawTcpService};
+pub use ports::LOCALHOST_PORTS;
+pub use raw::{RawCloudTarget, RawConfig, RawPort, RawRecord, RawTcpService};
 pub use status_page::StatusPageSettings;
 pub use targets::{APISERVER_NAME, TargetSettings};
 
@@ -79,7 +82,7 @@ pub struct Config {
     /// Addresses that agents dial; empty means this host's addresses.
     pub advertise: Vec<String>,
     /// Allowed ports of the nodes.
-    pub ports: PortPolicy,
+    pub ports: PortSettings,
     /// Serving certificate of the HTTPS listener.
     pub https_certificate: HttpsCertificate,
     /// Certificate files that the operator provides for port 10262 instead of the local CA.
@@ -159,13 +162,14 @@ impl Config {
         let mut errors = ConfigErrors::default();
         let kubernetes = KubernetesSettings::check(raw, environment, &mut errors);
         let client_auth = ClientAuth::check(raw, &mut errors);
-        let ports = listeners::ports(raw, &mut errors);
+        let ports = ports::check(raw, &mut errors);
+        let policy = PortPolicy::new(ports.clone(), Vec::new());
         let log_level = errors.parse("--log-level", raw.log_level.as_deref(), LevelFilter::INFO);
         let mut config = Self {
             data_dir: raw.data_dir.as_deref().unwrap_or(DATA_DIR).into(),
             listeners: ListenerSettings::check(
                 raw,
-                &ports,
+                &policy,
                 client_auth.as_ref(),
                 kubernetes.as_ref(),
                 &mut errors,
@@ -236,9 +240,10 @@ impl Config {
         errors.finish(config)
     }
 
-    /// Returns the extra proxy ports with their addresses, and whether each is https.
-    pub fn extra_listeners(&self) -> Vec<(SocketAddr, Port, bool)> {
-        self.listeners.extra(&self.ports)
+    /// Returns the extra ports on which the server listens, with their addresses and schemes.
+    pub fn extra_listeners(&self) -> Vec<(SocketAddr, Port, Scheme)> {
+        let policy = PortPolicy::new(self.ports.clone(), Vec::new());
+        self.listeners.extra(&policy)
     }
 
     /// Returns the time after SIGTERM within which agents move to another server, each at a random

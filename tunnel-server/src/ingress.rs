@@ -7,6 +7,7 @@ use rustls::ServerConnection;
 use tokio::net::TcpListener;
 use tokio::time::{Instant, timeout_at};
 use tokio_rustls::TlsAcceptor;
+use tokio_util::sync::{CancellationToken, DropGuard};
 use tracing::{Instrument, debug, info_span, warn};
 use tunnel_process::accept::RetryingListener;
 use tunnel_process::conn_limiter::{ConnPermit, LimitReached};
@@ -67,6 +68,22 @@ impl IngressContext {
         let ingress = self.clone();
         self.shutdown
             .spawn_listener(async move { ingress.accept(listener, kind).await });
+    }
+
+    /// Accepts connections like [`Self::start`] until the returned guard is dropped. Connections go
+    /// on.
+    pub fn start_closable(
+        self: &Arc<Self>,
+        listener: TcpListener,
+        kind: ListenerKind,
+    ) -> DropGuard {
+        let close = CancellationToken::new();
+        let (ingress, closed) = (self.clone(), close.clone());
+        self.shutdown.spawn_listener(async move {
+            let accepting = ingress.accept(listener, kind);
+            closed.run_until_cancelled(accepting).await;
+        });
+        close.drop_guard()
     }
 
     async fn accept(self: Arc<Self>, listener: TcpListener, kind: ListenerKind) {

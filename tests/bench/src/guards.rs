@@ -16,8 +16,7 @@ use tunnel_proto::wire::header::{StreamHeader, StreamKind, Target};
 use tunnel_proto::wire::name::{NodeName, Port};
 use tunnel_routing::decision::{RequestFacts, decide};
 use tunnel_routing::destination::{RequestedDestination, Scheme};
-use tunnel_routing::policy::PortPolicy;
-use tunnel_routing::policy::{Access, AccessCaller, authorize};
+use tunnel_routing::policy::{Access, AccessCaller, PortLists, PortPolicy, authorize};
 use tunnel_server::routing::routes::RouteTable;
 use tunnel_tests::client::{RawRequest, request};
 use tunnel_tests::env::TestEnv;
@@ -105,12 +104,12 @@ fn route(times: u32) -> Result<()> {
 
 fn policy(times: u32) -> Result<()> {
     let table = table()?;
-    let policy = PortPolicy {
+    let lists = PortLists {
         http: "9100, 80".parse().map_err(anyhow::Error::msg)?,
         https: "9443".parse().map_err(anyhow::Error::msg)?,
         localhost: "10266, 10267".parse().map_err(anyhow::Error::msg)?,
-        own: Port::new(10264).into_iter().collect(),
     };
+    let policy = PortPolicy::of_lists(lists, Port::new(10264).into_iter().collect());
     let (method, uri) = (Method::GET, Uri::from_static("/metrics"));
     let mut headers = HeaderMap::new();
     headers.insert(HOST, HeaderValue::from_static("worker-500.site:9100"));

@@ -7,13 +7,16 @@ use std::path::{Path, PathBuf};
 use std::time::Duration;
 
 use anyhow::{Context, Result, ensure};
+use tunnel_tests::checks::ensure_contains;
 use tunnel_tests::eventually::eventually;
+use tunnel_tests::guides::{blocks, page};
 use tunnel_tests::netns::{EDGE_ADDRESS, Edge, NODES, Topology};
-use tunnel_tests::process::{Fleet, Process, Program, ScratchDir, Server};
+use tunnel_tests::process::{Fleet, Listener, Process, Program, ScratchDir, Server};
 use tunnel_tests::tools::{Skip, Tool, bin_dir, or_skip, require};
 
 /// Port of each edge's sshd, in the edge's network namespace.
-const PORT: &str = "2222";
+const PORT: &str = "22";
+const GUIDE: &str = "docs/how-to/ssh-ansible.md";
 /// A port that is not allowed and on which no process listens.
 const FORBIDDEN: &str = "2223";
 const WAIT_TIMEOUT: Duration = Duration::from_secs(20);
@@ -55,8 +58,13 @@ impl ConnectFixture {
         for edge in sites.edges() {
             wait_for_sshd(edge).await;
         }
-        let ports = ["--http-proxy-ports", PORT, "--proxy-port-listen", "off"];
-        let fleet = Fleet::start(&sites, &ports).await?;
+        // The settings of the guide as they stand.
+        let settings = blocks(&page(GUIDE)?).into_iter();
+        let settings = settings.map(|block| block.text);
+        let mut settings = settings.filter(|text| text.starts_with("ports:"));
+        let settings = scratch.file("config.yaml", settings.next().context("ports")?)?;
+        let settings = settings.to_string_lossy();
+        let fleet = Fleet::start(&sites, &["--config", &settings]).await?;
         Ok(Some(Self {
             scratch,
             key,
@@ -152,7 +160,7 @@ async fn wait_for_sshd(edge: &Edge) {
 
 #[tokio::test(flavor = "multi_thread")]
 async fn p17_ssh_reaches_each_of_two_nodes_with_one_address() -> Result<()> {
-    let Some(fixture) = ConnectFixture::start(&[]).await? else {
+    let Some(fixture) = ConnectFixture::start(&[Tool::Curl]).await? else {
         return Ok(());
     };
     for node in NODES {
@@ -168,6 +176,17 @@ async fn p17_ssh_reaches_each_of_two_nodes_with_one_address() -> Result<()> {
     let count = fixture.ssh(NODES[0], PORT)?.arg("wc -c");
     let counted = count.run_with(&sent).await?.ok()?;
     ensure!(counted.trim() == sent.len().to_string(), "{counted}");
+    // The other listeners do not open the port, and the server does not listen on it.
+    let listener = fixture.server().address(Listener::Http);
+    let curl = Program::tool(Tool::Curl)?.args(["-s", "-H", &format!("Host: worker-1:{PORT}")]);
+    let curl = curl.arg(format!("http://{listener}/"));
+    let answer = curl.inside(Some(fixture.sites.cloud())).run().await?.ok()?;
+    ensure_contains(&answer, &["port 22 is not allowed on the http listener"])?;
+    let log = fixture.server().log().lines();
+    ensure!(
+        !log.iter().any(|line| line.contains("\"proxy\"")),
+        "{log:?}"
+    );
     // The server refuses a forbidden port with a message, and logs the refusal.
     let refused = fixture.ssh(NODES[0], FORBIDDEN)?.arg("true").run().await?;
     refused.ensure_failed(255, &["port 2223 is not allowed"])?;
@@ -180,7 +199,7 @@ async fn p17_ssh_reaches_each_of_two_nodes_with_one_address() -> Result<()> {
                 .any(|line| all.iter().all(|part| line.contains(part)))
         };
         let refused = is_logged("refused_by_policy", "CONNECT worker-1:2223");
-        let opened = is_logged("\"ok\"", "CONNECT worker-2:2222");
+        let opened = is_logged("\"ok\"", "CONNECT worker-2:22\"");
         ensure!(refused && opened, "{log:?}");
         Ok(())
     })

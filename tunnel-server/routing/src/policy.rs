@@ -1,36 +1,31 @@
 //! The ports of a node that callers may reach through the listeners, the kind of target for each
 //! port, and the decision whether a caller may reach a destination. All functions are pure.
 
-use std::collections::BTreeSet;
 use std::sync::Arc;
 
 use arc_swap::ArcSwap;
 use tunnel_proto::wire::header::Target;
 use tunnel_proto::wire::name::{NodeName, Port};
-use tunnel_proto::wire::ports::PortSet;
 
 use crate::destination::{
-    AgentTarget, Destination, RequestedDestination, RequestedNode, RequestedPort,
+    AgentTarget, Destination, RequestedDestination, RequestedNode, RequestedPort, Scheme,
 };
 
-/// Ports of the kubelet, TLS and plain read-only. Both are always allowed.
-pub const KUBELET_PORTS: [u16; 2] = [10250, 10255];
-
 mod caller;
+mod ports;
 
 pub use caller::CallerIdentity;
+pub use ports::{
+    KUBELET_PORTS, Listener, ListenerError, ListenerSet, PortEntry, PortLists, PortSettings,
+    TargetClass, TargetClassError,
+};
 
-/// The ports that the listeners accept.
+/// The ports of the nodes that callers may reach.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct PortPolicy {
-    /// Additional ports of plain HTTP targets.
-    pub http: PortSet,
-    /// Additional ports of https targets. A port in both lists is https.
-    pub https: PortSet,
-    /// Ports that the agent dials on its loopback address.
-    pub localhost: PortSet,
+    settings: PortSettings,
     /// Ports of the tunnel itself, for a hint in the error message.
-    pub own: Vec<Port>,
+    own: Vec<Port>,
 }
 
 /// Reason why a port is refused.
@@ -39,48 +34,80 @@ pub enum PortPolicyError {
     /// The port belongs to the tunnel. The caller most likely left out the target's port.
     #[error("{0} is the tunnel's own port; put the target's port in Host")]
     OwnPort(Port),
-    /// The port is in none of the lists.
+    /// The settings do not open the port.
     #[error(
-        "port {0} is not allowed; the server allows 10250, 10255 and those of --http-proxy-ports, \
+        "port {0} is not allowed; the server allows 10250, 10255, the ports of its settings ports and --connect-ports, and those of --http-proxy-ports, \
          --https-proxy-ports and --localhost-proxy-ports, which a ConfigMap of the cluster may replace. Add it there only \
          if something on the nodes listens on it: a kube-apiserver's own port, as 6443, is in Host because kube-apiserver \
          passes on the Host of its client"
     )]
     NotListed(Port),
+    /// The port is open on other listeners.
+    #[error(
+        "port {port} is not allowed on the {listener} listener; the server allows it on: {allowed} (ports, --connect-ports)"
+    )]
+    OtherListener {
+        port: Port,
+        listener: Listener,
+        allowed: ListenerSet,
+    },
 }
 
 impl PortPolicy {
-    /// Returns the target for a port of a node.
+    /// Creates the policy of the settings. `own` are the ports of the tunnel itself.
+    pub fn new(settings: PortSettings, own: Vec<Port>) -> Self {
+        Self { settings, own }
+    }
+
+    /// Creates the policy of three lists.
+    pub fn of_lists(lists: PortLists, own: Vec<Port>) -> Self {
+        let settings = PortSettings {
+            lists,
+            ..PortSettings::default()
+        };
+        Self::new(settings, own)
+    }
+
+    /// Returns the entry of a port that callers may reach on some listener.
+    ///
+    /// # Errors
+    /// Returns [`PortPolicyError`] if there is none.
+    pub fn entry(&self, port: Port) -> Result<PortEntry, PortPolicyError> {
+        self.settings.entry(port).ok_or_else(|| {
+            if self.own.contains(&port) {
+                PortPolicyError::OwnPort(port)
+            } else {
+                PortPolicyError::NotListed(port)
+            }
+        })
+    }
+
+    /// Returns the target for a port of a node that a caller names on a listener.
     ///
     /// # Errors
     /// Returns [`PortPolicyError`] if the port is not allowed.
-    pub fn target(&self, port: Port) -> Result<Target, PortPolicyError> {
-        if self.localhost.contains(port) {
-            return Ok(Target::Loopback(port));
+    pub fn target(&self, port: Port, listener: Listener) -> Result<Target, PortPolicyError> {
+        let entry = self.entry(port)?;
+        if !entry.listeners.contains(listener) {
+            return Err(PortPolicyError::OtherListener {
+                port,
+                listener,
+                allowed: entry.listeners,
+            });
         }
-        if KUBELET_PORTS.contains(&port.get())
-            || self.http.contains(port)
-            || self.https.contains(port)
-        {
-            return Ok(Target::Node(port));
-        }
-        match self.own.iter().find(|own| **own == port) {
-            Some(_) => Err(PortPolicyError::OwnPort(port)),
-            None => Err(PortPolicyError::NotListed(port)),
-        }
+        Ok(entry.class.target(port))
     }
 
-    /// Returns the target for the kubelet of a node. The cluster determines the kubelet's port.
-    pub fn kubelet(&self, port: Port) -> Target {
-        if self.localhost.contains(port) {
-            Target::Loopback(port)
-        } else {
-            Target::Node(port)
-        }
+    /// Returns the target for a port that another setting opens: that of a TCP service, or that of the
+    /// kubelet, which the cluster determines.
+    pub fn unlisted_target(&self, port: Port) -> Target {
+        let entry = self.settings.entry(port);
+        let class = entry.map_or_else(TargetClass::default, |entry| entry.class);
+        class.target(port)
     }
 
     /// Checks a target that another server has determined for a port of a node, of which `kubelet` is
-    /// the port of the kubelet.
+    /// the port of the kubelet. The other server has checked the listener.
     ///
     /// # Errors
     /// Returns [`PortPolicyError`] if this policy does not lead to the target.
@@ -90,30 +117,20 @@ impl PortPolicy {
         kubelet: Option<Port>,
     ) -> Result<(), PortPolicyError> {
         let port = target.port();
-        let is_kubelet = kubelet == Some(port) && self.kubelet(port) == *target;
-        match self.target(port) {
-            Ok(own) if own == *target => Ok(()),
+        let is_kubelet = kubelet == Some(port) && self.unlisted_target(port) == *target;
+        match self.entry(port) {
+            Ok(entry) if entry.class.target(port) == *target => Ok(()),
             _ if is_kubelet => Ok(()),
             Ok(_) => Err(PortPolicyError::NotListed(port)),
             Err(refusal) => Err(refusal),
         }
     }
 
-    /// Returns the additional ports to bind next to the listeners, and whether each is https. The
+    /// Returns the additional ports to bind next to the listeners, by number, with their schemes. The
     /// ports of the kubelet are left out, because they belong to the kubelet of the host or are
     /// mapped by a Service.
-    pub fn extra_ports(&self) -> impl Iterator<Item = (Port, bool)> + '_ {
-        let https: BTreeSet<Port> = self.https.ports().collect();
-        let http: BTreeSet<Port> = self
-            .http
-            .ports()
-            .filter(|port| !https.contains(port))
-            .collect();
-        let both = https
-            .into_iter()
-            .map(|port| (port, true))
-            .chain(http.into_iter().map(|port| (port, false)));
-        both.filter(|(port, _)| !KUBELET_PORTS.contains(&port.get()))
+    pub fn extra_ports(&self) -> impl Iterator<Item = (Port, Scheme)> {
+        self.settings.listen_ports().into_iter()
     }
 }
 
@@ -152,6 +169,8 @@ pub enum Denied {
 #[derive(Debug, Clone, Copy)]
 pub struct AccessCaller<'a> {
     pub identity: &'a CallerIdentity,
+    /// The listener of the caller's connection.
+    pub listener: Listener,
     /// The listener serves only callers with an identity.
     pub must_authenticate: bool,
     /// The caller has client-certificate delegation.
@@ -159,9 +178,10 @@ pub struct AccessCaller<'a> {
 }
 
 impl AccessCaller<'_> {
-    /// A caller without an identity, at a listener that requires none.
+    /// A caller of the HTTP listener without an identity.
     pub const ANONYMOUS: Self = Self {
         identity: &CallerIdentity::Anonymous,
+        listener: Listener::Http,
         must_authenticate: false,
         has_delegation: false,
     };
@@ -198,8 +218,7 @@ pub fn authorize<D>(policy: &PortPolicy, access: Access<'_, D>) -> Result<Author
     }
     match access.destination {
         RequestedDestination::Node(requested) => {
-            let has_delegation = access.caller.has_delegation;
-            authorize_node(policy, has_delegation, requested).map(Authorized::Agent)
+            authorize_node(policy, access.caller, requested).map(Authorized::Agent)
         }
         // The operator has chosen the target.
         RequestedDestination::Configured(destination) => Ok(Authorized::Agent(AgentTarget {
@@ -210,30 +229,31 @@ pub fn authorize<D>(policy: &PortPolicy, access: Access<'_, D>) -> Result<Author
     }
 }
 
-/// Returns the target on a node. The port lists decide, except for the kubelet's port, which the
+/// Returns the target on a node. The settings of the ports decide, except for the kubelet's port, which the
 /// cluster determines. A caller with delegation also reaches the kubelet by another port.
 pub fn authorize_node(
     policy: &PortPolicy,
-    has_delegation: bool,
+    caller: AccessCaller<'_>,
     requested: RequestedNode,
 ) -> Result<AgentTarget, Denied> {
     let node = requested.node;
+    let (listener, has_delegation) = (caller.listener, caller.has_delegation);
     let port = match requested.port {
         RequestedPort::Named(port) => port,
         RequestedPort::NamedOrKubelet { named, .. }
-            if !has_delegation || policy.target(named).is_ok() =>
+            if !has_delegation || policy.target(named, listener).is_ok() =>
         {
             named
         }
         RequestedPort::NamedOrKubelet { kubelet, .. } | RequestedPort::Kubelet(kubelet) => {
-            let target = policy.kubelet(kubelet);
+            let target = policy.unlisted_target(kubelet);
             return Ok(AgentTarget {
                 destination: Destination { node, target },
                 keeps_host: has_delegation,
             });
         }
     };
-    match policy.target(port) {
+    match policy.target(port, listener) {
         Ok(target) => Ok(AgentTarget {
             destination: Destination { node, target },
             keeps_host: false,

@@ -76,12 +76,12 @@ impl DiscoveryQuery {
         })
     }
 
-    /// Checks that callers may reach the port.
+    /// Checks that callers may reach the port on some listener.
     ///
     /// # Errors
     /// Returns the [`PortPolicyError`] of the listeners.
     pub fn authorize(&self, policy: &PortPolicy) -> Result<(), PortPolicyError> {
-        policy.target(self.port).map(drop)
+        policy.entry(self.port).map(drop)
     }
 }
 
@@ -168,6 +168,8 @@ fn node_labels(node: &NodeStatus) -> BTreeMap<String, &str> {
 #[cfg(test)]
 mod tests {
     use serde_json::json;
+
+    use tunnel_routing::policy::PortLists;
 
     use super::*;
 
@@ -287,11 +289,11 @@ mod tests {
 
     #[test]
     fn ports_that_callers_may_not_reach_are_refused() {
-        let policy = PortPolicy {
+        let lists = PortLists {
             http: "9100".parse().unwrap(),
-            own: vec![Port::new(10264).unwrap()],
-            ..PortPolicy::default()
+            ..PortLists::default()
         };
+        let policy = PortPolicy::of_lists(lists, vec![Port::new(10264).unwrap()]);
         let authorize = |query: &str| DiscoveryQuery::parse(query).unwrap().authorize(&policy);
         assert_eq!(authorize("port=9100"), Ok(()));
         assert_eq!(authorize("port=10250"), Ok(()), "the kubelet");

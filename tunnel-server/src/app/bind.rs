@@ -15,25 +15,10 @@ pub(super) async fn listen(
     setting: &'static str,
 ) -> anyhow::Result<TcpListener> {
     TcpListener::bind(address).await.map_err(|error| {
-        let hint = in_use_hint(setting, &error);
-        let context = format!("cannot listen on {address} ({setting}{hint})");
+        let context = format!("cannot listen on {address} ({setting})");
         anyhow::Error::new(error).context(context)
     })
 }
-
-/// Returns what to do about an extra port that another program uses. The two lists of ports name
-/// targets on the nodes, so the setting that binds the ports here is not obvious.
-fn in_use_hint(setting: &str, error: &io::Error) -> &'static str {
-    if setting == PROXY_PORT_LISTEN && error.kind() == io::ErrorKind::AddrInUse {
-        "; to list ports of nodes without listening on them here, set --proxy-port-listen off, and \
-         send requests to the HTTP or HTTPS listener"
-    } else {
-        ""
-    }
-}
-
-/// The setting of the extra ports.
-pub(super) const PROXY_PORT_LISTEN: &str = "--proxy-port-listen";
 
 /// Binds TCP and UDP to the same port number, on the first address that can be bound.
 pub(super) async fn bind_both<U>(
@@ -64,25 +49,4 @@ pub(super) async fn bind_both<U>(
         "cannot listen on UDP and TCP ({setting}): {}",
         failures.join("; ")
     )
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[tokio::test]
-    async fn extra_port_in_use_names_the_setting_that_does_without_it() {
-        let used = listen(([127, 0, 0, 1], 0).into(), "--http-listen").await;
-        let used = used.unwrap();
-        let address = used.local_addr().unwrap();
-        let text = async |setting| {
-            let error = listen(address, setting).await.unwrap_err();
-            format!("{error:#}")
-        };
-        let extra = text(PROXY_PORT_LISTEN).await;
-        assert!(extra.contains("set --proxy-port-listen off"), "{extra}");
-        assert!(extra.contains("in use"), "{extra}");
-        let other = text("--http-listen").await;
-        assert!(!other.contains("--proxy-port-listen"), "{other}");
-    }
 }

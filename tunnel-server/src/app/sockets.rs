@@ -11,7 +11,7 @@ use tunnel_process::host::primary_address;
 use tunnel_proto::transport::quic::{QuicAcceptor, QuicKeys};
 use tunnel_proto::wire::name::Port;
 
-use super::bind::{PROXY_PORT_LISTEN, bind_both, listen};
+use super::bind::{bind_both, listen};
 use super::connect::ConnectSockets;
 use super::context::ServerContext;
 use crate::config::Config;
@@ -92,35 +92,16 @@ async fn bind_listeners(
     tls: &Arc<ListenerTls>,
     bound: &mut BoundAddrs,
 ) -> anyhow::Result<Vec<(TcpListener, ListenerKind)>> {
-    let http_listener = |name, https: bool, implied_port| {
-        let (scheme, tls) = if https {
-            (Scheme::Https, Some(tls.clone()))
-        } else {
-            (Scheme::Http, None)
-        };
-        ListenerKind::Http(Arc::new(HttpListener {
-            name,
-            scheme,
-            implied_port,
-            tls,
-            connect: None,
-        }))
-    };
     let mut listeners = Vec::new();
     if let Some(address) = config.listeners.https {
         let listener = listen(address, "--https-listen").await?;
         bound.https = Some(listener.local_addr()?);
-        listeners.push((listener, http_listener("https", true, None)));
+        listeners.push((listener, http_listener("https", Scheme::Https, None, tls)));
     }
     if let Some(address) = config.listeners.http {
         let listener = listen(address, "--http-listen").await?;
         bound.http = Some(listener.local_addr()?);
-        listeners.push((listener, http_listener("http", false, None)));
-    }
-    for (address, port, https) in config.extra_listeners() {
-        let listener = listen(address, PROXY_PORT_LISTEN).await?;
-        bound.proxy.push(listener.local_addr()?);
-        listeners.push((listener, http_listener("proxy", https, Some(port))));
+        listeners.push((listener, http_listener("http", Scheme::Http, None, tls)));
     }
     for (address, service) in &config.listeners.services {
         let listener = listen(*address, "services").await?;
@@ -135,6 +116,23 @@ async fn bind_listeners(
     Ok(listeners)
 }
 
+/// Returns a listener that routes requests with the scheme to https or http targets. `implied_port`
+/// is the port of the target if Host contains none.
+pub(super) fn http_listener(
+    name: &'static str,
+    scheme: Scheme,
+    implied_port: Option<Port>,
+    tls: &Arc<ListenerTls>,
+) -> ListenerKind {
+    ListenerKind::Http(Arc::new(HttpListener {
+        name,
+        scheme,
+        implied_port,
+        tls: (scheme == Scheme::Https).then(|| tls.clone()),
+        connect: None,
+    }))
+}
+
 #[derive(Debug, Clone)]
 pub struct BoundAddrs {
     /// Address for agents, UDP and TCP.
@@ -146,6 +144,7 @@ pub struct BoundAddrs {
     pub meta: SocketAddr,
     /// Address of the status page.
     pub status: Option<SocketAddr>,
+    /// Addresses of the extra ports that were bound at start.
     pub proxy: Vec<SocketAddr>,
     pub services: Vec<(String, SocketAddr)>,
     /// Address of the embedded DNS, UDP and TCP.
@@ -163,7 +162,7 @@ impl BoundAddrs {
         }
     }
 
-    /// Returns the listeners that are no TCP services.
+    /// Returns the listeners that are neither extra ports nor TCP services.
     fn listeners(&self) -> impl Iterator<Item = (&'static str, SocketAddr)> {
         let single = [
             ("agents", Some(self.agents)),
@@ -175,10 +174,9 @@ impl BoundAddrs {
             ("dns", self.dns),
             ("connect", self.connect),
         ];
-        let bound = single
+        single
             .into_iter()
-            .filter_map(|(listener, address)| Some((listener, address?)));
-        bound.chain(self.proxy.iter().map(|address| ("proxy", *address)))
+            .filter_map(|(listener, address)| Some((listener, address?)))
     }
 
     /// Returns the ports that callers never reach as ports of a node.
@@ -191,11 +189,14 @@ impl BoundAddrs {
             .collect()
     }
 
-    pub(super) fn tcp_ports(&self) -> Vec<Port> {
+    /// Returns the TCP ports of this server, with the extra ports that it may listen on.
+    pub(super) fn tcp_ports(&self, config: &Config) -> Vec<Port> {
         let services = self.services.iter().map(|(_, address)| *address);
         let listeners = self.listeners().map(|(_, address)| address);
         let all = listeners.chain(services);
+        let extra = config.extra_listeners().into_iter();
         all.filter_map(|address| Port::new(address.port()))
+            .chain(extra.map(|(_, port, _)| port))
             .collect()
     }
 

@@ -276,6 +276,7 @@ mod tests {
     use serde_json::json;
     use tunnel_process::meta::Readiness;
     use tunnel_proto::transport::BufferPool;
+    use tunnel_routing::policy::PortSettings;
     use tunnel_tables::visits;
 
     use super::super::nodes::{AliasRules, FactMap, NodeObject, NodeStore};
@@ -341,7 +342,8 @@ mod tests {
             let publisher = Publisher {
                 waiting: None,
                 local_facts: LocalFacts {
-                    policy: tunnel_routing::policy::PortPolicy::default(),
+                    ports: PortSettings::default(),
+                    own_ports: Vec::new(),
                     listener_ports: ListenerPorts {
                         http: 10264,
                         https: 10263,

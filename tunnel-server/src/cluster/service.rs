@@ -10,6 +10,7 @@ use serde_json::{Value, json};
 use tunnel_proto::wire::name::Port;
 
 use super::objects::EXTRA_PORT_PREFIX;
+use tunnel_routing::destination::Scheme;
 use tunnel_routing::policy::PortPolicy;
 
 /// Port numbers of the listeners that the Service targets.
@@ -37,15 +38,9 @@ pub(super) fn desired_ports(
 ) -> BTreeMap<Port, u16> {
     let ports = policy.extra_ports();
     ports
-        .map(|(port, https)| {
-            (
-                port,
-                if https {
-                    listener_ports.https
-                } else {
-                    listener_ports.http
-                },
-            )
+        .map(|(port, scheme)| match scheme {
+            Scheme::Http => (port, listener_ports.http),
+            Scheme::Https => (port, listener_ports.https),
         })
         .collect()
 }
@@ -101,6 +96,8 @@ fn name(port: &Value) -> Option<&str> {
 
 #[cfg(test)]
 mod tests {
+    use tunnel_routing::policy::PortLists;
+
     use super::*;
 
     const LISTENER_PORTS: ListenerPorts = ListenerPorts {
@@ -120,12 +117,12 @@ mod tests {
     }
 
     fn lists(http: &str, https: &str) -> BTreeMap<Port, u16> {
-        let policy = PortPolicy {
+        let lists = PortLists {
             http: http.parse().unwrap(),
             https: https.parse().unwrap(),
-            ..PortPolicy::default()
+            ..PortLists::default()
         };
-        desired_ports(&policy, LISTENER_PORTS)
+        desired_ports(&PortPolicy::of_lists(lists, Vec::new()), LISTENER_PORTS)
     }
 
     /// The writing half of DNS-3, and the Service of guide 000.

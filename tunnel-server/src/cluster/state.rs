@@ -18,7 +18,7 @@ use super::service::{self, ListenerPorts};
 use super::watches::Observed;
 use crate::config::LOCALHOST_PORTS;
 use tunnel_dns::{Addresses, RecordSet};
-use tunnel_routing::policy::PortPolicy;
+use tunnel_routing::policy::{PortLists, PortPolicy, PortSettings};
 
 /// What is persisted for a start without the API server, apart from the Nodes.
 #[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
@@ -48,8 +48,10 @@ pub(super) struct ClusterState {
 /// Facts that do not come from the cluster.
 #[derive(Debug, Clone)]
 pub(super) struct LocalFacts {
-    /// Port policy of the listeners while there is no ports ConfigMap.
-    pub(super) policy: PortPolicy,
+    /// Settings of the ports. A ports ConfigMap replaces their lists while there is one.
+    pub(super) ports: PortSettings,
+    /// Ports of the tunnel itself.
+    pub(super) own_ports: Vec<Port>,
     pub(super) listener_ports: ListenerPorts,
 }
 
@@ -110,15 +112,15 @@ impl ClusterState {
     }
 
     pub(super) fn ports(&self, local_facts: &LocalFacts) -> DerivedPorts {
-        let (http_port, own_ports) = (local_facts.listener_ports.http, &local_facts.policy.own);
-        let parsed = self
-            .port_lists()
-            .map(|lists| read_ports(lists, http_port, own_ports));
-        let (policy, mistakes) = parsed.map_or_else(
-            || (local_facts.policy.clone(), Vec::new()),
-            |parsed| (parsed.policy, parsed.mistakes),
-        );
-        DerivedPorts { policy, mistakes }
+        let mut settings = local_facts.ports.clone();
+        let mut mistakes = Vec::new();
+        if let Some(data) = self.port_lists() {
+            (settings.lists, mistakes) = read_lists(data, local_facts.listener_ports.http);
+        }
+        DerivedPorts {
+            policy: PortPolicy::new(settings, local_facts.own_ports.clone()),
+            mistakes,
+        }
     }
 
     /// Returns the addresses of the tunnel for the records. Without an address of the Service, and
@@ -157,17 +159,9 @@ const MISTAKES_MAX: usize = 20;
 /// Maximum number of characters shown of an entry.
 const SHOWN_MAX: usize = 40;
 
-/// Content of a ports ConfigMap.
-#[derive(Debug, Clone, PartialEq, Eq)]
-struct ParsedPorts {
-    policy: PortPolicy,
-    /// Ignored entries with the reasons.
-    mistakes: Vec<String>,
-}
-
 /// Parses the values of the ConfigMap. `http_port` is the port of the HTTP listener, which pairs of
-/// the deprecated key must name. `own` are the ports of the tunnel itself.
-fn read_ports(data: &BTreeMap<String, String>, http_port: u16, own: &[Port]) -> ParsedPorts {
+/// the deprecated key must name. Returns the ignored entries with the reasons, too.
+fn read_lists(data: &BTreeMap<String, String>, http_port: u16) -> (PortLists, Vec<String>) {
     let mut mistakes = Vec::new();
     let text = |key: &str| data.get(key).map(String::as_str);
     let mut http = list(
@@ -184,15 +178,12 @@ fn read_ports(data: &BTreeMap<String, String>, http_port: u16, own: &[Port]) -> 
     );
     let localhost = text(LOCALHOST_PORTS_KEY).unwrap_or(LOCALHOST_PORTS);
     let localhost = list(LOCALHOST_PORTS_KEY, localhost, &mut mistakes);
-    ParsedPorts {
-        policy: PortPolicy {
-            http: PortSet::of(http),
-            https: PortSet::of(https),
-            localhost: PortSet::of(localhost),
-            own: own.to_vec(),
-        },
-        mistakes,
-    }
+    let lists = PortLists {
+        http: PortSet::of(http),
+        https: PortSet::of(https),
+        localhost: PortSet::of(localhost),
+    };
+    (lists, mistakes)
 }
 
 /// Parses a list such as `9100, 9256`. Entries are separated by commas. Blanks around entries and
@@ -258,21 +249,22 @@ fn entries(
 
 #[cfg(test)]
 mod tests {
+    use tunnel_routing::policy::{Listener, PortEntry, TargetClass};
+
     use super::*;
 
-    fn read_from(key: &str, text: &str) -> ParsedPorts {
+    fn read_from(key: &str, text: &str) -> (PortLists, Vec<String>) {
         let data = BTreeMap::from([(key.to_owned(), text.to_owned())]);
-        read_ports(&data, 10264, &[])
+        read_lists(&data, 10264)
     }
 
     /// The reading half of DNS-3.
     #[test]
     fn bad_entries_are_named_and_the_rest_applies() {
-        let parsed = read_from("https-proxy-ports", "9100, 9100,,70000,abc, 10250");
-        assert_eq!(parsed.policy.https.to_string(), "9100, 10250");
-        assert_eq!(parsed.policy.extra_ports().count(), 1);
+        let (lists, mistakes) = read_from("https-proxy-ports", "9100, 9100,,70000,abc, 10250");
+        assert_eq!(lists.https.to_string(), "9100, 10250");
         assert_eq!(
-            parsed.mistakes,
+            mistakes,
             [
                 "https-proxy-ports: \"70000\" is not a port from 1 to 65535",
                 "https-proxy-ports: \"abc\" is not a port from 1 to 65535",
@@ -283,39 +275,86 @@ mod tests {
     #[test]
     fn leading_zeros_signs_and_ranges_make_no_second_name() {
         let text = "09100,9100,+9100,9200-9300,0, 65536,9100=";
-        let parsed = read_from("http-proxy-ports", text);
-        assert_eq!(parsed.policy.http.to_string(), "9100");
-        assert_eq!(parsed.mistakes.len(), 5, "{:?}", parsed.mistakes);
+        let (lists, mistakes) = read_from("http-proxy-ports", text);
+        assert_eq!(lists.http.to_string(), "9100");
+        assert_eq!(mistakes.len(), 5, "{mistakes:?}");
     }
 
     #[test]
     fn pairs_count_when_they_name_the_http_listener() {
-        for (text, ports, mistakes) in [
+        for (text, ports, bad) in [
             ("9100=10264, 9200 = 10264", "9100, 9200", 0),
             ("9100=10263,9200=10264,x=10264", "9200", 2),
             ("9100,9200", "9100, 9200", 0),
             ("9100,9200=10264", "9200", 1),
         ] {
-            let parsed = read_from("dnat-ports-pair", text);
-            assert_eq!(parsed.policy.http.to_string(), ports, "{text}");
-            assert_eq!(parsed.mistakes.len(), mistakes, "{text}");
+            let (lists, mistakes) = read_from("dnat-ports-pair", text);
+            assert_eq!(lists.http.to_string(), ports, "{text}");
+            assert_eq!(mistakes.len(), bad, "{text}");
         }
     }
 
     #[test]
     fn localhost_ports_have_a_default_only_while_the_key_is_absent() {
-        let absent = read_ports(&BTreeMap::new(), 10264, &[]);
-        assert_eq!(absent.policy.localhost.to_string(), "10266, 10267");
-        let parsed = read_from("localhost-proxy-ports", "");
-        assert_eq!(parsed.policy.localhost.to_string(), "");
+        let (absent, _) = read_lists(&BTreeMap::new(), 10264);
+        assert_eq!(absent.localhost.to_string(), "10266, 10267");
+        let (empty, _) = read_from("localhost-proxy-ports", "");
+        assert_eq!(empty.localhost.to_string(), "");
     }
 
     #[test]
     fn floods_of_mistakes_are_counted() {
         let text = vec!["x"; 5000].join(",");
-        let parsed = read_from("http-proxy-ports", &text);
-        assert_eq!(parsed.mistakes.len(), MISTAKES_MAX + 1);
-        let last = parsed.mistakes.last().unwrap();
+        let (_, mistakes) = read_from("http-proxy-ports", &text);
+        assert_eq!(mistakes.len(), MISTAKES_MAX + 1);
+        let last = mistakes.last().unwrap();
         assert_eq!(last, "http-proxy-ports: 4980 more");
+    }
+
+    #[test]
+    fn config_map_replaces_the_lists_and_nothing_else() {
+        let local_facts = LocalFacts {
+            ports: PortSettings {
+                lists: PortLists {
+                    http: "9200".parse().unwrap(),
+                    ..PortLists::default()
+                },
+                connect: "22".parse().unwrap(),
+                named: BTreeMap::from([(
+                    Port::new(9300).unwrap(),
+                    PortEntry {
+                        scheme: None,
+                        class: TargetClass::Node,
+                        listeners: Listener::Connect.into(),
+                    },
+                )]),
+            },
+            own_ports: Vec::new(),
+            listener_ports: ListenerPorts {
+                http: 10264,
+                https: 10263,
+            },
+        };
+        let open = |data: Option<&str>| {
+            let ports = data.map(|text| {
+                let http = text.to_owned();
+                BTreeMap::from([(HTTP_PORTS_KEY.to_owned(), http)])
+            });
+            let persisted = PersistedState {
+                ports,
+                ..PersistedState::default()
+            };
+            let state = ClusterState::persisted(persisted, NodeSet::default());
+            let policy = state.ports(&local_facts).policy;
+            let ports = [22, 9100, 9200, 9300].map(|port| {
+                let entry = policy.entry(Port::new(port).unwrap());
+                entry.map_or_else(|_| "-".to_owned(), |entry| entry.listeners.to_string())
+            });
+            ports.join("; ")
+        };
+        let every = "http, https, connect";
+        assert_eq!(open(None), format!("connect; -; {every}; connect"));
+        let replaced = open(Some("9100, 22, 9300"));
+        assert_eq!(replaced, format!("connect; {every}; -; connect"));
     }
 }

@@ -18,6 +18,7 @@ use crate::routing::peers::{PeerAddress, Peers};
 use crate::routing::pod_lookup::{Pod, PodLookupError, PodResolver};
 use crate::routing::registry::{Registry, RegistryLimits};
 use crate::testing::{POOL, eventually};
+use tunnel_routing::policy::PortPolicy;
 use tunnel_store::data_dir::testing::Scratch;
 use tunnel_store::state_store::OnDamage;
 
@@ -53,7 +54,7 @@ fn fixture(data: &DataDir, nodes: &[Value]) -> Fixture {
     let mut counters = MetricsRegistry::default();
     let (pods, pod_lookups) = PodResolver::new();
     let policy = SharedPortPolicy::default();
-    policy.replace(config.ports.clone());
+    policy.replace(PortPolicy::new(config.ports.clone(), Vec::new()));
     let registry = Registry::new(RegistryLimits {
         streams_per_agent: 1,
         buffer_pool: POOL,
@@ -63,6 +64,8 @@ fn fixture(data: &DataDir, nodes: &[Value]) -> Fixture {
         routes: Routes::default(),
         records: Records::default(),
         policy: policy.clone(),
+        ports: config.ports.clone(),
+        own_ports: Vec::new(),
         routing: Routing::new(Arc::new(registry), peers.clone()),
         metrics: Metrics::new(&mut counters, BufferPool::new(POOL)),
         readiness: Readiness::default(),
@@ -200,7 +203,7 @@ impl Fixture {
 }
 
 fn serves(policy: &SharedPortPolicy, port: u16) -> bool {
-    policy.load().target(Port::new(port).unwrap()).is_ok()
+    policy.load().entry(Port::new(port).unwrap()).is_ok()
 }
 
 #[tokio::test(start_paused = true)]

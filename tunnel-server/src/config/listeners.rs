@@ -10,13 +10,11 @@ use tunnel_proto::wire::{PORT_AGENTS, PORT_HTTP, PORT_HTTPS};
 use super::certificates::ClientAuth;
 use super::kubernetes::KubernetesSettings;
 use super::{RawConfig, RawTcpService};
-use tunnel_routing::destination::{Destination, TcpService};
+use tunnel_routing::destination::{Destination, Scheme, TcpService};
 use tunnel_routing::policy::PortPolicy;
 
-/// Default ports that agents dial on their loopback.
-pub const LOCALHOST_PORTS: &str = "10266, 10267";
 /// Maximum number of extra ports. A mistyped range must not open thousands of sockets.
-const EXTRA_PORTS_MAX: usize = 64;
+pub const EXTRA_PORTS_MAX: usize = 64;
 
 #[derive(Debug, Clone)]
 pub struct ListenerSettings {
@@ -92,7 +90,8 @@ impl ListenerSettings {
             false,
         );
         if !allows_unauthenticated && !in_cluster {
-            settings.refuse_unauthenticated(ports, requires_certificates, errors);
+            let follows_lists = kubernetes.is_some();
+            settings.refuse_unauthenticated(ports, requires_certificates, follows_lists, errors);
         }
         if settings.extra(ports).len() > EXTRA_PORTS_MAX {
             errors.add(
@@ -103,19 +102,25 @@ impl ListenerSettings {
         settings
     }
 
-    /// Returns the extra proxy ports with their addresses, and whether each is https.
-    pub(super) fn extra(&self, ports: &PortPolicy) -> Vec<(SocketAddr, Port, bool)> {
-        let host = |https: bool| match self.proxy_ports {
+    /// Returns the extra ports on which the server listens, with their addresses and schemes.
+    pub fn extra(&self, ports: &PortPolicy) -> Vec<(SocketAddr, Port, Scheme)> {
+        if self.proxy_ports == ProxyPortListen::Off {
+            return Vec::new();
+        }
+        let host = |scheme: Scheme| match self.proxy_ports {
             ProxyPortListen::Off => None,
             ProxyPortListen::Host(host) => Some(host),
             ProxyPortListen::WithListener => {
-                let listener = if https { self.https } else { self.http };
+                let listener = match scheme {
+                    Scheme::Http => self.http,
+                    Scheme::Https => self.https,
+                };
                 listener.map(|address| address.ip())
             }
         };
         ports
             .extra_ports()
-            .filter_map(|(port, https)| Some(((host(https)?, port.get()).into(), port, https)))
+            .filter_map(|(port, scheme)| Some(((host(scheme)?, port.get()).into(), port, scheme)))
             .collect()
     }
 
@@ -140,11 +145,13 @@ impl ListenerSettings {
         })
     }
 
-    /// Requires an explicit setting for listeners that anyone on the network could use.
+    /// Requires an explicit setting for listeners that anyone on the network could use. With
+    /// `follows_lists`, a ConfigMap may name ports of plain HTTP at any time.
     fn refuse_unauthenticated(
         &self,
         ports: &PortPolicy,
         requires_certificates: bool,
+        follows_lists: bool,
         errors: &mut ConfigErrors,
     ) {
         let mut refuse = |setting: &str, address: SocketAddr| {
@@ -165,8 +172,19 @@ impl ListenerSettings {
         if let Some(address) = self.https.filter(|_| !requires_certificates) {
             refuse("--https-listen", address);
         }
-        for (address, _, https) in self.extra(ports) {
-            if !(https && requires_certificates) {
+        let extra = match self.proxy_ports {
+            ProxyPortListen::Host(host) if follows_lists => {
+                vec![((host, PORT_HTTP).into(), Scheme::Http)]
+            }
+            ProxyPortListen::Off | ProxyPortListen::WithListener | ProxyPortListen::Host(_) => {
+                let extra = self.extra(ports).into_iter();
+                extra
+                    .map(|(address, _, scheme)| (address, scheme))
+                    .collect()
+            }
+        };
+        for (address, scheme) in extra {
+            if scheme == Scheme::Http || !requires_certificates {
                 refuse("--proxy-port-listen", address);
             }
         }
@@ -194,21 +212,6 @@ impl ProxyPortListen {
                 }),
             },
         )
-    }
-}
-
-/// Returns the ports of the nodes that callers may reach. The server's own ports are added when
-/// they are bound.
-pub(super) fn ports(raw: &RawConfig, errors: &mut ConfigErrors) -> PortPolicy {
-    PortPolicy {
-        http: errors.parse_or("--http-proxy-ports", raw.http_proxy_ports.as_deref(), ""),
-        https: errors.parse_or("--https-proxy-ports", raw.https_proxy_ports.as_deref(), ""),
-        localhost: errors.parse_or(
-            "--localhost-proxy-ports",
-            raw.localhost_proxy_ports.as_deref(),
-            LOCALHOST_PORTS,
-        ),
-        own: Vec::new(),
     }
 }
 
@@ -276,16 +279,12 @@ fn check_tcp_service(
     Some((listen?, service))
 }
 
-/// Parses the target of a service. A bare port is a port of the node, on its loopback if the port
-/// is in that list. A host is another machine, or loopback.
+/// Parses the target of a service. A bare port is a port of the node, on its loopback if the ports
+/// say so. A host is another machine, or loopback.
 pub(super) fn tcp_service_target(text: &str, ports: &PortPolicy) -> Result<Target, String> {
     let Some((host, port)) = text.rsplit_once(':') else {
         let port = parse_quoted::<Port>(text)?;
-        return Ok(if ports.localhost.contains(port) {
-            Target::Loopback(port)
-        } else {
-            Target::Node(port)
-        });
+        return Ok(ports.unlisted_target(port));
     };
     let port = port
         .parse::<Port>()

@@ -77,10 +77,17 @@ tunnel_process::layered! {
         #[arg(long, value_name = "PORTS", env = "TUNNEL_SERVER_LOCALHOST_PROXY_PORTS", help_heading = "Ports of nodes")]
         #[serde(deserialize_with = "yaml::text_or_list")]
         pub localhost_proxy_ports: Option<String>,
+        /// Ports of the nodes that callers may reach through CONNECT listeners and tunnel-server
+        /// connect only, whatever the lists say, as in "22, 5432". The server never listens on them
+        /// [default: none]
+        #[arg(long, value_name = "PORTS", env = "TUNNEL_SERVER_CONNECT_PORTS", help_heading = "Ports of nodes")]
+        #[serde(deserialize_with = "yaml::text_or_list")]
+        pub connect_ports: Option<String>,
         /// Also listen on every port of the two lists, on this host: HTTP ports behave like the
         /// HTTP listener, HTTPS ports like the HTTPS listener, and the port is implied when Host
-        /// has none. "off" disables this [default: the host of each listener; off in a cluster,
-        /// where the Service has these ports]
+        /// has none. A port that another program uses is a condition, and is tried again. "off"
+        /// disables this [default: the host of each listener; off in a cluster, where the Service
+        /// has these ports]
         #[arg(long, value_name = "HOST|off", env = "TUNNEL_SERVER_PROXY_PORT_LISTEN", help_heading = "Ports of nodes")]
         pub proxy_port_listen: Option<String>,
         /// Serving certificate chain of the HTTPS listener, PEM [default: issued by the local CA,
@@ -371,6 +378,9 @@ tunnel_process::layered! {
         /// [default: 1]
         #[arg(long, value_name = "COUNT", env = "TUNNEL_SERVER_ACCESS_LOG_SAMPLE", help_heading = "Process")]
         pub access_log_sample: Option<String>,
+        /// Ports of the nodes that callers may reach, in addition to the lists, YAML only.
+        #[arg(skip)]
+        pub ports: Vec<RawPort>,
         /// TCP services, YAML only.
         #[arg(skip)]
         pub services: Vec<RawTcpService>,
@@ -384,6 +394,22 @@ tunnel_process::layered! {
         #[arg(skip)]
         pub limits: Option<RawLimits>,
     }
+}
+
+/// A port of the nodes in its raw form. It replaces what the lists and `connectPorts` say about the
+/// port.
+#[derive(Debug, Clone, Deserialize)]
+#[serde(rename_all = "camelCase", deny_unknown_fields)]
+pub struct RawPort {
+    /// Number of the port.
+    pub number: String,
+    /// Scheme of the target, `http` or `https`: the server may listen on the port too
+    /// (`proxyPortListen`). Without a scheme it never does.
+    pub scheme: Option<String>,
+    /// Address of the node that agents dial: `node` (default) or `loopback`.
+    pub class: Option<String>,
+    /// Listeners that accept the port, of `http`, `https` and `connect`. All by default.
+    pub listeners: Option<Vec<String>>,
 }
 
 /// A TCP service in its raw form.

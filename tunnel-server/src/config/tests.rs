@@ -2,6 +2,7 @@ use tunnel_proto::session::LivenessLimits;
 
 use super::*;
 use crate::testing::assert_contains;
+use tunnel_routing::policy::PortLists;
 use tunnel_store::data_dir::testing::Scratch;
 
 pub(super) fn raw(text: &str) -> Result<RawConfig, String> {
@@ -26,7 +27,7 @@ fn defaults_are_those_of_the_contract() {
     assert_eq!(shown(config.listeners.https), "127.0.0.1:10263");
     assert_eq!(shown(config.listeners.http), "127.0.0.1:10264");
     assert_eq!(config.meta_listen.to_string(), "127.0.0.1:10265");
-    assert_eq!(config.ports.localhost.to_string(), "10266, 10267");
+    assert_eq!(config.ports.lists.localhost.to_string(), "10266, 10267");
     assert_eq!(config.limits.streams_per_agent, 256);
     assert_eq!(config.limits.stream_window, 2 << 20);
     assert_eq!(config.limits.request_head_bytes, 1 << 20);
@@ -202,7 +203,7 @@ fn extra_ports_follow_their_listener_or_the_configured_host() {
         let addresses = listeners.iter().map(|(address, ..)| address.to_string());
         addresses.collect::<Vec<_>>().join(" ")
     };
-    let both = "127.0.0.1:9443 127.0.0.1:9100";
+    let both = "127.0.0.1:9100 127.0.0.1:9443";
     for (more, expected) in [
         ("httpsProxyPorts: '9443, 10250'", both),
         ("proxyPortListen: 127.0.0.9", "127.0.0.9:9100"),
@@ -218,10 +219,11 @@ fn extra_ports_follow_their_listener_or_the_configured_host() {
 
 #[test]
 fn service_targets_are_ports_of_the_node_loopback_or_other_hosts() {
-    let ports = PortPolicy {
+    let lists = PortLists {
         localhost: "10266".parse().unwrap(),
-        ..PortPolicy::default()
+        ..PortLists::default()
     };
+    let ports = PortPolicy::of_lists(lists, Vec::new());
     let target =
         |text: &str| listeners::tcp_service_target(text, &ports).map(|target| target.to_string());
     assert_eq!(target("5432").unwrap(), "node:5432");

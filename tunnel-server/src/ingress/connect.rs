@@ -21,7 +21,7 @@ use super::http::exchange::{Exchange, Forwarded, ForwardedBody};
 use super::http::headers::trace_parent;
 use super::outcome::Outcome;
 use super::peer::CallerIdentity;
-use tunnel_routing::policy::{AccessCaller, Denied};
+use tunnel_routing::policy::{AccessCaller, Denied, Listener};
 
 mod admin;
 pub mod basic_auth;
@@ -67,6 +67,7 @@ impl ConnectProxy {
     fn access<'a>(&self, identity: &'a CallerIdentity, has_delegation: bool) -> AccessCaller<'a> {
         AccessCaller {
             identity,
+            listener: Listener::Connect,
             must_authenticate: self.passwords.is_some(),
             has_delegation,
         }

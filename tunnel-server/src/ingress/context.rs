@@ -22,7 +22,7 @@ use crate::routing::Routing;
 use crate::routing::pod_lookup::PodResolver;
 use crate::routing::routes::Routes;
 use tunnel_routing::destination::Scheme;
-use tunnel_routing::policy::SharedPortPolicy;
+use tunnel_routing::policy::{Listener, SharedPortPolicy};
 
 /// State that all listeners share.
 #[derive(Debug, Clone)]
@@ -69,6 +69,16 @@ pub struct HttpListener {
     pub tls: Option<Arc<ListenerTls>>,
     /// Set only on CONNECT listeners. Their requests name the target in place of a node in Host.
     pub connect: Option<ConnectProxy>,
+}
+
+impl HttpListener {
+    /// Returns the kind of the listener, for the policy.
+    pub(super) fn kind(&self) -> Listener {
+        match self.connect {
+            Some(_) => Listener::Connect,
+            None => self.scheme.into(),
+        }
+    }
 }
 
 /// Authentication and dialing on a CONNECT listener.

@@ -577,6 +577,7 @@ impl Caller {
         let access = IngressRequest {
             caller: AccessCaller {
                 identity: &self.identity,
+                listener: self.listener.kind(),
                 must_authenticate: false,
                 has_delegation: self.has_delegation,
             },

@@ -2,7 +2,7 @@ use tunnel_proto::wire::header::Target;
 
 use super::*;
 use crate::destination::Destination;
-use crate::policy::{PortPolicy, authorize_node};
+use crate::policy::{AccessCaller, PortLists, PortPolicy, authorize_node};
 use crate::routes::RouteNode;
 use crate::testing::assert_contains;
 
@@ -14,18 +14,19 @@ fn routes() -> RouteTable {
 }
 
 fn policy() -> PortPolicy {
-    PortPolicy {
+    let lists = PortLists {
         http: "9100, 80".parse().unwrap(),
         https: "9443".parse().unwrap(),
         localhost: "10266, 10267".parse().unwrap(),
-        own: vec![Port::new(10264).unwrap(), Port::new(10262).unwrap()],
-    }
+    };
+    let own = [10264, 10262].map(|port| Port::new(port).unwrap());
+    PortPolicy::of_lists(lists, own.to_vec())
 }
 
 /// Returns the destination that the policy allows, or the kind of the error.
 fn authorized(decided: Result<RequestedNode, DecisionError>) -> Result<Destination, &'static str> {
     let requested = decided.map_err(|error| error.kind())?;
-    match authorize_node(&policy(), false, requested) {
+    match authorize_node(&policy(), AccessCaller::ANONYMOUS, requested) {
         Ok(target) => Ok(target.destination),
         Err(denied) => Err(denied.kind()),
     }
@@ -223,7 +224,7 @@ fn own_port_is_explained() {
         implied_port: None,
     };
     let requested = decide(&facts, &routes()).unwrap();
-    let denied = authorize_node(&policy(), false, requested).unwrap_err();
+    let denied = authorize_node(&policy(), AccessCaller::ANONYMOUS, requested).unwrap_err();
     assert_contains(&denied, "10264 is the tunnel's own port");
     assert_contains(&denied, "put the target's port in Host");
 }

@@ -1,3 +1,5 @@
+use std::collections::BTreeMap;
+
 use super::*;
 
 fn port(number: u16) -> Port {
@@ -5,12 +7,12 @@ fn port(number: u16) -> Port {
 }
 
 fn policy() -> PortPolicy {
-    PortPolicy {
+    let lists = PortLists {
         http: "9100".parse().unwrap(),
         localhost: "10266".parse().unwrap(),
-        own: vec![port(10264)],
-        ..PortPolicy::default()
-    }
+        ..PortLists::default()
+    };
+    PortPolicy::of_lists(lists, vec![port(10264)])
 }
 
 /// Returns the target, `direct`, or the kind of denial. `, Host` follows a target that keeps Host.
@@ -98,51 +100,103 @@ fn listener_with_authentication_serves_only_callers_with_an_identity() {
         let caller = AccessCaller {
             identity: &identity,
             must_authenticate: true,
-            has_delegation: false,
+            ..AccessCaller::ANONYMOUS
         };
         let requested = node(RequestedPort::Named(port(9100)));
         assert_eq!(answer(caller, requested), expected, "{identity}");
     }
 }
 
-fn lists() -> PortPolicy {
-    PortPolicy {
-        http: "9100, 9200".parse().unwrap(),
+fn settings() -> PortSettings {
+    let lists = PortLists {
+        http: "9100, 9200, 2222".parse().unwrap(),
         https: "9200, 9443, 10250".parse().unwrap(),
-        localhost: "10266, 10267".parse().unwrap(),
-        own: vec![port(10264), port(9100)],
+        localhost: "10266, 10267, 2222, 5432".parse().unwrap(),
+    };
+    let entry = |scheme, class, listeners: &[Listener]| PortEntry {
+        scheme,
+        class,
+        listeners: listeners.iter().copied().collect(),
+    };
+    let both = [Listener::Http, Listener::Https];
+    PortSettings {
+        lists,
+        connect: "22, 2222".parse().unwrap(),
+        named: BTreeMap::from([
+            (
+                port(8080),
+                entry(Some(Scheme::Http), TargetClass::Loopback, &both),
+            ),
+            (
+                port(8443),
+                entry(Some(Scheme::Https), TargetClass::Node, &[Listener::Connect]),
+            ),
+            (
+                port(5432),
+                entry(None, TargetClass::Node, &[Listener::Connect]),
+            ),
+        ]),
     }
 }
 
+/// A listener accepts what its lists, `connect` and `ports:` say; the last of them decides.
 #[test]
-fn listed_ports_get_their_class_and_others_a_reason() {
-    let policy = lists();
-    assert_eq!(policy.target(port(10250)), Ok(Target::Node(port(10250))));
-    assert_eq!(policy.target(port(10255)), Ok(Target::Node(port(10255))));
+fn each_port_is_open_on_its_listeners_at_its_address_and_others_have_a_reason() {
+    let policy = PortPolicy::new(settings(), vec![port(10264), port(9100)]);
+    let every = "http, https, connect";
+    for (number, allowed, target) in [
+        (10250, every, "node:10250"),
+        (10255, every, "node:10255"),
+        (9100, every, "node:9100"),
+        (10266, every, "loopback:10266"),
+        (22, "connect", "node:22"),
+        (2222, "connect", "loopback:2222"),
+        (8080, "http, https", "loopback:8080"),
+        (8443, "connect", "node:8443"),
+        (5432, "connect", "node:5432"),
+    ] {
+        let open = Listener::ALL.into_iter();
+        let open: ListenerSet = open
+            .filter(|listener| policy.target(port(number), *listener).is_ok())
+            .collect();
+        assert_eq!(open.to_string(), allowed, "{number}");
+        let class = policy.entry(port(number)).unwrap().class;
+        assert_eq!(class.target(port(number)).to_string(), target);
+    }
+    let refusal = |number| policy.target(port(number), Listener::Http).unwrap_err();
+    assert_eq!(refusal(10264), PortPolicyError::OwnPort(port(10264)));
+    assert_eq!(refusal(23), PortPolicyError::NotListed(port(23)));
     assert_eq!(
-        policy.target(port(9100)),
-        Ok(Target::Node(port(9100))),
-        "a list beats the hint"
-    );
-    assert_eq!(
-        policy.target(port(10266)),
-        Ok(Target::Loopback(port(10266)))
-    );
-    assert_eq!(
-        policy.target(port(10264)),
-        Err(PortPolicyError::OwnPort(port(10264)))
-    );
-    assert_eq!(
-        policy.target(port(22)),
-        Err(PortPolicyError::NotListed(port(22)))
+        refusal(22).to_string(),
+        "port 22 is not allowed on the http listener; the server allows it on: connect (ports, --connect-ports)"
     );
 }
 
 #[test]
-fn https_wins_where_both_lists_have_a_port() {
-    let extra: Vec<_> = lists().extra_ports().collect();
+fn ports_with_a_scheme_that_its_listener_accepts_may_be_bound() {
+    let policy = PortPolicy::new(settings(), Vec::new());
+    let extra: Vec<_> = policy
+        .extra_ports()
+        .map(|(port, scheme)| (port.get(), scheme))
+        .collect();
+    let (http, https) = (Scheme::Http, Scheme::Https);
     assert_eq!(
         extra,
-        [(port(9200), true), (port(9443), true), (port(9100), false)]
+        [(8080, http), (9100, http), (9200, https), (9443, https)]
     );
+}
+
+#[test]
+fn other_servers_reach_what_some_listener_accepts_at_the_same_address() {
+    let policy = PortPolicy::new(settings(), Vec::new());
+    for (target, expected) in [
+        (Target::Node(port(22)), true),
+        (Target::Loopback(port(22)), false),
+        (Target::Loopback(port(2222)), true),
+        (Target::Node(port(23)), false),
+        (Target::Node(port(10350)), true),
+    ] {
+        let checked = policy.check_target(&target, Some(port(10350)));
+        assert_eq!(checked.is_ok(), expected, "{target}");
+    }
 }

@@ -11,16 +11,20 @@ use crate::routing::routes::RouteTable;
 use tunnel_routing::decision::proxy::ProxyRequest;
 use tunnel_routing::destination::{DialTarget, RequestedDestination};
 use tunnel_routing::dial_policy::{AddressClaims, DialPolicy, LiveClusterNetworks};
-use tunnel_routing::policy::PortPolicy;
-use tunnel_routing::policy::{Access, AccessCaller, Authorized, authorize};
+use tunnel_routing::policy::{
+    Access, AccessCaller, Authorized, Listener, PortPolicy, PortSettings, authorize,
+};
 
-/// Authorizes an anonymous caller.
+/// Authorizes an anonymous caller of a CONNECT listener.
 pub(crate) fn authorize_anonymous<D>(
     policy: &PortPolicy,
     destination: RequestedDestination<D>,
 ) -> Result<Authorized<D>, ProxyError> {
     let access = Access {
-        caller: AccessCaller::ANONYMOUS,
+        caller: AccessCaller {
+            listener: Listener::Connect,
+            ..AccessCaller::ANONYMOUS
+        },
         destination,
     };
     Ok(authorize(policy, access)?)
@@ -41,10 +45,8 @@ impl ClusterFixture {
     /// Returns `agent NODE`, `direct ADDRESSES`, `name NAME` for a name that must be resolved, or
     /// the status of the refusal.
     pub(crate) fn leads(&self, target: &str) -> String {
-        let policy = PortPolicy {
-            own: Port::new(10264).into_iter().collect(),
-            ..PortPolicy::default()
-        };
+        let own_ports: Vec<_> = Port::new(10264).into_iter().collect();
+        let policy = PortPolicy::new(PortSettings::default(), own_ports.clone());
         let request = Request::builder().method("CONNECT").uri(target);
         let request = request.body(()).unwrap();
         let has_agent = |node: &NodeName| self.agents.contains(node);
@@ -64,7 +66,7 @@ impl ClusterFixture {
             routes: &self.routes,
             has_agent: &has_agent,
             is_own: &|ip| self.own.contains(&ip),
-            own_ports: &policy.own,
+            own_ports: &own_ports,
         };
         let addresses = addresses.into_iter();
         let addresses = addresses.map(|ip| SocketAddr::new(ip, proxy_request.port.get()));

@@ -18,7 +18,7 @@ mod fixture;
 mod owner;
 
 use fixture::{Installation, LIMIT, Server, connect, control, hello, id, node, refusal, within};
-use tunnel_routing::policy::PortPolicy;
+use tunnel_routing::policy::{PortLists, PortPolicy};
 
 #[tokio::test]
 async fn nodes_and_server_are_known_for_a_while_after_the_connection_is_lost() {
@@ -234,10 +234,11 @@ async fn forwarded_stream_to_a_port_that_its_holder_does_not_allow_is_refused() 
     b.policy.replace(PortPolicy::default());
     let mut refused = a.open("x", None).await.unwrap();
     assert_eq!(refusal(&mut refused).await, RefusalCode::Policy);
-    b.policy.replace(PortPolicy {
+    let lists = PortLists {
         localhost: "9100".parse().unwrap(),
-        ..PortPolicy::default()
-    });
+        ..PortLists::default()
+    };
+    b.policy.replace(PortPolicy::of_lists(lists, Vec::new()));
     let mut refused = a.open("x", None).await.unwrap();
     let code = refusal(&mut refused).await;
     assert_eq!(code, RefusalCode::Policy, "as a port of the loopback only");

@@ -5,7 +5,7 @@ use http::{HeaderMap, HeaderValue, Method, Uri};
 
 use super::*;
 use crate::destination::{AgentTarget, Scheme};
-use crate::policy::{PortPolicy, authorize_node};
+use crate::policy::{AccessCaller, PortLists, PortPolicy, authorize_node};
 use crate::routes::RouteNode;
 use crate::testing::assert_contains;
 
@@ -37,17 +37,21 @@ fn routes() -> RouteTable {
 }
 
 fn policy() -> PortPolicy {
-    PortPolicy {
+    let lists = PortLists {
         http: "9100".parse().unwrap(),
         https: "9443".parse().unwrap(),
         localhost: "10266".parse().unwrap(),
-        own: Vec::new(),
-    }
+    };
+    PortPolicy::of_lists(lists, Vec::new())
 }
 
 /// Returns the target that the policy allows a caller with delegation.
 fn authorized(requested: RequestedNode) -> Result<AgentTarget, &'static str> {
-    authorize_node(&policy(), true, requested).map_err(|denied| denied.kind())
+    let caller = AccessCaller {
+        has_delegation: true,
+        ..AccessCaller::ANONYMOUS
+    };
+    authorize_node(&policy(), caller, requested).map_err(|denied| denied.kind())
 }
 
 /// A request: method and path, the server name in TLS (`-` for none), and Host.

@@ -5,8 +5,7 @@ use http::{HeaderValue, Request};
 
 use super::*;
 use crate::destination::{AgentTarget, Destination};
-use crate::policy::PortPolicy;
-use crate::policy::{Access, AccessCaller, Authorized, authorize};
+use crate::policy::{Access, AccessCaller, Authorized, Listener, PortLists, PortPolicy, authorize};
 
 fn name(text: &str) -> NodeName {
     text.parse().unwrap()
@@ -123,10 +122,11 @@ fn nodes_go_through_their_agents_and_all_else_is_the_servers_to_dial() {
         (&twin, &[shared][..]),
         (&cloud, &[far, contested][..]),
     ]);
-    let policy = PortPolicy {
+    let lists = PortLists {
         http: "9100".parse().unwrap(),
-        ..PortPolicy::default()
+        ..PortLists::default()
     };
+    let policy = PortPolicy::of_lists(lists, Vec::new());
     let mut cluster = ClusterNetworks::default();
     let cloud_addresses = vec![far, contested];
     cluster.cloud_nodes.insert(cloud.clone(), cloud_addresses);
@@ -143,7 +143,9 @@ fn nodes_go_through_their_agents_and_all_else_is_the_servers_to_dial() {
         authorize(&policy, access).map_err(|denied| denied.kind())
     };
     let agent = |node: &NodeName, port| {
-        let target = policy.target(Port::new(port).unwrap()).unwrap();
+        let target = policy
+            .target(Port::new(port).unwrap(), Listener::Connect)
+            .unwrap();
         let node = node.clone();
         Ok(Authorized::Agent(AgentTarget {
             destination: Destination { node, target },

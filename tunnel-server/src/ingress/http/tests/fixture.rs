@@ -33,7 +33,7 @@ use crate::routing::registry::{AgentSession, Registration, Registry, RegistryLim
 use crate::routing::routes::{RouteNode, RouteSource, Routes};
 use crate::testing::{POOL, STREAMS, WAIT_TIMEOUT, node, within};
 use tunnel_routing::destination::Scheme;
-use tunnel_routing::policy::{PortPolicy, SharedPortPolicy};
+use tunnel_routing::policy::{PortLists, PortPolicy, SharedPortPolicy};
 
 /// A plain HTTP listener, and agents that the test controls.
 pub(in crate::ingress) struct Fixture {
@@ -115,10 +115,11 @@ impl Fixture {
             vec![RouteNode::edge(node(), Vec::new())],
         );
         let policy = SharedPortPolicy::default();
-        policy.replace(PortPolicy {
+        let lists = PortLists {
             http: "9100, 9101".parse().unwrap(),
-            ..PortPolicy::default()
-        });
+            ..PortLists::default()
+        };
+        policy.replace(PortPolicy::of_lists(lists, Vec::new()));
         let limits = RegistryLimits {
             streams_per_agent: STREAMS,
             buffer_pool: POOL,

@@ -26,7 +26,7 @@ use tunnel_proto::wire::name::{InstanceId, NodeName, ReplicaId};
 use tunnel_proto::wire::order::NodeOrder;
 use tunnel_proto::wire::peer::{HeldNode, Holds, PeerHello, PeerMessage};
 use tunnel_proto::wire::{VERSION_MAX, VERSION_MIN};
-use tunnel_routing::policy::{PortPolicy, SharedPortPolicy};
+use tunnel_routing::policy::{PortLists, PortPolicy, SharedPortPolicy};
 
 use crate::routing::Routing;
 use crate::routing::current_routes::Routes;
@@ -51,10 +51,11 @@ const STREAMS: usize = 32;
 
 /// Allows the port of [`header`].
 pub(super) fn policy() -> PortPolicy {
-    PortPolicy {
+    let lists = PortLists {
         http: "9100".parse().unwrap(),
-        ..PortPolicy::default()
-    }
+        ..PortLists::default()
+    };
+    PortPolicy::of_lists(lists, Vec::new())
 }
 
 pub(super) fn node(name: &str) -> NodeName {

@@ -32,8 +32,7 @@ use crate::ingress::outcome::Outcome;
 use crate::routing::routes::RouteTable;
 use tunnel_routing::decision::{RequestFacts, decide};
 use tunnel_routing::destination::{Destination, Scheme};
-use tunnel_routing::policy::PortPolicy;
-use tunnel_routing::policy::authorize_node;
+use tunnel_routing::policy::{AccessCaller, PortLists, PortPolicy, authorize_node};
 
 /// The result of an exchange.
 #[derive(Debug, Default)]
@@ -118,9 +117,12 @@ pub(in crate::ingress) static ROUTES: LazyLock<RouteTable> = LazyLock::new(|| {
     let addresses = ["192.0.2.1".parse().unwrap()];
     RouteTable::new([(&one, &addresses[..]), (&two, &[][..])])
 });
-pub(in crate::ingress) static POLICY: LazyLock<PortPolicy> = LazyLock::new(|| PortPolicy {
-    http: "9100".parse().unwrap(),
-    ..PortPolicy::default()
+pub(in crate::ingress) static POLICY: LazyLock<PortPolicy> = LazyLock::new(|| {
+    let lists = PortLists {
+        http: "9100".parse().unwrap(),
+        ..PortLists::default()
+    };
+    PortPolicy::of_lists(lists, Vec::new())
 });
 /// Sends `input` to a listener whose targets all answer with `answer`.
 pub(super) fn exchange(input: &[u8], answer: &[u8]) -> Exchange {
@@ -183,7 +185,7 @@ async fn serve(
         Some(head_error) => Err(ProxyError::new(Outcome::BadRequest, head_error.to_string())),
         None => decide(&facts, &ROUTES)
             .map_err(ProxyError::from)
-            .and_then(|requested| Ok(authorize_node(&POLICY, false, requested)?)),
+            .and_then(|requested| Ok(authorize_node(&POLICY, AccessCaller::ANONYMOUS, requested)?)),
     };
     let mut response = match decided {
         Err(failure) => fail(failure),
