@@ -113,7 +113,7 @@ pub struct TcpService {
 }
 
 /// Scheme of a listener. A listener with TLS also uses TLS towards its targets.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub enum Scheme {
     /// Plain HTTP, without TLS.
     Http,

@@ -172,7 +172,7 @@ impl ListenerSettings {
         if let Some(address) = self.https.filter(|_| !requires_certificates) {
             refuse("--https-listen", address);
         }
-        let extra = match self.proxy_ports {
+        let extra: Vec<(SocketAddr, Scheme)> = match self.proxy_ports {
             ProxyPortListen::Host(host) if follows_lists => {
                 vec![((host, PORT_HTTP).into(), Scheme::Http)]
             }

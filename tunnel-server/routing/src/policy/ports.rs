@@ -164,7 +164,7 @@ impl FromStr for TargetClass {
 
 impl Listener {
     /// All kinds, in the order in which they are shown.
-    const ALL: [Self; 3] = [Self::Http, Self::Https, Self::Connect];
+    pub(super) const ALL: [Self; 3] = [Self::Http, Self::Https, Self::Connect];
 
     fn name(self) -> &'static str {
         match self {
