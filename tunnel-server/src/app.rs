@@ -50,6 +50,7 @@ use cluster::{ClusterServices, start_cluster};
 pub use config_files::{ConfigFilesError, check_config_files};
 use context::{ProcessContext, ServerContext};
 use proxy_ports::ProxyPorts;
+use reported::ReportedCondition;
 use serving::ServingCredentials;
 use sessions::SessionInputs;
 pub use sockets::BoundAddrs;
@@ -134,7 +135,9 @@ impl App {
         admin::start_meta(sources.clone(), meta_listener, metrics_registry, &context);
         status_page::start(sockets.status, serving.certificates, sources, &context)?;
         if let Some(dns) = &dns {
-            dns.start_loop_detection(&context.shutdown).await?;
+            let mut condition = ReportedCondition::new("resolvers", &context.readiness);
+            dns.follow_resolvers(move |lines| condition.set(lines), &context.shutdown)
+                .await;
         }
         drop(starting);
         sockets.bound.log();

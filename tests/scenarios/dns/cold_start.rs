@@ -23,7 +23,7 @@ async fn unfed(
     let bare = BareDns::on_loopback().await?;
     let client = DnsClient::new(bare.address()?);
     let (dns, records) = bare.start(data, resolver, shutdown)?;
-    dns.start_loop_detection(shutdown).await?;
+    dns.follow_resolvers(drop, shutdown).await;
     Ok((client, records))
 }
 

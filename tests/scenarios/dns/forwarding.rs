@@ -180,21 +180,26 @@ async fn answers_that_do_not_fit_are_cut_over_udp_and_whole_over_tcp() -> Result
 }
 
 #[tokio::test]
-async fn a_resolver_that_sends_queries_back_stops_the_start() -> Result<()> {
+async fn a_resolver_that_sends_queries_back_is_a_condition_and_is_not_asked() -> Result<()> {
     let scratch = ScratchDir::new()?;
     let data = DataDir::open(&scratch.path().join("data"))?;
     let between = FakeResolver::start(Behavior::Silent).await?;
     let sockets = BareDns::on_loopback().await?;
+    let client = DnsClient::new(sockets.address()?);
     between.behave(Behavior::Asks(sockets.address()?));
     let shutdown = Shutdown::new();
     let (dns, _records) = sockets.start(&data, between.address(), &shutdown)?;
     let began = Instant::now();
-    let error = dns.start_loop_detection(&shutdown).await.err();
-    let error = error.context("no loop was found")?.to_string();
+    let (report, reported) = std::sync::mpsc::channel();
+    let send = move |lines: Vec<String>| drop(report.send(lines.join("\n")));
+    dns.follow_resolvers(send, &shutdown).await;
     let resolver = between.address().to_string();
     let hints = ["forwards queries back", &resolver, "--dns-upstream"];
-    ensure_contains(&error, &hints)?;
+    ensure_contains(&reported.try_recv()?, &hints)?;
     ensure!(began.elapsed() < scaled(Duration::from_secs(3)));
+    let asked = between.asked().len();
+    has_code(&client, "example.com", ResponseCode::ServFail).await?;
+    ensure!(between.asked().len() == asked, "{:?}", between.asked());
     shutdown.finish().await;
     Ok(())
 }

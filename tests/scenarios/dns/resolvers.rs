@@ -1,13 +1,14 @@
 //! Real clients that find the DNS through a `resolv.conf`, in a network namespace where the DNS
 //! listens on port 53.
 
+use std::net::Ipv4Addr;
 use std::time::Duration;
 
 use anyhow::{Result, ensure};
 use tunnel_tests::eventually::{eventually, scaled};
 use tunnel_tests::fakes::{edge_sites, resolver};
 use tunnel_tests::netns::{CLOUD_ADDRESS, NODES, Namespace, Topology};
-use tunnel_tests::process::{Fleet, Process, Program, ScratchDir};
+use tunnel_tests::process::{Fleet, Process, Program, ScratchDir, ServerSetup};
 use tunnel_tests::tools::{Tool, or_skip, require};
 
 use super::forwarding::ensure_left;
@@ -130,6 +131,47 @@ async fn dig_curl_and_prometheus_find_nodes_by_resolv_conf() -> Result<()> {
     prometheus_scrapes_by_name(&site).await
 }
 
+/// The host of the server in the guide, whose first resolver is the server.
+#[tokio::test(flavor = "multi_thread")]
+async fn host_that_asks_its_own_server_starts_again_and_follows_its_resolvers() -> Result<()> {
+    let scratch = ScratchDir::new()?;
+    let hosts = scratch.file("hosts", "127.0.0.1 localhost\n")?;
+    let [own, first, second] = [1, 2, 3].map(|number| Ipv4Addr::new(127, 0, 0, number));
+    let resolv_conf = |other: Ipv4Addr| format!("nameserver {own}\nnameserver {other}\n");
+    let network = require(&[Tool::Dig]).and_then(|()| Namespace::new("network", &hosts));
+    let host = network
+        .and_then(|network| network.with_resolver("host", scratch.path(), &resolv_conf(first)));
+    let Some(host) = or_skip(host) else {
+        return Ok(());
+    };
+    let _first = resolver(Some(&host), (first, 53).into(), "answers").await?;
+    let later = resolver(Some(&host), (second, 53).into(), "answers").await?;
+    let setup = ServerSetup::new(&scratch.path().join("server"), Some(&host));
+    let setup = setup.args(&["--dns-listen", &format!("{own}:53")]);
+    for _start in 0..2 {
+        let server = setup.start().await?;
+        let answer = dig(&host, &["+short", "example.com"]).await?;
+        ensure!(answer.contains("10.1.0.0"), "{answer}");
+        let log = server.log().lines();
+        let left_out = |line: &String| line.contains("because it is this server");
+        ensure!(log.iter().any(left_out), "{log:?}");
+        server.into_process().stop(STOP).await?;
+    }
+    let _server = setup.start().await?;
+    std::fs::write(scratch.path().join("host.resolv.conf"), resolv_conf(second))?;
+    eventually("the other resolver is asked", SCRAPE_TIMEOUT, async || {
+        dig(&host, &["+short", "later.example.com"]).await?;
+        let asked = asked(&later);
+        ensure!(
+            asked.iter().any(|name| name.starts_with("later")),
+            "{asked:?}"
+        );
+        anyhow::Ok(())
+    })
+    .await;
+    Ok(())
+}
+
 async fn prometheus_scrapes_by_name(site: &Site) -> Result<()> {
     let scratch = ScratchDir::new()?;
     let prometheus = prometheus(&site.clients.searching, &scratch, SCRAPES)?;
@@ -181,3 +223,5 @@ scrape_configs:
 "#;
 /// Time limit for the start of Prometheus and a few scrapes.
 const SCRAPE_TIMEOUT: Duration = Duration::from_secs(30);
+/// Time limit for the stop of a server without work.
+const STOP: Duration = Duration::from_secs(20);

@@ -16,6 +16,7 @@ use tunnel_proto::wire::name::NodeName;
 use tunnel_tables::VersionedMap;
 
 mod answer;
+mod host_resolvers;
 mod limiter;
 mod listeners;
 mod loop_detection;
@@ -28,8 +29,8 @@ mod udp;
 mod upstream;
 
 pub use answer::{AnswerContext, ClientQuery, Decision, QueryOutcome, Transport, decide};
+pub use host_resolvers::is_this_server;
 pub use listeners::{Dns, DnsInputs, DnsSockets};
-pub use loop_detection::LoopError;
 pub use names::{NameResolution, Names};
 pub use pattern::{NamePattern, NamePatternError};
 pub use response_time::response_times;
@@ -474,7 +475,7 @@ pub struct ClusterDomain {
 /// Resolvers for names that are not local.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum Resolvers {
-    /// The resolvers in this host's `/etc/resolv.conf`, read at start-up.
+    /// The resolvers in this host's `/etc/resolv.conf`, without this server, as the file is now.
     Host,
     /// These resolvers. The first one that answers is used. An empty list turns forwarding off.
     These(Vec<SocketAddr>),

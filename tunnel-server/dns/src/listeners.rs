@@ -1,19 +1,23 @@
 //! The sockets of the embedded DNS server, and its start.
 
-use std::net::SocketAddr;
-use std::path::Path;
 use std::sync::Arc;
+use std::time::Duration;
 
+use parking_lot::{Mutex, RwLock};
 use tokio::net::TcpListener;
 use tokio::sync::Semaphore;
-use tracing::{debug, info, warn};
+use tokio::task::spawn_blocking;
+use tokio::time::Instant;
+use tracing::{error, info};
 use tunnel_process::shutdown::Shutdown;
+use tunnel_process::timers::sleep_coalesced;
 
+use super::host_resolvers::HostResolvers;
 use super::limiter::Limiter;
-use super::loop_detection::{LoopDetector, LoopError};
+use super::loop_detection::LoopDetector;
 use super::server::{DnsMetrics, Server};
 use super::udp::{self, DnsSocket};
-use super::{DnsLimits, DnsSettings, Names, Records, Resolvers, tcp, upstream};
+use super::{DnsLimits, DnsSettings, Names, Records, Resolvers, tcp};
 
 /// The UDP and TCP sockets, bound to one port.
 #[derive(Debug)]
@@ -41,10 +45,18 @@ impl Dns {
     /// Answers from `records` immediately. Fill them before the start if nodes are already known.
     /// Otherwise queries for names that may be those of nodes fail until they are.
     pub fn start(parts: DnsInputs<'_>, shutdown: &Shutdown) -> Self {
+        let settings = parts.settings;
+        let (default_resolvers, host_resolvers) = match &settings.default_resolvers {
+            Resolvers::These(these) => (these.clone(), None),
+            Resolvers::Host => {
+                let host = HostResolvers::of_host(settings.listen);
+                (host.used().to_vec(), Some(Mutex::new(host)))
+            }
+        };
         let names = Names {
-            zone: parts.settings.zone.clone(),
-            clusters: parts.settings.clusters.clone(),
-            default_resolvers: default_resolvers(&parts.settings.default_resolvers),
+            zone: settings.zone.clone(),
+            clusters: settings.clusters.clone(),
+            default_resolvers,
         };
         info!(
             zone = names.zone.as_ref().map(tracing::field::display),
@@ -52,7 +64,8 @@ impl Dns {
             "answering DNS"
         );
         let server = Arc::new(Server {
-            names,
+            names: RwLock::new(Arc::new(names)),
+            host_resolvers,
             records: parts.records,
             limits: parts.limits,
             limiter: Limiter::new(parts.limits.per_source),
@@ -69,40 +82,42 @@ impl Dns {
         Self(server)
     }
 
-    /// Probes for forwarding loops once, then periodically until `shutdown` stops. The first probe
-    /// takes as long as the slowest resolver, at most one second.
-    ///
-    /// # Errors
-    /// Returns [`LoopError`] if a resolver forwards queries back to this server.
-    pub async fn start_loop_detection(&self, shutdown: &Shutdown) -> Result<(), LoopError> {
-        if !self.0.names.is_forwarding() {
-            return Ok(());
-        }
-        self.0.loop_detection.probe(&self.0.names).await?;
+    /// Probes for forwarding loops once, then follows the resolvers of the host and probes again,
+    /// until `shutdown` stops. The first probe takes as long as the slowest resolver, at most one
+    /// second. `report` receives what an operator should fix, one line for each.
+    pub async fn follow_resolvers(
+        &self,
+        mut report: impl FnMut(Vec<String>) + Send + 'static,
+        shutdown: &Shutdown,
+    ) {
         let server = self.0.clone();
-        shutdown.spawn_service(async move { server.loop_detection.run(&server.names).await });
-        Ok(())
-    }
-}
-
-fn default_resolvers(resolvers: &Resolvers) -> Vec<SocketAddr> {
-    match resolvers {
-        Resolvers::These(these) => these.clone(),
-        Resolvers::Host => {
-            let found = upstream::host_resolvers(Path::new(RESOLV_CONF));
-            let found = found.unwrap_or_else(|error| {
-                debug!(%error, "cannot read {RESOLV_CONF}");
-                Vec::new()
-            });
-            if found.is_empty() {
-                warn!(
-                    "{RESOLV_CONF} names no resolver; DNS queries for other names are refused; set one with \
-                     --dns-upstream"
-                );
-            }
-            found
+        server.loop_detection.probe(&server.names()).await;
+        report(server.conditions());
+        if server.host_resolvers.is_none() && !server.names().is_forwarding() {
+            return;
         }
+        shutdown.spawn_service(async move {
+            let mut probed_at = Instant::now();
+            loop {
+                sleep_coalesced(READ_EVERY).await;
+                let updated = server.clone();
+                let updating = spawn_blocking(move || updated.update_host_resolvers()).await;
+                let is_other = updating.unwrap_or_else(|panicked| {
+                    error!(error = %panicked, "reading the host's resolvers failed");
+                    false
+                });
+                // A loop can appear long after start-up.
+                if is_other || probed_at.elapsed() >= PROBE_EVERY {
+                    server.loop_detection.probe(&server.names()).await;
+                    probed_at = Instant::now();
+                }
+                report(server.conditions());
+            }
+        });
     }
 }
 
-const RESOLV_CONF: &str = "/etc/resolv.conf";
+/// Time between two reads of the host's resolvers.
+const READ_EVERY: Duration = Duration::from_secs(5);
+/// Time between two probes for loops.
+const PROBE_EVERY: Duration = Duration::from_secs(60);

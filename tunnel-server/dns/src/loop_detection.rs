@@ -8,20 +8,12 @@ use std::time::Duration;
 use hickory_proto::op::{Edns, Message, Query};
 use hickory_proto::rr::{Name, RecordType};
 use parking_lot::{Mutex, MutexGuard};
-use tracing::{error, info};
+use tracing::info;
 use tunnel_proto::wire::name::NodeName;
 
 use super::Names;
 use super::answer::Transport;
 use super::upstream;
-
-/// Error for a resolver that forwards queries back to this server.
-#[derive(Debug, thiserror::Error)]
-#[error(
-    "resolver {0} forwards queries back to this server; set another one with --dns-upstream, or turn forwarding off \
-     with --dns-upstream off (in a pod: dnsPolicy Default, so that the host's resolvers are used and not the cluster's)"
-)]
-pub struct LoopError(SocketAddr);
 
 /// Probes in flight and their results.
 #[derive(Debug, Default)]
@@ -65,7 +57,7 @@ impl LoopDetector {
     }
 
     /// Probes each resolver once. Returns when each resolver has answered, or after one second.
-    pub(super) async fn probe(&self, names: &Names) -> Result<(), LoopError> {
+    pub(super) async fn probe(&self, names: &Names) {
         let probes = probe_names(names);
         let by_name = probes
             .iter()
@@ -83,26 +75,21 @@ impl LoopDetector {
             info!(%resolver, "resolver no longer forwards queries back to this server");
         }
         state.looping = returned;
-        state
-            .looping
-            .first()
-            .copied()
-            .map_or(Ok(()), |resolver| Err(LoopError(resolver)))
     }
 
-    /// Probes periodically, because a loop can appear long after start-up.
-    pub(super) async fn run(&self, names: &Names) {
-        let mut known = false;
-        loop {
-            tokio::time::sleep(PAUSE).await;
-            let probed = self.probe(names).await;
-            if let Err(error) = &probed
-                && !known
-            {
-                error!(%error, "forwarding loop detected; no queries are sent to this resolver");
-            }
-            known = probed.is_err();
-        }
+    /// Returns a line for an operator about each resolver that forwards queries back.
+    pub(super) fn conditions(&self) -> Vec<String> {
+        let state = self.state();
+        let looping = state.looping.iter();
+        looping
+            .map(|resolver| {
+                format!(
+                    "resolver {resolver} forwards queries back to this server and is not asked; set another one with \
+                     --dns-upstream, or turn forwarding off with --dns-upstream off (in a pod: dnsPolicy Default, so that \
+                     the host's resolvers are used and not the cluster's)"
+                )
+            })
+            .collect()
     }
 
     fn state(&self) -> MutexGuard<'_, State> {
@@ -145,4 +132,3 @@ pub(super) fn question(name: Name) -> Message {
 
 /// A looped probe returns at once, because this server answers at once.
 const WINDOW: Duration = Duration::from_secs(1);
-const PAUSE: Duration = Duration::from_secs(60);

@@ -1,8 +1,6 @@
 //! The time that other resolvers take to answer, for `doctor`.
 
-use std::io;
 use std::net::SocketAddr;
-use std::path::Path;
 use std::time::Duration;
 
 use futures_util::future::join_all;
@@ -10,6 +8,7 @@ use hickory_proto::rr::Name;
 use tokio::time::Instant;
 
 use super::answer::Transport;
+use super::host_resolvers::HostResolvers;
 use super::loop_detection::question;
 use super::{DnsSettings, Resolvers, upstream};
 
@@ -17,12 +16,18 @@ use super::{DnsSettings, Resolvers, upstream};
 /// the time until the answer of each, or `None` if there was no answer in 2 s.
 ///
 /// # Errors
-/// Returns an error if the resolvers of this host are not known.
+/// Returns the reason why this host names no resolver other than the server.
 pub async fn response_times(
     settings: &DnsSettings,
-) -> io::Result<Vec<(SocketAddr, Option<Duration>)>> {
+) -> Result<Vec<(SocketAddr, Option<Duration>)>, String> {
     let mut resolvers = match &settings.default_resolvers {
-        Resolvers::Host => upstream::host_resolvers(Path::new(RESOLV_CONF))?,
+        Resolvers::Host => {
+            let host = HostResolvers::of_host(settings.listen);
+            if let Some(condition) = host.condition() {
+                return Err(condition.clone());
+            }
+            host.used().to_vec()
+        }
         Resolvers::These(resolvers) => resolvers.clone(),
     };
     resolvers.truncate(RESOLVERS_MAX);
@@ -34,7 +39,6 @@ pub async fn response_times(
     Ok(join_all(asking).await)
 }
 
-const RESOLV_CONF: &str = "/etc/resolv.conf";
 /// Maximum number of resolvers that are asked. A host has at most three.
 const RESOLVERS_MAX: usize = 8;
 /// Clients ask again, or elsewhere, after a few seconds.

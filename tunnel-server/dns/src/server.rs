@@ -9,6 +9,7 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use hickory_proto::op::ResponseCode;
+use parking_lot::{Mutex, RwLock};
 use prometheus_client::collector::Collector;
 use prometheus_client::encoding::{DescriptorEncoder, EncodeMetric};
 use prometheus_client::metrics::counter::Counter;
@@ -21,6 +22,7 @@ use tracing::debug;
 use tunnel_process::metrics::with_series;
 
 use super::answer::{self, AnswerContext, ClientQuery, Decision, QueryOutcome, Transport};
+use super::host_resolvers::HostResolvers;
 use super::limiter::{Limiter, SourcePermit};
 use super::loop_detection::LoopDetector;
 use super::{DnsLimits, Names, Records, upstream};
@@ -28,7 +30,10 @@ use super::{DnsLimits, Names, Records, upstream};
 /// State that both transports share.
 #[derive(Debug)]
 pub(super) struct Server {
-    pub(super) names: Names,
+    /// The names with the resolvers that are in use.
+    pub(super) names: RwLock<Arc<Names>>,
+    /// The resolvers of this host, if other names are forwarded to them.
+    pub(super) host_resolvers: Option<Mutex<HostResolvers>>,
     pub(super) records: Records,
     pub(super) limits: DnsLimits,
     pub(super) limiter: Limiter,
@@ -53,6 +58,37 @@ pub(super) struct Forward {
 }
 
 impl Server {
+    pub(super) fn names(&self) -> Arc<Names> {
+        self.names.read().clone()
+    }
+
+    /// Reads the resolvers of this host again. Returns `true` if other ones are in use. Blocks the
+    /// thread.
+    pub(super) fn update_host_resolvers(&self) -> bool {
+        let Some(host_resolvers) = &self.host_resolvers else {
+            return false;
+        };
+        let mut host_resolvers = host_resolvers.lock();
+        let is_other = host_resolvers.update();
+        if is_other {
+            let names = Names {
+                default_resolvers: host_resolvers.used().to_vec(),
+                ..Names::clone(&self.names())
+            };
+            *self.names.write() = Arc::new(names);
+        }
+        is_other
+    }
+
+    /// Returns what an operator should fix about the resolvers.
+    pub(super) fn conditions(&self) -> Vec<String> {
+        let host_resolvers = self.host_resolvers.as_ref();
+        let of_host = host_resolvers.and_then(|resolvers| resolvers.lock().condition().cloned());
+        let mut lines = self.loop_detection.conditions();
+        lines.extend(of_host);
+        lines
+    }
+
     /// Decides how to handle one message and counts it. Forwarded queries are counted when they
     /// end.
     pub(super) fn handle_query(
@@ -68,9 +104,10 @@ impl Server {
             return QueryAction::Ignore;
         }
         let records = self.records.known();
+        let names = self.names();
         let context = AnswerContext {
             records: records.as_deref(),
-            names: &self.names,
+            names: &names,
         };
         let (client_query, resolvers) = match answer::decide(message, transport, &context) {
             Decision::Ignore(outcome) => {

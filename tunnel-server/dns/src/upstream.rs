@@ -1,9 +1,7 @@
 //! Forwarding to other resolvers: in order, starting the next one while a slow one is still
 //! pending, until one of them answers.
 
-use std::io;
-use std::net::{IpAddr, SocketAddr};
-use std::path::Path;
+use std::net::SocketAddr;
 use std::time::Duration;
 
 use hickory_net::runtime::TokioRuntimeProvider;
@@ -105,39 +103,9 @@ async fn query_tcp(
     }
 }
 
-/// Returns the resolvers that this host uses, on port 53.
-pub(super) fn host_resolvers(resolv_conf: &Path) -> io::Result<Vec<SocketAddr>> {
-    let text = std::fs::read_to_string(resolv_conf)?;
-    let resolvers = text.lines().filter_map(|line| {
-        let address = line.strip_prefix("nameserver")?.split_whitespace().next()?;
-        address.parse::<IpAddr>().ok()
-    });
-    Ok(resolvers.map(|address| (address, PORT).into()).collect())
-}
-
-const PORT: u16 = 53;
 /// Time before the next resolver is asked as well. Most resolvers answer sooner, and a dead one
 /// leaves most of the budget to the next one.
 const HEAD_START: Duration = Duration::from_millis(150);
 /// A lost datagram is sent again well within the budget.
 const RETRY: Duration = Duration::from_millis(120);
 const TRIES: u8 = 3;
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn resolvers_of_the_host_are_read_as_resolvers_do() {
-        let path = std::env::temp_dir().join(format!("culvert-resolv-{}", std::process::id()));
-        let text = "# nameserver 192.0.2.9\nsearch a b\nnameserver 192.0.2.1 \nnameserver\t2001:db8::1\nnameserver x\nnameserver\noptions ndots:5\n";
-        std::fs::write(&path, text).unwrap();
-        let expected = ["192.0.2.1:53", "[2001:db8::1]:53"];
-        assert_eq!(
-            host_resolvers(&path).unwrap(),
-            expected.map(|text| text.parse().unwrap())
-        );
-        std::fs::remove_file(&path).unwrap();
-        assert!(host_resolvers(&path).is_err());
-    }
-}

@@ -7,7 +7,9 @@ use tunnel_process::settings::{ConfigErrors, parse_address, parse_quoted};
 use tunnel_proto::wire::name::NodeName;
 
 use super::{RawConfig, RawRecord};
-use tunnel_dns::{Addresses, ClusterDomain, DnsSettings, Node, NodeLocation, Resolvers};
+use tunnel_dns::{
+    Addresses, ClusterDomain, DnsSettings, Node, NodeLocation, Resolvers, is_this_server,
+};
 
 /// Returns the settings, or `None` if the DNS is off.
 pub(super) fn check(raw: &RawConfig, errors: &mut ConfigErrors) -> Option<DnsSettings> {
@@ -30,7 +32,9 @@ pub(super) fn check(raw: &RawConfig, errors: &mut ConfigErrors) -> Option<DnsSet
         .collect();
     let listen = listen?;
     if let Resolvers::These(resolvers) = &default_resolvers
-        && let Some(own) = resolvers.iter().find(|resolver| is_own(listen, **resolver))
+        && let Some(own) = resolvers
+            .iter()
+            .find(|resolver| is_this_server(listen, **resolver))
     {
         errors.add(
             UPSTREAM,
@@ -155,12 +159,6 @@ fn resolver_address(text: &str) -> Result<Option<SocketAddr>, String> {
         return Err(format!("{text:?} is no address that can be asked"));
     }
     Ok(Some(resolver))
-}
-
-fn is_own(listen: SocketAddr, resolver: SocketAddr) -> bool {
-    let everywhere = listen.ip().is_unspecified() && resolver.ip().to_canonical().is_loopback();
-    listen.port() == resolver.port()
-        && (everywhere || listen.ip().to_canonical() == resolver.ip().to_canonical())
 }
 
 fn fixed(raw: &RawRecord, errors: &mut ConfigErrors) -> Option<Node> {

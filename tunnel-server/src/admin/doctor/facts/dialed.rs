@@ -72,10 +72,7 @@ impl DialedFacts {
             });
         let resolvers = async {
             match &config.dns {
-                Some(settings) => {
-                    let times = response_times(settings).await;
-                    times.map_err(|error| error.to_string())
-                }
+                Some(settings) => response_times(settings).await,
                 None => Ok(Vec::new()),
             }
         };
