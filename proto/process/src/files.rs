@@ -1,5 +1,6 @@
 //! Files in a data directory: private, replaced atomically, and never accessed through a symbolic
-//! link.
+//! link. A file that root creates belongs to the owner of its directory, which is the user of the
+//! service.
 
 use std::fs::{self, DirBuilder, File, OpenOptions, TryLockError};
 use std::io::{self, Read, Write};
@@ -359,7 +360,9 @@ pub fn open_lock(path: &Path) -> io::Result<File> {
         let existing = is_unwritable(&error).then(|| File::open(path));
         existing.and_then(Result::ok).ok_or(error)
     });
-    opened.map_err(|error| with_path(path, &error))
+    let file = opened.map_err(|error| with_path(path, &error))?;
+    let _best_effort = give_to_service(&file, path);
+    Ok(file)
 }
 
 /// Acquires the lock of a data directory. Returns `None` if another process holds it. Dropping the
@@ -391,11 +394,28 @@ fn write_new(path: &Path, content: &[u8], access: FileAccess) -> io::Result<()> 
 }
 
 fn open_new(path: &Path) -> io::Result<File> {
-    OpenOptions::new()
-        .write(true)
-        .create_new(true)
-        .mode(PRIVATE_MODE)
-        .open(path)
+    let mut create = OpenOptions::new();
+    create.write(true).create_new(true).mode(PRIVATE_MODE);
+    let file = create.open(path)?;
+    // A process without the capability CHOWN keeps its files.
+    let _best_effort = give_to_service(&file, path);
+    Ok(file)
+}
+
+/// Gives a file of root to the owner of its directory. Otherwise a verb that root runs would leave
+/// files that the service cannot read.
+fn give_to_service(file: &File, path: &Path) -> io::Result<()> {
+    if !rustix::process::geteuid().is_root() || file.metadata()?.uid() != ROOT {
+        return Ok(());
+    }
+    let folder = path
+        .parent()
+        .filter(|folder| !folder.as_os_str().is_empty());
+    let folder = fs::metadata(folder.unwrap_or(Path::new(".")))?;
+    if folder.uid() != ROOT {
+        fchown(file, Some(folder.uid()), Some(folder.gid()))?;
+    }
+    Ok(())
 }
 
 fn write_synced(mut file: File, content: &[u8]) -> io::Result<()> {
@@ -474,6 +494,38 @@ mod tests {
         assert_eq!(FileAccess::of(&path).unwrap(), access);
         assert_eq!(read(&path).unwrap().unwrap(), b"two");
         fs::remove_dir_all(dir).unwrap();
+    }
+
+    #[test]
+    fn files_of_root_belong_to_the_owner_of_their_directory() {
+        let directory = scratch("owner");
+        let owner = FileOwner {
+            user: 65_532,
+            group: 65_533,
+        };
+        // Only root can give files away.
+        if std::os::unix::fs::chown(&directory, Some(owner.user), Some(owner.group)).is_err() {
+            return;
+        }
+        let [replaced, created, lock] = ["a", "b", "lock"].map(|name| directory.join(name));
+        replace(&replaced, b"x").unwrap();
+        create(&created, b"x").unwrap();
+        open_lock(&lock).unwrap();
+        for path in [&replaced, &created, &lock] {
+            let access = FileAccess::of(path).unwrap();
+            assert_eq!((access.mode, access.owner), (PRIVATE_MODE, Some(owner)));
+        }
+        replace_with(
+            &replaced,
+            b"y",
+            FileAccess {
+                owner: Some(FileOwner { user: 0, group: 0 }),
+                ..FileAccess::PRIVATE
+            },
+        )
+        .unwrap();
+        assert_eq!(FileAccess::of(&replaced).unwrap().owner.unwrap().user, ROOT);
+        fs::remove_dir_all(directory).unwrap();
     }
 
     #[test]
