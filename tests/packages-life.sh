@@ -81,12 +81,29 @@ END
 tunnel-server check-config --config /etc/culvert/tunnel-server.yaml >/dev/null
 token=$(tunnel-server token create --node worker-1 2>/dev/null)
 join() { tunnel-agent join --server 127.0.0.1:10262 --node-name worker-1 <<<"$token"; }
+# A server that does not answer, and one with another token: join says why, and the host is as before.
+cp /etc/culvert/tunnel-agent.yaml /tmp/agent.yaml
+refused() {
+  local printed
+  ! printed=$(tunnel-agent join --server "$1" --node-name worker-1 2>&1 <<<"$2") || fail "joined: $printed"
+  grep -q "$3" <<<"$printed" || fail "join gives no reason: $printed"
+  grep -q 'are as before' <<<"$printed" || fail "join does not undo: $printed"
+  cmp /tmp/agent.yaml /etc/culvert/tunnel-agent.yaml
+  [ ! -e /etc/culvert/tunnel-agent.token ] || fail "the token stays"
+  ! systemctl is-active --quiet tunnel-agent || fail "the agent runs"
+  ! systemctl is-enabled --quiet tunnel-agent || fail "the agent is enabled"
+}
+refused 127.0.0.1:1 "$token" 'no session within 60 s'
+tunnel-server token revoke "$(tunnel-server token create --node worker-1 2>/dev/null | tee /tmp/revoked | cut -d. -f1)"
+refused 127.0.0.1:10262 "$(cat /tmp/revoked)" 'not joined: .*token'
+say "refused joins are undone"
 printed=$(join)
 grep -q 'ran systemctl enable --now tunnel-agent' <<<"$printed" || fail "join prints: $printed"
+grep -q '^joined: connected to ' <<<"$printed" || fail "join prints: $printed"
+tunnel-agent healthcheck >/dev/null || fail "joined without a session"
 [ "$(stat -c '%a %U' /etc/culvert/tunnel-agent.token)" = "600 tunnel-agent" ] || fail "the token's mode or owner"
 [ ! -e /etc/systemd/system/tunnel-agent.service ] || fail "join writes a unit in addition to that of the package"
 tunnel-agent check-config --config /etc/culvert/tunnel-agent.yaml >/dev/null
-eventually tunnel-agent healthcheck
 pid=$(pid_of tunnel-agent)
 printed=$(join)
 grep -q 'nothing to change' <<<"$printed" || fail "a second join prints: $printed"

@@ -35,13 +35,15 @@ pub enum Command {
     Run(Box<ConfigArgs>),
     /// Load the configuration as `run` would, print all mistakes at once, and exit
     CheckConfig(Box<ConfigArgs>),
-    /// Join this host to a server: write configuration, join token and systemd unit, and start the
-    /// service
+    /// Join this host to a server: write configuration, join token and systemd unit, start the
+    /// service, and wait for its session
     ///
     /// The files are /etc/culvert/tunnel-agent.yaml and /etc/culvert/tunnel-agent.token, and the unit
-    /// if no package has installed it. Other keys of an existing configuration stay. Another run with
-    /// the same values changes nothing. A value that differs is replaced after a question, or with
-    /// --yes. On a host without systemd the command prints how to run the agent.
+    /// with its user if no package has installed it. Other keys of an existing configuration stay.
+    /// Another run with the same values changes nothing. A value that differs is replaced after a
+    /// question, or with --yes. Without a session after a minute the command prints the reason, and
+    /// the files and the service are as before. On a host without systemd the command prints how to
+    /// run the agent.
     Join(JoinArgs),
     /// Ask a running agent on this host whether it is ready: exit code 0 when it has a session, or
     /// waits for another agent of its node on this host, else 1

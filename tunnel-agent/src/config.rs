@@ -15,7 +15,7 @@ mod raw;
 mod token;
 
 pub(crate) use checked::DEFAULT_DATA_DIR;
-pub use checked::{Config, TransportChoice, meta_address};
+pub use checked::{Config, TransportChoice, meta_address, meta_endpoint};
 pub use cloud::CloudListener;
 pub(crate) use cloud::is_local;
 pub use identity::{CredentialFiles, NodeIpSetting};

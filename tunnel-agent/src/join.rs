@@ -1,11 +1,12 @@
-//! The verb `join`: writes configuration, join token and systemd unit of an agent, and starts the
-//! service.
+//! The verb `join`: writes configuration, join token and systemd unit of an agent, starts the
+//! service, and waits for its session.
 //!
-//! Every file is planned before one is written, so that a mistake or a refusal changes nothing.
+//! Every file is planned before one is written, so that a mistake or a refusal changes nothing. A
+//! service without a session is undone.
 
 use std::io::{self, IsTerminal as _, Read as _};
 use std::path::{Path, PathBuf};
-use std::process::Command;
+use std::time::SystemTime;
 
 use tunnel_process::files;
 use tunnel_process::terminal::{Answer, read_secret};
@@ -14,27 +15,29 @@ use tunnel_proto::wire::header::one_line;
 use zeroize::Zeroizing;
 
 use crate::cli::JoinArgs;
-use crate::config::{DEFAULT_DATA_DIR, parse_token};
+use crate::config::{DEFAULT_DATA_DIR, meta_endpoint, parse_token};
 use crate::credentials::CERTIFICATE;
 
 mod config_file;
 mod error;
 mod paths;
 mod plan;
+mod service;
 mod unit;
+mod wait;
 
 use config_file::JoinSettings;
 pub use error::JoinCommandError;
 use paths::below;
 use plan::Plan;
+use service::ServiceBefore;
 
 /// Runs the verb. `ask` asks a question in the terminal, and `print` writes lines to standard
 /// output.
 ///
 /// # Errors
-/// Returns a [`JoinCommandError`]. Unless it is about systemctl or about a write, nothing is
-/// changed.
-pub fn run(
+/// Returns a [`JoinCommandError`]. The host is as before, unless the text says otherwise.
+pub async fn run(
     arguments: &JoinArgs,
     ask: impl FnOnce(&str) -> io::Result<Answer>,
     mut print: impl FnMut(&str) -> io::Result<()>,
@@ -48,12 +51,12 @@ pub fn run(
         node_name: arguments.node_name.clone(),
     };
     let token = read_token(arguments.token_file.as_deref())?;
-    let plan = Plan::new(arguments.root.as_deref(), &settings, &token)?;
+    let mut plan = Plan::new(arguments.root.as_deref(), &settings, &token)?;
     let commands = if starts { plan.commands() } else { Vec::new() };
     if arguments.dry_run {
         print(&plan.report("would write"))?;
         for command in commands {
-            print(&format!("would run {}\n", shown(command)))?;
+            print(&format!("would run {}\n", service::shown(command)))?;
         }
         return Ok(());
     }
@@ -65,22 +68,52 @@ pub fn run(
             Answer::NoTerminal => return Err(JoinCommandError::Differs(differences)),
         }
     }
-    plan.write()?;
+    let before = starts.then(ServiceBefore::observe);
+    if let Err(error) = plan.write() {
+        plan.restore()?;
+        return Err(error);
+    }
     // A reader of the output that has gone does not keep the service from its new files.
     let mut printed = print(&plan.report("wrote"));
-    for command in &commands {
-        systemctl(command)?;
-        printed = printed.and_then(|()| print(&format!("ran {}\n", shown(command))));
-    }
-    printed?;
     let root = arguments.root.as_deref();
     if below(root, DEFAULT_DATA_DIR).join(CERTIFICATE).exists() {
-        print(&format!(
-            "note: {DEFAULT_DATA_DIR} has a certificate, which the agent uses instead of the token\n"
-        ))?;
+        printed = printed.and_then(|()| print(HAS_CERTIFICATE));
     }
-    print(if starts { STARTED } else { NOT_STARTED })?;
-    Ok(())
+    let Some(before) = before else {
+        printed?;
+        return Ok(print(NOT_STARTED)?);
+    };
+    match start(&commands, &plan, &mut print).await {
+        Ok(sessions) => {
+            printed?;
+            Ok(print(&format!("joined: {sessions}"))?)
+        }
+        Err(reason) => Err(JoinCommandError::NotJoined {
+            reason,
+            undone: before.restore(&plan),
+        }),
+    }
+}
+
+/// Starts the service and waits for a session. Returns the lines about its sessions.
+///
+/// # Errors
+/// Returns the reason why there is no session.
+async fn start(
+    commands: &[&[&str]],
+    plan: &Plan,
+    print: &mut impl FnMut(&str) -> io::Result<()>,
+) -> Result<String, String> {
+    let started = SystemTime::now();
+    for command in commands {
+        service::systemctl(command)?;
+        let _reader_gone = print(&format!("ran {}\n", service::shown(command)));
+    }
+    let settings = plan.settings().map_err(|error| error.to_string())?;
+    match meta_endpoint(&settings).map_err(|error| error.to_string())? {
+        Some(address) => wait::session(&address, started, print).await,
+        None => Ok(NO_META.to_owned()),
+    }
 }
 
 /// Reads the token from a file, or from standard input. From a terminal only one line is read, and
@@ -134,31 +167,15 @@ fn run_command(arguments: &JoinArgs) -> String {
     one_line(&format!("{command} --token-file {}", file.display()))
 }
 
-fn systemctl(arguments: &[&str]) -> Result<(), JoinCommandError> {
-    let failed = |reason: String| JoinCommandError::Systemctl {
-        command: shown(arguments),
-        reason,
-    };
-    let output = Command::new(SYSTEMCTL).args(arguments).output();
-    let output = output.map_err(|error| failed(error.to_string()))?;
-    if output.status.success() {
-        return Ok(());
-    }
-    let text = String::from_utf8_lossy(&output.stderr);
-    Err(failed(one_line(text.trim())))
-}
-
-fn shown(arguments: &[&str]) -> String {
-    format!("{SYSTEMCTL} {}", arguments.join(" "))
-}
-
-const SYSTEMCTL: &str = "systemctl";
 /// Directory that exists while systemd is the init system; see sd_booted(3).
 const SYSTEMD_RUNS: &str = "/run/systemd/system";
 /// Room for a token, whose text is 142 bytes. A buffer that grows would leave copies in memory.
 const TOKEN_ROOM: usize = 4096;
 const TOKEN_MAX_BYTES: u64 = 4000;
-const STARTED: &str = "joined: 'tunnel-agent status' shows the sessions\n";
+const HAS_CERTIFICATE: &str =
+    "note: /var/lib/tunnel-agent has a certificate, which the agent uses instead of the token\n";
+const NO_META: &str =
+    "the service is started, and has no metaListen at which its session can be seen\n";
 const NOT_STARTED: &str = "not started: 'systemctl enable --now tunnel-agent' starts the service\n";
 
 #[cfg(test)]

@@ -19,7 +19,7 @@ use tunnel_process::diag::default_path;
 use tunnel_process::meta::MetaAddress;
 use tunnel_process::metrics::COMMIT;
 use tunnel_process::timers::record_runtime_start;
-use tunnel_process::{meta, secrets, settings, shutdown, telemetry, terminal};
+use tunnel_process::{secrets, settings, shutdown, telemetry, terminal};
 
 fn main() -> ExitCode {
     let cli = match Cli::try_parse() {
@@ -135,7 +135,7 @@ fn run_diag(arguments: DiagArgs) -> anyhow::Result<()> {
 
 fn run_join(arguments: &JoinArgs) -> anyhow::Result<()> {
     let print = |text: &str| telemetry::print(text.as_bytes());
-    Ok(join::run(arguments, terminal::ask, print)?)
+    Ok(runtime()?.block_on(join::run(arguments, terminal::ask, print))?)
 }
 
 fn run_doctor(arguments: DoctorArgs) -> anyhow::Result<ExitCode> {
@@ -193,18 +193,9 @@ fn meta_address(arguments: MetaArgs) -> anyhow::Result<MetaAddress> {
         ..RawConfig::default()
     };
     let settings = config::layers(flags, arguments.config.as_deref(), |_| None)?;
-    if let Some(socket) = settings
-        .meta_socket
-        .filter(|path| !path.as_os_str().is_empty())
-    {
-        return Ok(MetaAddress::Unix(socket));
-    }
-    let address = config::meta_address(settings.meta_listen.as_deref())
-        .map_err(config::LoadError::meta_listen)?
-        .ok_or_else(|| {
-            config::LoadError::meta_listen("is off; set an address to ask the agent".to_owned())
-        })?;
-    Ok(meta::dialable(address).into())
+    let off = "is off; set an address to ask the agent";
+    let address = config::meta_endpoint(&settings)?;
+    Ok(address.ok_or_else(|| config::LoadError::meta_listen(off.to_owned()))?)
 }
 
 /// Returns a runtime for a verb that asks the agent.

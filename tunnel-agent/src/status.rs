@@ -54,7 +54,7 @@ pub(crate) async fn sessions(address: &MetaAddress) -> io::Result<(Vec<SessionRe
 }
 
 /// Formats a line for each session. Names and reasons come from servers.
-fn table(sessions: &[SessionReport]) -> String {
+pub(crate) fn table(sessions: &[SessionReport]) -> String {
     if sessions.is_empty() {
         return "no session: the agent has just started, enrolls or stops\n".to_owned();
     }

@@ -11,6 +11,7 @@ use std::time::Duration;
 use rustls_pki_types::CertificateDer;
 use tracing::level_filters::LevelFilter;
 use tunnel_process::host::Resources;
+use tunnel_process::meta::{self, MetaAddress};
 use tunnel_process::settings::{ConfigError, ConfigErrors, optional, parse_duration};
 use tunnel_process::telemetry::{AccessLogSettings, LogFormat};
 use tunnel_proto::transport::{BufferPool, CongestionControl, SessionSettings};
@@ -18,8 +19,8 @@ use tunnel_proto::wire::name::NodeName;
 
 use super::limits::Limits;
 use super::{
-    CloudListener, CredentialFiles, NodeIpSetting, RawConfig, ServerAddress, TokenSource, cloud,
-    identity,
+    CloudListener, CredentialFiles, LoadError, NodeIpSetting, RawConfig, ServerAddress, TokenSource,
+    cloud, identity,
 };
 use crate::policy::DialPolicy;
 use crate::proxy::ProxyChoice;
@@ -224,6 +225,20 @@ pub fn meta_address(setting: Option<&str>) -> Result<Option<SocketAddr>, String>
     let text = setting.unwrap_or(DEFAULT_META_LISTEN);
     optional("off", str::parse::<SocketAddr>)(text)
         .map_err(|_syntax| format!("{text:?} is neither IP:PORT nor \"off\""))
+}
+
+/// Returns where a running agent with these settings is asked, or `None` if it has no meta port: its
+/// Unix socket, or else the address of its port.
+///
+/// # Errors
+/// Returns a [`LoadError`] about `--meta-listen`.
+pub fn meta_endpoint(settings: &RawConfig) -> Result<Option<MetaAddress>, LoadError> {
+    let socket = settings.meta_socket.clone();
+    if let Some(socket) = socket.filter(|path| !path.as_os_str().is_empty()) {
+        return Ok(Some(MetaAddress::Unix(socket)));
+    }
+    let address = meta_address(settings.meta_listen.as_deref()).map_err(LoadError::meta_listen)?;
+    Ok(address.map(|address| meta::dialable(address).into()))
 }
 
 fn worker_threads(text: &str) -> Result<usize, String> {

@@ -104,7 +104,7 @@ impl JoinSettings {
     }
 }
 
-fn parse(text: &str) -> Result<RawConfig, LoadError> {
+pub(super) fn parse(text: &str) -> Result<RawConfig, LoadError> {
     let settings = yaml::parse(text).map_err(|error| LoadError::Syntax {
         path: PathBuf::from(CONFIG),
         problems: error.to_string(),

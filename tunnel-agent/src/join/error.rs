@@ -48,6 +48,8 @@ pub enum JoinCommandError {
         user = paths::USER
     )]
     NoUser,
+    #[error("cannot create the user {user}: systemd-sysusers: {0}", user = paths::USER)]
+    User(String),
     #[error("the service runs as a user that cannot read {0}; run: chmod 644 {0}")]
     ConfigUnreadable(&'static str),
     #[error("{0}; run tunnel-agent join as root")]
@@ -55,11 +57,13 @@ pub enum JoinCommandError {
     /// The text names the file.
     #[error(transparent)]
     File(io::Error),
-    #[error(
-        "the files are written, but '{command}' failed: {reason}; when this is repaired: systemctl restart {service}",
-        service = paths::SERVICE
-    )]
-    Systemctl { command: String, reason: String },
+    /// The service did not start, or got no session.
+    #[error("not joined: {reason}\n{undone}")]
+    NotJoined {
+        reason: String,
+        /// The state in which the host is left.
+        undone: String,
+    },
 }
 
 impl JoinCommandError {
@@ -77,7 +81,8 @@ impl JoinCommandError {
             | Self::NoUser
             | Self::Denied(_)
             | Self::File(_)
-            | Self::Systemctl { .. } => false,
+            | Self::User(_)
+            | Self::NotJoined { .. } => false,
         }
     }
 }

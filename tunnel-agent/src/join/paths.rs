@@ -11,11 +11,15 @@ pub(super) const PACKAGE_UNITS: [&str; 2] = [
     "/lib/systemd/system/tunnel-agent.service",
     "/usr/lib/systemd/system/tunnel-agent.service",
 ];
+/// Paths of the files from which the user of the unit is created, and which give the token to it,
+/// where no package has the unit.
+pub(super) const SYSUSERS: &str = "/etc/sysusers.d/tunnel-agent.conf";
+pub(super) const TMPFILES: &str = "/etc/tmpfiles.d/tunnel-agent.conf";
 /// Path of the program in the unit of deploy/systemd.
 pub(super) const PROGRAM: &str = "/usr/local/bin/tunnel-agent";
 /// Name of the service, for systemctl.
 pub(super) const SERVICE: &str = "tunnel-agent";
-/// User of the package's service.
+/// User of the service.
 pub(super) const USER: &str = "tunnel-agent";
 
 /// Returns where a path of the host is below `root`.

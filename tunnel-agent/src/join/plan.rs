@@ -5,19 +5,22 @@ use std::io;
 use std::os::unix::fs::PermissionsExt as _;
 use std::path::{Path, PathBuf};
 
-use tunnel_process::files::{self, FileAccess};
+use tunnel_process::files::{self, FileAccess, FileOwner};
 use tunnel_proto::wire::enroll::JoinToken;
 use zeroize::Zeroizing;
 
-use super::config_file::{ConfigFile, FileState, JoinSettings};
+use super::config_file::{self, ConfigFile, FileState, JoinSettings};
 use super::error::JoinCommandError;
 use super::paths::{self, TOKEN, below};
+use super::service;
 use super::unit;
-use crate::config::parse_token;
+use crate::config::{LoadError, RawConfig, parse_token};
 
 /// The files of a join.
 pub(super) struct Plan {
     root: Option<PathBuf>,
+    /// User of the service; `None` until it is created.
+    user: Option<FileOwner>,
     files: Vec<PlannedFile>,
 }
 
@@ -27,12 +30,60 @@ struct PlannedFile {
     content: Zeroizing<Vec<u8>>,
     access: FileAccess,
     state: FileState,
+    before: Option<ExistingFile>,
+}
+
+/// A file as it was found.
+struct ExistingFile {
+    content: Zeroizing<Vec<u8>>,
+    access: FileAccess,
+}
+
+impl ExistingFile {
+    fn read(root: Option<&Path>, path: &str) -> Result<Option<Self>, JoinCommandError> {
+        let path = below(root, path);
+        let Some(content) = files::read(&path)? else {
+            return Ok(None);
+        };
+        Ok(Some(Self {
+            content: Zeroizing::new(content),
+            access: FileAccess::of(&path)?,
+        }))
+    }
 }
 
 impl PlannedFile {
-    /// Returns whether this is the configuration, and a user without rights cannot read it.
-    fn is_private_config(&self) -> bool {
-        self.path == paths::CONFIG && self.access.mode & 0o004 == 0
+    /// Plans a file whose whole content is that of this verb.
+    fn own(
+        root: Option<&Path>,
+        path: &'static str,
+        content: String,
+    ) -> Result<Self, JoinCommandError> {
+        let before = ExistingFile::read(root, path)?;
+        let state = match &before {
+            None => FileState::Missing,
+            Some(existing) if *existing.content == content.as_bytes() => FileState::Same,
+            Some(_) => FileState::Differs(vec![format!("{path} has another content")]),
+        };
+        Ok(Self {
+            path,
+            content: Zeroizing::new(content.into_bytes()),
+            access: FileAccess::READABLE,
+            state,
+            before,
+        })
+    }
+
+    /// Returns whether a user can read the file. Every user can read the file of an unknown user.
+    fn is_readable_for(&self, user: Option<FileOwner>) -> bool {
+        let FileAccess { mode, owner } = self.access;
+        let owns = |is_own: fn(FileOwner, FileOwner) -> bool| {
+            let both = owner.zip(user);
+            both.is_some_and(|(owner, user)| is_own(owner, user))
+        };
+        mode & 0o004 != 0
+            || mode & 0o040 != 0 && owns(|owner, user| owner.group == user.group)
+            || mode & 0o400 != 0 && owns(|owner, user| owner.user == user.user)
     }
 }
 
@@ -44,25 +95,30 @@ impl Plan {
         token: &JoinToken,
     ) -> Result<Self, JoinCommandError> {
         let unit = plan_unit(root)?;
-        let access = match unit {
-            // systemd reads the token as root, and passes it to the service.
-            Some(_) => FileAccess::PRIVATE,
-            None => FileAccess {
-                owner: Some(unit::package_user(root)?),
-                ..FileAccess::PRIVATE
-            },
-        };
-        let mut files = vec![
-            plan_token(root, token, access)?,
-            plan_config(root, settings)?,
-        ];
-        let has_own_user = unit.is_some();
-        if has_own_user && files.iter().any(PlannedFile::is_private_config) {
+        let user = unit::service_user(root)?;
+        if unit.is_none() && user.is_none() {
+            return Err(JoinCommandError::NoUser);
+        }
+        let mut files = Vec::new();
+        if unit.is_some() {
+            let line = unit::SYSUSERS_LINE.to_owned();
+            files.push(PlannedFile::own(root, paths::SYSUSERS, line)?);
+        }
+        // An image has the user only after its first start.
+        if root.is_some() && user.is_none() {
+            let line = unit::TMPFILES_LINE.to_owned();
+            files.push(PlannedFile::own(root, paths::TMPFILES, line)?);
+        }
+        files.push(plan_token(root, token, user)?);
+        let config = plan_config(root, settings)?;
+        if !config.is_readable_for(user) {
             return Err(JoinCommandError::ConfigUnreadable(paths::CONFIG));
         }
+        files.push(config);
         files.extend(unit);
         Ok(Self {
             root: root.map(Path::to_owned),
+            user,
             files,
         })
     }
@@ -80,14 +136,55 @@ impl Plan {
             .collect()
     }
 
-    /// Writes the files that are not the same.
-    pub(super) fn write(&self) -> Result<(), JoinCommandError> {
+    /// Writes the files that are not the same, and creates the user of the service on this host.
+    pub(super) fn write(&mut self) -> Result<(), JoinCommandError> {
+        let root = self.root.clone();
+        for file in &mut self.files {
+            if file.path == TOKEN {
+                file.access.owner = self.user;
+            }
+            if file.state != FileState::Same {
+                let path = below(root.as_deref(), file.path);
+                if let Some(folder) = path.parent() {
+                    make_readable_dir(folder)?;
+                }
+                files::replace_with(&path, &file.content, file.access)?;
+            }
+            if file.path == paths::SYSUSERS && root.is_none() && self.user.is_none() {
+                service::create_user(paths::SYSUSERS)?;
+                self.user = unit::service_user(None)?;
+                self.user.ok_or(JoinCommandError::NoUser)?;
+            }
+        }
+        Ok(())
+    }
+
+    /// Returns the settings of the agent.
+    pub(super) fn settings(&self) -> Result<RawConfig, LoadError> {
+        let config = self.files.iter().find(|file| file.path == paths::CONFIG);
+        let text = config.map_or(&[][..], |file| file.content.as_slice());
+        config_file::parse(&String::from_utf8_lossy(text))
+    }
+
+    /// Returns whether a file is not the same.
+    pub(super) fn has_changes(&self) -> bool {
+        self.changed().next().is_some()
+    }
+
+    /// Gives the files back their content from before, and removes those that are new.
+    pub(super) fn restore(&self) -> io::Result<()> {
         for file in self.changed() {
             let path = below(self.root.as_deref(), file.path);
-            if let Some(folder) = path.parent() {
-                make_readable_dir(folder)?;
+            match &file.before {
+                Some(before) => files::replace_with(&path, &before.content, before.access)?,
+                None => match fs::remove_file(&path) {
+                    Err(error) if error.kind() != io::ErrorKind::NotFound => {
+                        let text = format!("{}: {error}", path.display());
+                        return Err(io::Error::new(error.kind(), text));
+                    }
+                    _removed => {}
+                },
             }
-            files::replace_with(&path, &file.content, file.access)?;
         }
         Ok(())
     }
@@ -134,36 +231,46 @@ fn plan_config(
     root: Option<&Path>,
     settings: &JoinSettings,
 ) -> Result<PlannedFile, JoinCommandError> {
-    let path = below(root, paths::CONFIG);
-    let existing = files::read(&path)?;
-    let access = match existing {
-        Some(_) => FileAccess::of(&path)?,
-        None => FileAccess::READABLE,
-    };
-    let existing = existing.map(|content| String::from_utf8_lossy(&content).into_owned());
+    let before = ExistingFile::read(root, paths::CONFIG)?;
+    let existing = before.as_ref();
+    let existing = existing.map(|file| String::from_utf8_lossy(&file.content).into_owned());
     let file = ConfigFile::plan(existing.as_deref(), settings)?;
     Ok(PlannedFile {
         path: paths::CONFIG,
         content: Zeroizing::new(file.text.into_bytes()),
-        access,
+        access: before
+            .as_ref()
+            .map_or(FileAccess::READABLE, |file| file.access),
         state: file.state,
+        before,
     })
 }
 
+/// Plans the token for the user of the service.
 fn plan_token(
     root: Option<&Path>,
     token: &JoinToken,
-    access: FileAccess,
+    user: Option<FileOwner>,
 ) -> Result<PlannedFile, JoinCommandError> {
-    let existing = files::read(&below(root, TOKEN))?.map(Zeroizing::new);
-    let state = existing.map_or(FileState::Missing, |content| {
-        token_state(&String::from_utf8_lossy(&content), token)
-    });
+    let before = ExistingFile::read(root, TOKEN)?;
+    let access = FileAccess {
+        owner: user,
+        ..FileAccess::PRIVATE
+    };
+    let state = match &before {
+        None => FileState::Missing,
+        Some(existing) => match token_state(&String::from_utf8_lossy(&existing.content), token) {
+            // The service may not be able to read it.
+            FileState::Same if user.is_some() && existing.access != access => FileState::Unset,
+            state => state,
+        },
+    };
     Ok(PlannedFile {
         path: TOKEN,
         content: Zeroizing::new(token.reveal().into_bytes()),
         access,
         state,
+        before,
     })
 }
 
@@ -185,22 +292,11 @@ fn token_state(content: &str, token: &JoinToken) -> FileState {
 
 /// Returns the unit, or `None` if that of a package is in effect.
 fn plan_unit(root: Option<&Path>) -> Result<Option<PlannedFile>, JoinCommandError> {
-    let existing = files::read(&below(root, paths::UNIT))?;
-    if existing.is_none() && unit::has_package(root) {
+    if unit::has_package(root) && !below(root, paths::UNIT).exists() {
         return Ok(None);
     }
-    let content = unit::text(&unit::program(root)?).into_bytes();
-    let state = match existing {
-        None => FileState::Missing,
-        Some(existing) if existing == content => FileState::Same,
-        Some(_) => FileState::Differs(vec![format!("{} has another content", paths::UNIT)]),
-    };
-    Ok(Some(PlannedFile {
-        path: paths::UNIT,
-        content: Zeroizing::new(content),
-        access: FileAccess::READABLE,
-        state,
-    }))
+    let text = unit::text(&unit::program(root)?);
+    PlannedFile::own(root, paths::UNIT, text).map(Some)
 }
 
 /// Creates a directory that the user of the service can enter, unless it exists.

@@ -1,5 +1,7 @@
 use std::os::unix::fs::{MetadataExt as _, PermissionsExt as _};
 
+use tokio::runtime::Builder;
+
 use super::*;
 use crate::testing::TempDir;
 
@@ -49,7 +51,11 @@ impl Host {
             printed.push_str(text);
             Ok(())
         };
-        run(arguments, |_question| Ok(answer), print)?;
+        let joining = run(arguments, |_question| Ok(answer), print);
+        Builder::new_current_thread()
+            .build()
+            .unwrap()
+            .block_on(joining)?;
         Ok(printed)
     }
 
@@ -84,7 +90,13 @@ fn token(number: u8) -> JoinToken {
 fn files_are_written_once_and_the_next_run_changes_nothing() {
     let host = Host::new();
     let printed = host.join(&host.arguments(), Answer::NoTerminal).unwrap();
-    for (path, mode) in [(CONFIG, 0o644), (TOKEN, 0o600), (UNIT, 0o644)] {
+    for (path, mode) in [
+        (CONFIG, 0o644),
+        (TOKEN, 0o600),
+        (UNIT, 0o644),
+        ("etc/sysusers.d/tunnel-agent.conf", 0o644),
+        ("etc/tmpfiles.d/tunnel-agent.conf", 0o644),
+    ] {
         assert_eq!(host.mode(path), mode, "{path}");
         assert!(printed.contains(&format!("wrote /{path}")), "{printed}");
     }
@@ -175,6 +187,44 @@ fn unit_of_the_package_stays_and_its_user_owns_the_token() {
         host.content(CONFIG)
             .starts_with(package.lines().next().unwrap())
     );
+}
+
+/// An operator writes the token as root.
+#[test]
+fn token_of_another_user_is_written_again_for_the_service() {
+    let host = Host::new();
+    let own = std::fs::metadata(host.scratch.path()).unwrap();
+    let user = format!("tunnel-agent:!:{}:{}::/:/bin/false\n", own.uid(), own.gid());
+    host.write("etc/passwd", &user);
+    host.join(&host.arguments(), Answer::NoTerminal).unwrap();
+    host.set_mode(Path::new(TOKEN), 0o640);
+    let printed = host.join(&host.arguments(), Answer::NoTerminal).unwrap();
+    assert!(printed.contains(&format!("wrote /{TOKEN}")), "{printed}");
+    assert_eq!(host.mode(TOKEN), 0o600);
+    // The image has the user, so that it needs no file that gives the token to it.
+    assert!(!host.root.join("etc/tmpfiles.d").exists());
+}
+
+#[test]
+fn files_are_restored_and_new_ones_are_removed() {
+    let host = Host::new();
+    let before = "logLevel: debug\n";
+    host.write(CONFIG, before);
+    host.set_mode(Path::new(CONFIG), 0o604);
+    let arguments = host.arguments();
+    let settings = JoinSettings {
+        server: arguments.server,
+        node_name: arguments.node_name,
+    };
+    let mut plan = Plan::new(Some(&host.root), &settings, &token(1)).unwrap();
+    plan.write().unwrap();
+    assert!(host.content(CONFIG).contains("worker-1"));
+    plan.restore().unwrap();
+    assert_eq!(host.content(CONFIG), before);
+    assert_eq!(host.mode(CONFIG), 0o604);
+    for path in [TOKEN, UNIT] {
+        assert!(!host.root.join(path).exists(), "{path}");
+    }
 }
 
 #[test]

@@ -1,11 +1,12 @@
-//! The systemd unit: that of the Debian package where it is installed, else that of deploy/systemd.
+//! The systemd unit: that of the package where it is installed, else that of deploy/systemd, and the
+//! user of both.
 
 use std::path::Path;
 
-use tunnel_process::files::FileOwner;
+use tunnel_process::files::{self, FileOwner};
 
 use super::error::JoinCommandError;
-use super::paths::{CONFIG, PACKAGE_UNITS, PROGRAM, TOKEN, USER, below};
+use super::paths::{PACKAGE_UNITS, PROGRAM, USER, below};
 
 /// Returns whether a package has installed its unit.
 pub(super) fn has_package(root: Option<&Path>) -> bool {
@@ -13,10 +14,10 @@ pub(super) fn has_package(root: Option<&Path>) -> bool {
     paths.any(|path| below(root, path).exists())
 }
 
-/// Returns the user of the package's service.
-pub(super) fn package_user(root: Option<&Path>) -> Result<FileOwner, JoinCommandError> {
-    let passwd = std::fs::read_to_string(below(root, "/etc/passwd"))?;
-    user(&passwd).ok_or(JoinCommandError::NoUser)
+/// Returns the user of the service, or `None` if the host does not have it yet.
+pub(super) fn service_user(root: Option<&Path>) -> Result<Option<FileOwner>, JoinCommandError> {
+    let passwd = files::read(&below(root, "/etc/passwd"))?.unwrap_or_default();
+    Ok(user(&String::from_utf8_lossy(&passwd)))
 }
 
 /// Returns the numbers of [`USER`]; see passwd(5).
@@ -55,45 +56,49 @@ fn is_usable(program: &str) -> bool {
     program.bytes().all(is_plain) && !HIDDEN.iter().any(|folder| program.starts_with(*folder))
 }
 
-/// Returns the unit for a program, with the paths of the package.
+/// Returns the unit for a program.
 pub(super) fn text(program: &str) -> String {
     let sections = DEPLOYED
         .split_once("\n\n")
         .map_or(DEPLOYED, |(_, sections)| sections);
-    let sections = sections
-        .replace(PROGRAM, program)
-        .replace("/etc/tunnel-agent/config.yaml", CONFIG)
-        .replace("/etc/tunnel-agent/token", TOKEN)
-        .replace("ConfigurationDirectory=tunnel-agent\n", "");
-    format!("{HEAD}{sections}")
+    format!("{HEAD}{}", sections.replace(PROGRAM, program))
 }
 
+/// Line of sysusers.d that creates the user.
+pub(super) const SYSUSERS_LINE: &str = "u tunnel-agent - \"Culvert tunnel-agent\"\n";
+/// Line of tmpfiles.d that gives the token to the user, once an image has it.
+pub(super) const TMPFILES_LINE: &str =
+    "z /etc/culvert/tunnel-agent.token 0600 tunnel-agent tunnel-agent -\n";
 const DEPLOYED: &str = include_str!("../../../deploy/systemd/tunnel-agent.service");
 /// Directories that `ProtectHome=` and `PrivateTmp=` of the unit hide.
 const HIDDEN: [&str; 5] = ["/home/", "/root/", "/run/user/", "/tmp/", "/var/tmp/"];
 const HEAD: &str = "\
-# Written by `tunnel-agent join`. Settings: /etc/culvert/tunnel-agent.yaml. The join token is in
-# /etc/culvert/tunnel-agent.token, readable for root only. systemd passes it to the service. The
-# agent does not need the token once it has a certificate, but the unit needs the file at each start.
-# Change this unit with: systemctl edit tunnel-agent
+# Written by `tunnel-agent join`. Settings: /etc/culvert/tunnel-agent.yaml. Change this unit with:
+# systemctl edit tunnel-agent
 
 ";
 
 #[cfg(test)]
 mod tests {
+    use super::super::paths::TOKEN;
     use super::*;
 
     #[test]
-    fn unit_has_the_program_and_the_paths_of_the_verb() {
+    fn unit_has_the_program_and_nothing_that_systemd_239_cannot_load() {
         let unit = text("/opt/culvert/tunnel-agent");
-        let start = "ExecStart=/opt/culvert/tunnel-agent run --config /etc/culvert/tunnel-agent.yaml --token-file %d/token\n";
+        let start =
+            "\nExecStart=/opt/culvert/tunnel-agent run --config /etc/culvert/tunnel-agent.yaml\n";
         assert!(unit.contains(start), "{unit}");
-        let credential = "LoadCredential=token:/etc/culvert/tunnel-agent.token\n";
-        assert!(unit.contains(credential), "{unit}");
-        for other in ["/etc/tunnel-agent", "/usr/local", "ConfigurationDirectory"] {
+        // Specifiers and credentials of later versions end the start there.
+        for other in ["/usr/local", "%", "Credential"] {
             assert!(!unit.contains(other), "{other}: {unit}");
         }
         assert!(unit.contains("\n\n[Unit]\n"), "{unit}");
+        assert!(unit.contains(&format!("\nUser={USER}\n")), "{unit}");
+        for line in [SYSUSERS_LINE, TMPFILES_LINE] {
+            assert!(line.contains(USER), "{line}");
+        }
+        assert!(TMPFILES_LINE.contains(TOKEN));
     }
 
     #[test]

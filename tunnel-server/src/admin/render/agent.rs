@@ -30,7 +30,7 @@ impl AgentArgs {
         for server in &self.server {
             let _infallible = write!(command, " --server {server}");
         }
-        let _infallible = write!(command, " --node-name {node} --token-file %d/token");
+        let _infallible = write!(command, " --node-name {node} --token-file {TOKEN}");
         let mut text = format!(
             "\
 # /etc/systemd/system/tunnel-agent.service on {node}
@@ -38,11 +38,14 @@ impl AgentArgs {
 # On the server, create the join token:
 #   tunnel-server token create --node {node}
 # On {node}, as root, with the token on standard input:
-#   install -D -m 0600 /dev/stdin /etc/tunnel-agent/token
+#   echo 'u tunnel-agent -' | systemd-sysusers -
+#   install -D -m 0600 -o tunnel-agent /dev/stdin {TOKEN}
 #   systemctl daemon-reload && systemctl enable --now tunnel-agent
 "
         );
-        for line in UNIT.lines().skip_while(|line| line.starts_with('#')) {
+        let lines = UNIT.lines().skip_while(|line| line.starts_with('#'));
+        // There is no configuration file.
+        for line in lines.filter(|line| !line.starts_with("ConditionPathExists=")) {
             let is_command = line.starts_with("ExecStart=");
             text.push_str(if is_command { &command } else { line });
             text.push('\n');
@@ -51,6 +54,8 @@ impl AgentArgs {
     }
 }
 
+/// The file that `tunnel-agent join` uses, too.
+const TOKEN: &str = "/etc/culvert/tunnel-agent.token";
 const UNIT: &str = include_str!("../../../../deploy/systemd/tunnel-agent.service");
 
 #[cfg(test)]
@@ -76,16 +81,17 @@ mod tests {
             commands,
             [
                 "ExecStart=/usr/local/bin/tunnel-agent run --server a.example:443 \
-                 --server [2001:db8::1]:10262 --node-name worker-1 --token-file %d/token"
+                 --server [2001:db8::1]:10262 --node-name worker-1 --token-file /etc/culvert/tunnel-agent.token"
             ]
         );
         assert!(text.contains("#   tunnel-server token create --node worker-1\n"));
-        assert!(!text.contains("config.yaml"));
+        assert!(!text.contains("tunnel-agent.yaml"));
         let rest = |unit: &str| {
             let lines = unit.lines().map(str::to_owned);
             lines
                 .skip_while(|line| line.starts_with('#'))
                 .filter(|line| !line.starts_with("ExecStart="))
+                .filter(|line| !line.starts_with("ConditionPathExists="))
                 .collect::<Vec<_>>()
         };
         assert_eq!(rest(&text), rest(UNIT));
