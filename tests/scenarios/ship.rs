@@ -1,6 +1,7 @@
 //! Manifests, chart, images, units, examples and guides agree with the code and with each other.
 
 mod applied;
+mod caller_guides;
 mod chart;
 mod examples;
 mod guides;

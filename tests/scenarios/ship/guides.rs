@@ -253,14 +253,11 @@ async fn migration_guide_runs_against_an_api_server_with_the_old_objects() -> Re
 async fn systemd_guide_checks_its_configurations() -> Result<()> {
     let scratch = ScratchDir::new()?;
     let text = script(&blocks(&page("docs/how-to/systemd.md")?));
-    let token = "9fc003be7234.959257e11ca36db30416e4647358e1d7987a025d1e144b63";
-    let variables = [("TOKEN", OsString::from(token))];
-    let ca = "aa2c57d1b9ba4495a3c267c1720747aec738a61428304ba2a6e8dd2e15639143";
-    let text = format!("TOKEN=$TOKEN.{ca}\ncd {}\n{text}", repository().display());
+    let text = format!("cd {}\n{text}", repository().display());
     if or_skip(require(&[Tool::Bash])).is_none() {
         return Ok(());
     }
-    bash(&text, scratch.path(), &variables)?.run().await?.ok()?;
+    bash(&text, scratch.path(), &[])?.run().await?.ok()?;
     Ok(())
 }
 
@@ -357,7 +354,7 @@ impl ShipFixture {
 }
 
 /// A script of bash with our binaries in its path.
-fn bash(text: &str, folder: &Path, variables: &[(&str, OsString)]) -> Result<Program> {
+pub(super) fn bash(text: &str, folder: &Path, variables: &[(&str, OsString)]) -> Result<Program> {
     let text = format!("cd {}\n{text}", folder.display());
     let program = Program::tool(Tool::Bash)?.arg("-c").arg(text);
     let program = program.env("PATH", path_with([])?).env("HOME", folder);
