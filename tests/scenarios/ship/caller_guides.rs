@@ -74,23 +74,22 @@ impl Host {
     /// Starts the server with the settings of the guide, and a node with a target at `port` and a
     /// kubelet.
     async fn start(&self, port: u16) -> Result<(Server, [Process; 2])> {
+        // The target has its port before the server, which would listen on it, too.
+        let [target, kubelet] = [port, 10250].map(|port| SocketAddr::from(([127, 0, 0, 1], port)));
+        let targets = fakes::site(NODE, target, kubelet, Some(&self.network)).await?;
         let mut settings = self.blocks.iter();
         let settings = settings
             .find(|block| block.language == "yaml")
             .context("no settings")?;
-        let settings = self
-            .scratch
-            .file("server.yaml", self.adapted(&settings.text))?;
+        let settings = self.adapted(&settings.text);
+        let settings = self.scratch.file("server.yaml", settings)?;
         let settings = settings.to_string_lossy();
         let server = self.setup().args(&["--config", &settings]).start().await?;
         let token = server.token(NODE, None).await?;
         let folder = self.scratch.path().join("agent");
         let agent = AgentSetup::new(NODE, AGENTS, &folder, Some(&self.network));
-        let agent = agent
-            .args(&["--node-ip", "127.0.0.1", "--token", &token])
-            .start()?;
-        let [target, kubelet] = [port, 10250].map(|port| SocketAddr::from(([127, 0, 0, 1], port)));
-        let targets = fakes::site(NODE, target, kubelet, Some(&self.network)).await?;
+        let agent = agent.args(&["--node-ip", "127.0.0.1", "--token", &token]);
+        let agent = agent.start()?;
         server.wait_until_connected(&[NODE]).await;
         Ok((server, [agent, targets]))
     }
