@@ -91,7 +91,7 @@ pub struct LogGuard {
 /// A dedicated thread for each output writes the lines, so that no task waits for the output. If an
 /// output is too slow, lines are dropped and counted ([`DroppedLines`]), access log lines first.
 /// When the output accepts lines again, one line reports how many were dropped. Access log lines
-/// are written in batches about 20 ms later, and before any other line of their output. A process
+/// are written in batches within 50 ms, and before any other line of their output. A process
 /// that is killed loses the pending batch.
 ///
 /// # Errors

@@ -4,6 +4,9 @@
 //! Each request logs an access log line. These lines wait for a short time and are written in
 //! batches. Any other line is written at once, after the lines that are queued. When the queue is
 //! full, lines are dropped and counted, access log lines first.
+//!
+//! While requests go on, time wakes the thread and no line does: a system call for each line would
+//! be a large part of what a request costs.
 
 use std::io::{self, Write};
 use std::sync::Arc;
@@ -14,9 +17,9 @@ use parking_lot::{Condvar, Mutex};
 
 use super::dropped::{DropCounters, DroppedCounts};
 
-/// Time that an access log line waits for others. Readers of a log do not notice the delay, and
-/// 1,000 requests a second are 20 writes.
-const BATCH_DELAY: Duration = Duration::from_millis(20);
+/// Time that an access log line waits for others, at most. Readers of a log do not notice the delay,
+/// and any number of requests is 20 writes a second. A process that is killed loses these lines.
+const BATCH_DELAY: Duration = Duration::from_millis(50);
 /// Bytes of access log lines that are written without further delay. The queue must not fill while
 /// the output could accept them.
 const BATCH_BYTES: usize = 64 * 1024;
@@ -77,6 +80,11 @@ struct Queue {
     lines: Batch,
     /// Whether a queued line must be written at once.
     urgent: bool,
+    /// Whether the writer thread waits for a line to wake it.
+    is_parked: bool,
+    /// Whether the last batch had several lines, so that the thread waits for time and not for a
+    /// line.
+    is_steady: bool,
     /// `queued` counts all lines that were ever queued. `done` counts those that were written or
     /// dropped.
     queued: u64,
@@ -101,6 +109,18 @@ struct LineOutput<W> {
     out: W,
     /// Set when the output failed inside a line. The next line must not continue that line.
     is_mid_line: bool,
+}
+
+impl Queue {
+    /// Queues a line. Returns whether the writer thread must be woken.
+    fn push(&mut self, line: &[u8], kind: LineKind) -> bool {
+        let waiting = self.lines.bytes.len();
+        self.lines.push(line, kind);
+        self.queued += 1;
+        let urgent = kind != LineKind::Access && !std::mem::replace(&mut self.urgent, true);
+        let enough = waiting < BATCH_BYTES && self.lines.bytes.len() >= BATCH_BYTES;
+        std::mem::take(&mut self.is_parked) || urgent || enough
+    }
 }
 
 impl Batch {
@@ -144,11 +164,7 @@ impl<W: Write + Send + 'static> BatchWriter<W> {
             drop(queue);
             return self.count_dropped(kind);
         }
-        queue.lines.push(line, kind);
-        queue.queued += 1;
-        let urgent = kind != LineKind::Access && !std::mem::replace(&mut queue.urgent, true);
-        let enough = waiting < BATCH_BYTES && waiting + line.len() >= BATCH_BYTES;
-        if waiting == 0 || urgent || enough {
+        if queue.push(line, kind) {
             self.changed.notify_one();
         }
         if kind == LineKind::Panic && !queue.stalled {
@@ -180,22 +196,28 @@ impl<W: Write + Send + 'static> BatchWriter<W> {
     }
 
     /// Waits until there is something to write, or, with `is_due`, at most [`RETRY_INTERVAL`].
-    /// Returns false when the queue is closed.
+    /// While requests go on, waits for time alone. Returns false when the queue is closed.
     fn wait(&self, is_due: bool) -> bool {
         let mut queue = self.queue.lock();
-        let is_idle = |queue: &mut Queue| queue.lines.bytes.is_empty() && !queue.closed;
-        if is_due {
-            self.changed
-                .wait_while_for(&mut queue, is_idle, RETRY_INTERVAL);
-        } else {
-            self.changed.wait_while(&mut queue, is_idle);
+        if !queue.is_steady && queue.lines.bytes.is_empty() {
+            queue.is_parked = true;
+            let is_idle = |queue: &mut Queue| queue.is_parked && !queue.closed;
+            if is_due {
+                self.changed
+                    .wait_while_for(&mut queue, is_idle, RETRY_INTERVAL);
+            } else {
+                self.changed.wait_while(&mut queue, is_idle);
+            }
+            queue.is_parked = false;
         }
-        let is_batching = |queue: &mut Queue| {
-            let waiting = queue.lines.bytes.len();
-            (1..BATCH_BYTES).contains(&waiting) && !queue.urgent && !queue.closed
-        };
-        self.changed
-            .wait_while_for(&mut queue, is_batching, BATCH_DELAY);
+        if queue.is_steady || !queue.lines.bytes.is_empty() {
+            let is_batching = |queue: &mut Queue| {
+                queue.lines.bytes.len() < BATCH_BYTES && !queue.urgent && !queue.closed
+            };
+            self.changed
+                .wait_while_for(&mut queue, is_batching, BATCH_DELAY);
+        }
+        queue.is_steady = queue.lines.lines.len() > 1;
         !queue.closed
     }
 

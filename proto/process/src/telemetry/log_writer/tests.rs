@@ -106,6 +106,26 @@ fn batched_access_lines_are_written_together() {
 }
 
 #[test]
+fn line_wakes_the_thread_only_if_time_does_not() {
+    let mut queue = Queue {
+        is_parked: true,
+        ..Queue::default()
+    };
+    let full = vec![b'x'; BATCH_BYTES];
+    let rows: [(&[u8], LineKind, bool); 6] = [
+        (b"first of a batch\n", LineKind::Access, true),
+        (b"same batch\n", LineKind::Access, false),
+        (b"urgent\n", LineKind::Other, true),
+        (b"urgent, too\n", LineKind::Other, false),
+        (&full, LineKind::Access, true),
+        (b"behind a full batch\n", LineKind::Access, false),
+    ];
+    for (index, (line, kind, wakes)) in rows.into_iter().enumerate() {
+        assert_eq!(queue.push(line, kind), wakes, "line {index}");
+    }
+}
+
+#[test]
 fn urgent_line_is_written_after_queued_lines() {
     let (writer, written, permit) = writer();
     drop(permit);
