@@ -26,6 +26,7 @@ pub mod telemetry;
 pub mod terminal;
 pub mod timers;
 pub mod unix_socket;
+pub mod wakeups;
 pub mod yaml;
 
 pub use tunnel_networks as networks;

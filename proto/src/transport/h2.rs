@@ -38,7 +38,6 @@ mod pump;
 mod read_ahead;
 mod session;
 mod stream;
-mod wakeups;
 
 use connection::Connection;
 use control_rate::PREFACE_BYTES;

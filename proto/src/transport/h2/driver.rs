@@ -34,12 +34,12 @@ use super::path_meter::PathMeter;
 use super::pump::{Input, Pump};
 use super::session::{Commands, SessionShared};
 use super::stream::{H2Stream, StreamShared};
-use super::wakeups::Wakeups;
 use crate::transport::SessionSettings;
 use crate::transport::flow::SessionFlow;
 use crate::wire::close::SessionMessage;
 use crate::wire::code::CloseCode;
 use tunnel_process::timers::{coalesced_period, current_slot};
+use tunnel_process::wakeups::Wakeups;
 
 mod close;
 
