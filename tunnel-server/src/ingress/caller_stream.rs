@@ -91,6 +91,9 @@ impl Drop for ResponseGuard {
     }
 }
 
+/// Whether a short read shows that a socket is empty.
+const IS_EPOLL: bool = cfg!(any(target_os = "linux", target_os = "android"));
+
 /// A caller's socket. A Unix socket cannot signal an abort, so the protocol on it must mark the end
 /// of its messages, as TLS and framed HTTP do.
 #[derive(Debug)]
@@ -139,12 +142,28 @@ impl CallerSocket {
     fn poll_read(&self, cx: &mut Context<'_>, out: &mut ReadBuf<'_>) -> Poll<io::Result<()>> {
         loop {
             ready!(on_either!(self, socket => socket.poll_read_ready(cx)))?;
-            match on_either!(self, socket => socket.try_read_buf(out)) {
-                Ok(_) => return Poll::Ready(Ok(())),
+            match self.try_read(out) {
                 Err(error) if error.kind() == io::ErrorKind::WouldBlock => {}
-                Err(error) => return Poll::Ready(Err(error)),
+                read => return Poll::Ready(read),
             }
         }
+    }
+
+    /// Reads what has arrived. A read that does not fill `out` has emptied the socket (epoll(7)), so
+    /// the next one waits for more, as one of tokio does, and costs no system call that finds
+    /// nothing.
+    fn try_read(&self, out: &mut ReadBuf<'_>) -> io::Result<()> {
+        let (room, mut has_read) = (out.remaining(), false);
+        let read = on_either!(self, socket => socket.try_io(Interest::READABLE, || {
+            let count = socket.try_read_buf(out)?;
+            has_read = true;
+            if IS_EPOLL && (1..room).contains(&count) {
+                // Clears the readiness.
+                return Err(io::ErrorKind::WouldBlock.into());
+            }
+            Ok(())
+        }));
+        if has_read { Ok(()) } else { read }
     }
 
     async fn ready(&self, interest: Interest) -> io::Result<()> {
