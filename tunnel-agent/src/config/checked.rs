@@ -5,7 +5,6 @@ use std::net::SocketAddr;
 use std::path::PathBuf;
 use std::str::FromStr;
 use std::sync::Arc;
-use std::thread::available_parallelism;
 use std::time::Duration;
 
 use rustls_pki_types::CertificateDer;
@@ -149,11 +148,10 @@ impl Config {
             DEFAULT_DRAIN_TIMEOUT,
             parse_duration,
         );
-        let cores = available_parallelism().map_or(1, |cores| cores.get().min(WORKER_THREADS_MAX));
         let worker_threads = errors.parse_with(
             "--worker-threads",
             settings.worker_threads.as_deref(),
-            cores,
+            DEFAULT_WORKER_THREADS,
             worker_threads,
         );
         let (log_level, log_format, access_log) = logging(&settings, &mut errors);
@@ -336,6 +334,9 @@ const DEFAULT_META_LISTEN: &str = "127.0.0.1:10266";
 const DEFAULT_REPLICAS: usize = 2;
 /// Each session costs memory at both ends, and one hop reaches the other servers.
 const REPLICAS_MAX: usize = 8;
+/// On one thread no task wakes another one across threads, and a thread carries more than the link of
+/// an edge node. Lookups and files, which can block, have threads of their own.
+const DEFAULT_WORKER_THREADS: usize = 1;
 /// More threads than a machine has cores are never useful.
 const WORKER_THREADS_MAX: usize = 64;
 const DEFAULT_DRAIN_TIMEOUT: Duration = Duration::from_secs(30);

@@ -185,10 +185,11 @@ tunnel_process::layered! {
         #[arg(long, env = "TUNNEL_AGENT_DRAIN_TIMEOUT", value_name = "DURATION", help_heading = "Process")]
         pub drain_timeout: Option<String>,
 
-        /// Threads that carry sessions and streams, 1 to 64 [default: one per core]
+        /// Threads that carry sessions and streams, 1 to 64 [default: 1]
         ///
-        /// With 1, large transfers cost less CPU time, because no task wakes another one across
-        /// threads. Many new connections at once are slower.
+        /// On one thread, requests take less time and CPU time, because no task wakes another one
+        /// across threads. More threads are faster where transfers or new connections use all of one
+        /// core.
         #[arg(long, env = "TUNNEL_AGENT_WORKER_THREADS", value_name = "COUNT", help_heading = "Process")]
         pub worker_threads: Option<String>,
 

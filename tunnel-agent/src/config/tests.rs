@@ -46,7 +46,7 @@ fn defaults_are_those_of_the_contract() {
     assert_eq!(deny_ports, "2379-2381, 10248, 10249, 10257, 10259");
     assert_eq!(config.meta_listen.unwrap().to_string(), "127.0.0.1:10266");
     assert_eq!(config.drain_timeout, Duration::from_secs(30));
-    assert!(config.worker_threads >= 1);
+    assert_eq!(config.worker_threads, 1);
     assert_eq!(config.limits, Limits::default());
     assert_eq!(config.transport, TransportChoice::Auto);
     assert_eq!(config.replicas, 2);
