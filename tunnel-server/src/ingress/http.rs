@@ -33,6 +33,7 @@ use tokio::io::{AsyncRead, AsyncWrite, AsyncWriteExt};
 use tokio::task::yield_now;
 use tokio::time::{Instant, sleep_until, timeout};
 use tracing::debug;
+use tunnel_process::wakeups::Wakeups;
 use tunnel_proto::relay::PollCut;
 
 use super::connect;
@@ -147,6 +148,10 @@ pub(super) async fn serve<S>(
     }
 }
 
+/// Rounds of hyper's two connections, to the caller and to the target, in one poll, before other
+/// tasks run.
+const ROUNDS_PER_POLL: usize = 4;
+
 /// Status in place of 503 for logs, exec, attach and port-forward of pods: kube-apiserver drops the text of
 /// a 503, and passes on that of others (apimachinery, `pkg/api/errors/errors.go`).
 const UNAVAILABLE_OF_KUBELET: StatusCode = StatusCode::BAD_GATEWAY;
@@ -237,6 +242,7 @@ impl Caller {
         });
         let builder = self.builder(large_head);
         let mut connection = builder.serve_connection(TokioIo::new(stream), service);
+        let wakeups = Arc::<Wakeups>::default();
         let mut expire = pin!(self.pool.expire());
         let mut gone = pin!(self.gone(caller_closed));
         let drain = self.ingress.shutdown.drain();
@@ -248,10 +254,15 @@ impl Caller {
         loop {
             tokio::select! {
                 biased;
-                ended = poll_fn(|cx| match connection.poll_without_shutdown(cx) {
-                    // hyper has finished but leaves the flush to its own shutdown.
-                    Poll::Ready(Ok(())) if self.timeouts.is_write_blocked() => Poll::Pending,
-                    polled => polled,
+                ended = poll_fn(|cx| {
+                    let polled = wakeups.poll(cx, ROUNDS_PER_POLL, |cx| {
+                        connection.poll_without_shutdown(cx)
+                    });
+                    match polled {
+                        // hyper has finished but leaves the flush to its own shutdown.
+                        Poll::Ready(Ok(())) if self.timeouts.is_write_blocked() => Poll::Pending,
+                        polled => polled,
+                    }
                 }) => {
                     let stream = stream_from_parts(connection.into_parts());
                     return match ended {

@@ -139,6 +139,10 @@ impl Body for ResponseBody {
                 if target.failure.is_some() {
                     return target.poll_failure(cx);
                 }
+                if let Some(upstream_guard) = &mut target.upstream_guard {
+                    // The body, or the reason why it ends early, comes from the connection.
+                    let _ended = upstream_guard.upstream.poll_driver(cx);
+                }
                 let frame = match ready!(Pin::new(&mut target.body).poll_frame(cx)) {
                     Some(Err(error)) => {
                         target.fail(error, this.request_guard.as_ref());

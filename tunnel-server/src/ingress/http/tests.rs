@@ -10,6 +10,7 @@ mod panics;
 mod pods;
 mod reuse;
 mod silence;
+mod sizes;
 mod stalled;
 mod trailers;
 mod upgrade;

@@ -2,9 +2,10 @@
 //! listeners, and an HTTP connection on top, or an idle connection that is used again.
 
 use std::fmt;
-use std::future::pending;
+use std::future::{pending, poll_fn};
 use std::pin::pin;
 use std::sync::Arc;
+use std::task::Poll;
 use std::time::Duration;
 
 use http::header::UPGRADE;
@@ -85,9 +86,13 @@ impl UpstreamRequest<'_> {
         let head_again = (replay != Replay::Never).then(|| head.clone());
         let mut request = Some(Request::from_parts(head, Either::Left(body)));
         let (mut attempts, mut failed) = (Attempts::default(), None);
-        let idle = self
-            .pool
-            .and_then(|(pool, pool_key)| pool.take(pool_key, &self.ingress.routing));
+        let idle = match self.pool {
+            Some((pool, pool_key)) => {
+                let routing = &self.ingress.routing;
+                poll_fn(|cx| Poll::Ready(pool.take(pool_key, routing, cx))).await
+            }
+            None => None,
+        };
         if let Some(mut upstream) = idle
             && let Some(sent) = request.take()
         {
@@ -118,8 +123,9 @@ impl UpstreamRequest<'_> {
             access_log,
         };
         let routing = &self.ingress.routing;
+        // A request over an idle connection does not need this memory.
         let exchanged = routing.with_stream(&stream_request, &mut attempt, attempts, failed);
-        exchanged.await
+        Box::pin(exchanged).await
     }
 
     /// Describes how an attempt over `via` failed.
@@ -176,7 +182,7 @@ impl UpstreamRequest<'_> {
         let unsent = unsent_for_long(&upstream.carrier, false);
         tokio::select! {
             biased;
-            sent = upstream.send(request, self.destination, moves) => sent,
+            sent = upstream.send(request, &self.ingress.drivers, self.destination, moves) => sent,
             () = unsent => Err(self.memory_full().into()),
         }
     }
@@ -214,8 +220,8 @@ impl UpstreamRequest<'_> {
                 let name = name.map_err(|error| {
                     ProxyError::new(Outcome::TargetTls, format!("{target_label}: {error}"))
                 })?;
-                let connecting =
-                    TlsConnector::from(self.tls_profile.tls.clone()).connect(name, stream);
+                let connector = TlsConnector::from(self.tls_profile.tls.clone());
+                let connecting = Box::pin(connector.connect(name, stream));
                 // The agent's reply has its own timeout inside the stream. This timeout covers a
                 // target that does not respond in the TLS handshake.
                 let limit = limits.open_timeout + limits.handshake_timeout;
@@ -369,7 +375,10 @@ pub(super) async fn exchange_direct(
     let mut upstream =
         Upstream::start(TargetConn::Direct(socket), carrier, ingress, target_label).await?;
     let request = request.map(Either::Left);
-    let sent = upstream.send(request, target_label, pin!(pending())).await;
+    let moves = pin!(pending());
+    let sent = upstream
+        .send(request, &ingress.drivers, target_label, moves)
+        .await;
     Ok((sent.map_err(|send_error| send_error.failure)?, upstream))
 }
 

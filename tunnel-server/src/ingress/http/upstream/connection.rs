@@ -1,15 +1,17 @@
 //! A connection to a target: an HTTP client on top of a stream or a socket.
 
 use std::fmt;
+use std::future::poll_fn;
 use std::pin::{Pin, pin};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
+use std::task::{Context, Poll, ready};
 use std::time::Duration;
 
 use bytes::Bytes;
 use http::{Request, Response};
 use http_body_util::{Either, Empty};
-use hyper::body::Incoming;
+use hyper::body::{Body as _, Incoming};
 use hyper::client::conn::http1::{Builder, SendRequest};
 use hyper_util::rt::TokioIo;
 use tokio::sync::Notify;
@@ -62,12 +64,34 @@ pub(crate) struct Carrier {
     pub(crate) watch: Option<StreamWatch>,
 }
 
+/// Drives a connection until it ends.
+type Driven = Pin<Box<dyn Future<Output = Option<hyper::Error>> + Send>>;
+
+/// What drives a connection. Dropping it closes the target's side at once.
+enum Driver {
+    /// The task of the caller, while it waits for a response and takes its body: a request costs no
+    /// wakeup of another task. `None` once the connection has ended.
+    Caller(Option<Driven>),
+    /// A task of its own, from the first request with a body on: the body goes on while the caller
+    /// takes nothing of the response.
+    Task(AbortOnDropHandle<Option<hyper::Error>>),
+}
+
+impl fmt::Debug for Driver {
+    fn fmt(&self, formatter: &mut fmt::Formatter<'_>) -> fmt::Result {
+        formatter.write_str(match self {
+            Self::Caller(Some(_)) => "Caller",
+            Self::Caller(None) => "Ended",
+            Self::Task(_) => "Task",
+        })
+    }
+}
+
 /// An HTTP connection to a target.
 #[derive(Debug)]
 pub(crate) struct Upstream {
     pub(super) sender: SendRequest<SentBody>,
-    /// The task that drives the connection. Dropping the handle closes the target's side at once.
-    driver: AbortOnDropHandle<Option<hyper::Error>>,
+    driver: Driver,
     pub(super) carrier: Carrier,
     traffic: Arc<TargetTraffic>,
     /// The body of the request, if it has one.
@@ -108,7 +132,7 @@ impl Upstream {
         self.carrier.watch.as_ref()
     }
 
-    /// Starts an HTTP connection on a stream. A task of `ingress` drives the connection.
+    /// Starts an HTTP connection on a stream.
     pub(super) async fn start(
         conn: TargetConn,
         carrier: Carrier,
@@ -129,18 +153,33 @@ impl Upstream {
         };
         Ok(Self {
             sender,
-            driver: AbortOnDropHandle::new(ingress.drivers.spawn(drive)),
+            driver: Driver::Caller(Some(Box::pin(drive))),
             carrier,
             traffic,
             upload: None,
         })
     }
 
+    /// Drives the connection as far as it gets, unless a task does. Must be called whenever the
+    /// caller's task waits for something of the connection. Returns whether the connection has ended.
+    pub(crate) fn poll_driver(&mut self, cx: &mut Context<'_>) -> Poll<()> {
+        let Driver::Caller(driver) = &mut self.driver else {
+            return Poll::Pending;
+        };
+        if let Some(driven) = driver {
+            ready!(driven.as_mut().poll(cx));
+        }
+        *driver = None;
+        Poll::Ready(())
+    }
+
     /// Sends a request and waits for the final response head. Gives up when `moves` ends before a
-    /// byte of an answer has arrived.
+    /// byte of an answer has arrived. A task of `drivers` sends the body of the request, if it has
+    /// one.
     pub(super) async fn send(
         &mut self,
         mut request: Request<SentBody>,
+        drivers: &TaskTracker,
         target_label: &TargetLabel<'_>,
         mut moves: Pin<&mut impl Future<Output = ()>>,
     ) -> Result<Response<Incoming>, Box<SendError>> {
@@ -155,12 +194,22 @@ impl Upstream {
                 notify.notify_one();
             }
         });
+        if !request.body().is_end_stream()
+            && let Driver::Caller(driven) = &mut self.driver
+            && let Some(driven) = driven.take()
+        {
+            self.driver = Driver::Task(AbortOnDropHandle::new(drivers.spawn(driven)));
+        }
         let mut can_move = true;
         let mut sending = pin!(self.sender.try_send_request(request));
         let sent = loop {
             tokio::select! {
                 biased;
-                sent = &mut sending => break sent,
+                sent = poll_fn(|cx| {
+                    // The response, or the reason why there is none, comes from the connection.
+                    let _ended = self.poll_driver(cx);
+                    sending.as_mut().poll(cx)
+                }) => break sent,
                 () = too_many.notified() => {
                     let text = format!("{target_label}: the target sent more than {INTERIM_MAX} interim answers");
                     let failure = ProxyError::new(Outcome::TargetBadResponse, text);
@@ -200,14 +249,18 @@ impl Upstream {
         upload
     }
 
-    /// Aborts the connection. `record` is dropped when its task has ended.
+    /// Aborts the connection. `record` is dropped when nothing drives it any longer.
     pub(crate) fn abort(self, drivers: &TaskTracker, record: impl Send + 'static) {
-        let driver = self.driver;
-        driver.abort();
-        drivers.spawn(async move {
-            let _aborted = driver.await;
-            drop(record);
-        });
+        match self.driver {
+            Driver::Caller(driven) => drop((driven, record)),
+            Driver::Task(driver) => {
+                driver.abort();
+                drivers.spawn(async move {
+                    let _aborted = driver.await;
+                    drop(record);
+                });
+            }
+        }
     }
 
     /// Closes the connection gracefully, so that the target receives an end and not a reset. A request
@@ -217,12 +270,20 @@ impl Upstream {
     pub(crate) fn close(self, drivers: &TaskTracker) {
         let Self {
             sender,
-            mut driver,
+            driver,
             upload,
             traffic,
             ..
         } = self;
         drop(sender);
+        let mut driver = match driver {
+            Driver::Task(driver) => driver,
+            Driver::Caller(None) => return,
+            Driver::Caller(Some(driven)) => {
+                drivers.spawn(async move { drop(timeout(CLOSE_LIMIT, driven).await) });
+                return;
+            }
+        };
         drivers.spawn(async move {
             let Some(UploadHandle { upload, ended }) = upload else {
                 return drop(timeout(CLOSE_LIMIT, driver).await);

@@ -1,12 +1,14 @@
 //! Pool of one idle connection to a target, which a caller's connection keeps for its next request.
 
 use std::convert::Infallible;
+use std::future::poll_fn;
+use std::pin::pin;
+use std::task::{Context, Poll, ready};
 use std::time::Duration;
 
 use http::HeaderValue;
 use parking_lot::Mutex;
-use tokio::sync::Notify;
-use tokio::time::{Instant, sleep_until};
+use tokio::time::{Instant, sleep};
 use tokio_util::task::TaskTracker;
 use tunnel_proto::transport::StreamWatch;
 
@@ -27,8 +29,6 @@ const IDLE_TIMEOUT: Duration = Duration::from_secs(1);
 #[derive(Debug)]
 pub(crate) struct UpstreamPool {
     slot: Mutex<Option<IdleConnection>>,
-    /// Notified when a connection is put into the slot.
-    filled: Notify,
     drivers: TaskTracker,
 }
 
@@ -59,7 +59,6 @@ impl UpstreamPool {
     pub(crate) fn new(drivers: TaskTracker) -> Self {
         Self {
             slot: Mutex::new(None),
-            filled: Notify::new(),
             drivers,
         }
     }
@@ -80,25 +79,31 @@ impl UpstreamPool {
             entry,
         };
         let before = self.slot.lock().replace(idle);
-        self.filled.notify_one();
         if let Some(before) = before {
             before.upstream.close(&self.drivers);
         }
     }
 
-    /// Returns the idle connection if it is open, matches `pool_key` and uses what a new stream
+    /// Drives the idle connection, and returns it if it is open, matches `pool_key` and uses what a new stream
     /// would use, which is not refused. Any other open connection stays in the slot: the new stream evicts it if it needs
     /// its permit, which a graceful close would hold until the target has closed too.
-    pub(crate) fn take(&self, pool_key: &PoolKey, routing: &Routing) -> Option<Upstream> {
+    pub(crate) fn take(
+        &self,
+        pool_key: &PoolKey,
+        routing: &Routing,
+        cx: &mut Context<'_>,
+    ) -> Option<Upstream> {
         let mut slot = self.slot.lock();
+        // The next request was faster than `expire`.
+        let has_ended = slot.as_mut()?.upstream.poll_driver(cx).is_ready();
         let IdleConnection {
             upstream,
             pool_key: current_key,
             until,
             entry,
         } = slot.as_ref()?;
-        if entry.evicted().is_cancelled() {
-            // The next request was faster than `expire`. The stream is reset.
+        if has_ended || entry.evicted().is_cancelled() {
+            // The stream of an evicted connection is reset.
             *slot = None;
             return None;
         }
@@ -134,25 +139,47 @@ impl UpstreamPool {
         drop(idle);
     }
 
-    /// Closes each idle connection when its time has expired, or when a new stream needs its permit.
-    /// Never completes. Cancel-safe.
+    /// Closes each idle connection when its time has expired, or when a new stream needs its permit,
+    /// and drives it until then. Never completes. Must be polled by the task of the caller's
+    /// connection, after hyper. Cancel-safe.
     pub(crate) async fn expire(&self) -> Infallible {
+        // The timer never waits longer than a connection may be idle.
+        let mut timer = pin!(sleep(IDLE_TIMEOUT));
         loop {
-            let idle = self.slot.lock().as_ref().map(|idle| {
-                let evicted = idle.entry.evicted();
-                (idle.until, evicted.clone())
-            });
-            match idle {
-                None => self.filled.notified().await,
-                Some((_, evicted)) if evicted.is_cancelled() => self.evict(),
-                Some((until, _)) if until <= Instant::now() => self.close(),
-                Some((until, evicted)) => tokio::select! {
+            let (until, evicted) = poll_fn(|_| match &*self.slot.lock() {
+                Some(idle) => Poll::Ready((idle.until, idle.entry.evicted().clone())),
+                None => Poll::Pending,
+            })
+            .await;
+            if evicted.is_cancelled() {
+                self.evict();
+            } else if until <= Instant::now() {
+                self.close();
+            } else {
+                if timer.is_elapsed() {
+                    timer.as_mut().reset(until);
+                }
+                tokio::select! {
                     () = evicted.cancelled() => {}
-                    () = sleep_until(until) => {}
-                    // The connection was used and is idle again.
-                    () = self.filled.notified() => {}
-                },
+                    () = timer.as_mut() => {}
+                    () = poll_fn(|cx| self.poll_idle(until, cx)) => {}
+                }
             }
         }
+    }
+
+    /// Drives the idle connection. Completes when the connection that is idle until `until` has
+    /// ended, or when another one is idle.
+    fn poll_idle(&self, until: Instant, cx: &mut Context<'_>) -> Poll<()> {
+        let mut slot = self.slot.lock();
+        // A connection in use is expected back.
+        let Some(idle) = &mut *slot else {
+            return Poll::Pending;
+        };
+        if idle.until == until {
+            ready!(idle.upstream.poll_driver(cx));
+            *slot = None;
+        }
+        Poll::Ready(())
     }
 }
