@@ -5,14 +5,16 @@
 use std::io;
 use std::time::Duration;
 
+use tokio::time::Instant;
+
 use crate::egress::{TargetSocket, relay_socket};
 use crate::forward::relay_streams;
-use crate::stream_record::{StreamEnd, StreamRecord};
+use crate::stream_record::{OpenRecord, RecordSinks, StreamEnd};
 use crate::transport::{IncomingStream, Stream};
 use crate::wire::header::{Refusal, StreamHeader};
 
-/// One stream at the end that serves it.
-pub trait StreamServer: Sync {
+/// One stream at the end that serves it, and the sinks of its record.
+pub trait StreamServer: RecordSinks + Sync {
     /// What the stream may dial, with its permits, which are held to its end.
     type Admitted: Send;
     /// What the connection to the target needs to its end.
@@ -32,9 +34,6 @@ pub trait StreamServer: Sync {
         &self,
         admitted: &Self::Admitted,
     ) -> impl Future<Output = Result<Dialed<Self::Guard>, Refused>> + Send;
-
-    /// Passes the record of the stream to its sinks. Called once, when the stream has ended.
-    fn record(&self, record: StreamRecord);
 }
 
 /// A connection to a target.
@@ -81,52 +80,53 @@ impl From<Refusal> for Refused {
 /// Reads the header of a stream within `limit`, and serves the stream to its end. Dropping the future
 /// cuts both sides. `on_late` is called for a header that does not arrive in time.
 pub async fn serve<S: StreamServer>(
-    server: &S,
+    server: S,
     incoming: IncomingStream,
     limit: Duration,
     on_late: impl FnOnce() + Send,
 ) {
-    let mut record = StreamRecord::start();
+    let mut record = OpenRecord::start(Instant::now(), server);
     match incoming.header(record.began + limit).await {
-        Ok((header, stream)) => serve_accepted(server, header, stream, record).await,
+        Ok((header, stream)) => serve_accepted(header, stream, record).await,
         Err(error) => {
             if error.kind() == io::ErrorKind::TimedOut {
                 on_late();
             }
             record.fail(StreamEnd::NoHeader, error.to_string());
-            server.record(record);
         }
     }
 }
 
 /// Serves a stream whose header was read, to its end. Dropping the future cuts both sides.
 pub async fn serve_accepted<S: StreamServer>(
-    server: &S,
     header: StreamHeader,
     stream: Stream,
-    mut record: StreamRecord,
+    mut record: OpenRecord<S>,
 ) {
-    let admitted = server.admit(&header, &stream);
-    record.kind = Some(header.kind);
+    let admitted = record.sinks.admit(&header, &stream);
+    record.asked(&header.kind);
     record.trace_parent = header.trace_parent;
     match admitted {
-        Ok(admitted) => match server.dial(&admitted).await {
+        Ok(admitted) => match record.sinks.dial(&admitted).await {
             Ok(dialed) => relay_dialed(dialed, stream, &mut record).await,
             Err(refused) => refuse(refused, stream, &mut record).await,
         },
         Err(refused) => refuse(refused, stream, &mut record).await,
     }
-    server.record(record);
 }
 
-async fn refuse(refused: Refused, stream: Stream, record: &mut StreamRecord) {
+async fn refuse<S: RecordSinks>(refused: Refused, stream: Stream, record: &mut OpenRecord<S>) {
     let Refusal { code, detail } = refused.reply;
-    stream.refuse(code, &detail).await;
     record.fail(StreamEnd::Refused(code), refused.detail);
+    stream.refuse(code, &detail).await;
 }
 
 /// Accepts the stream and relays until both sides have ended or one was cut.
-async fn relay_dialed<G>(dialed: Dialed<G>, mut stream: Stream, record: &mut StreamRecord) {
+async fn relay_dialed<G, S: RecordSinks>(
+    dialed: Dialed<G>,
+    mut stream: Stream,
+    record: &mut OpenRecord<S>,
+) {
     let Dialed {
         target,
         address,
@@ -135,12 +135,16 @@ async fn relay_dialed<G>(dialed: Dialed<G>, mut stream: Stream, record: &mut Str
     record.dialed = address;
     match target {
         DialedTarget::Socket { socket, reply } => {
+            record.carried(stream.bytes());
             // The socket resets when it is dropped, as after each cut.
             if let Err(error) = stream.accept(&reply).await {
                 return record.fail(StreamEnd::CutByPeer, error.to_string());
             }
             record.relayed(relay_socket(stream, socket).await);
         }
-        DialedTarget::Stream(opened) => record.relayed(relay_streams(stream, opened).await),
+        DialedTarget::Stream(opened) => {
+            record.carried(opened.bytes());
+            record.relayed(relay_streams(stream, opened).await);
+        }
     }
 }

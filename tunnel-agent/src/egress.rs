@@ -7,10 +7,10 @@ use std::time::Duration;
 
 use tokio::sync::{Semaphore, SemaphorePermit};
 use tokio_util::sync::CancellationToken;
-use tunnel_process::telemetry::StreamLines;
+use tunnel_process::telemetry::{LineForm, StreamLines};
 use tunnel_proto::dial::SystemResolver;
 use tunnel_proto::egress::{SocketPeer, TargetSocket};
-use tunnel_proto::stream_record::StreamRecord;
+use tunnel_proto::stream_record::{RecordSinks, StreamEnd, StreamRecord};
 use tunnel_proto::stream_server::{self, Dialed, DialedTarget, Refused, StreamServer};
 use tunnel_proto::transport::{IncomingStream, Stream};
 use tunnel_proto::wire::code::RefusalCode;
@@ -99,7 +99,7 @@ impl Egress {
             params,
         };
         let on_late = || self.metrics.limit(Limit::RequestHeadTimeout);
-        stream_server::serve(&server, incoming, self.head_timeout, on_late).await;
+        stream_server::serve(server, incoming, self.head_timeout, on_late).await;
     }
 }
 
@@ -185,13 +185,17 @@ impl<'a> StreamServer for EgressStream<'a> {
             guard,
         })
     }
+}
 
-    fn record(&self, mut record: StreamRecord) {
+impl RecordSinks for EgressStream<'_> {
+    const DROPPED: StreamEnd = StreamEnd::AgentStopping;
+
+    fn end(&self, record: &mut StreamRecord) -> Option<LineForm> {
         let (egress, session) = (self.egress, self.params.session);
         record.node = Some(egress.node.clone());
         record.session = Some(session);
         egress.metrics.stream_ended(record.end);
-        record.log(&LINES, record.end.stage(), session);
+        LINES.admit(record.end.stage(), record.end.label(), session)
     }
 }
 

@@ -15,9 +15,9 @@ use tokio_util::sync::CancellationToken;
 use tokio_util::task::TaskTracker;
 use tracing::info;
 use tunnel_process::conn_limiter::{ConnLimiter, ConnLimits, LimitReached, source};
-use tunnel_process::telemetry::{StreamLines, StreamStage};
+use tunnel_process::telemetry::{LineForm, StreamLines, StreamStage};
 use tunnel_proto::egress::{SocketPeer, TargetSocket, relay_socket_until};
-use tunnel_proto::stream_record::{StreamEnd, StreamRecord};
+use tunnel_proto::stream_record::{OpenRecord, RecordSinks, RecordedPeer, StreamEnd, StreamRecord};
 use tunnel_proto::transport::{ByteCount, source_number};
 use tunnel_proto::wire::code::{RefusalCode, ResetCode};
 use tunnel_proto::wire::header::{StreamHeader, StreamKind};
@@ -95,11 +95,15 @@ impl Ingress {
 
     /// Serves one connection to its end. Dropping the future resets the connection.
     pub(crate) async fn serve(&self, tcp: TcpStream, peer: SocketAddr, target: &CloudTarget) {
-        let mut record = StreamRecord::start();
-        record.kind = Some(StreamKind::Cloud(target.clone()));
+        let sinks = CloudSinks {
+            ingress: self,
+            client: peer.ip(),
+        };
+        let mut record = OpenRecord::start(Instant::now(), sinks);
+        record.name = Some(target.clone());
         record.node = Some(self.node.clone());
         record.direction = Some("edge");
-        record.peer = Some(peer.to_string());
+        record.peer = Some(RecordedPeer::Tcp(peer));
         let open_end = self.loop_detector.accepted(&tcp, peer);
         let socket = TargetSocket::new(tcp, ByteCount::default(), SocketPeer::Client);
         // Without a stream, the socket resets before the line is logged.
@@ -130,13 +134,6 @@ impl Ingress {
                 record.fail(StreamEnd::Refused(RefusalCode::TooManyStreams), detail);
             }
         }
-        self.metrics.cloud_stream_ended(record.end);
-        // No server was asked without a session.
-        let stage = match record.session {
-            Some(_) => record.end.stage(),
-            None => StreamStage::Unknown,
-        };
-        record.log(&LINES, stage, source(peer.ip()));
     }
 
     /// Opens a stream and relays.
@@ -145,7 +142,7 @@ impl Ingress {
         socket: TargetSocket,
         client: IpAddr,
         target: &CloudTarget,
-        record: &mut StreamRecord,
+        record: &mut OpenRecord<CloudSinks<'_>>,
     ) {
         match self.open(client, target).await {
             Ok(opened) => {
@@ -153,6 +150,7 @@ impl Ingress {
                 let code = ResetCode::AgentStopping;
                 record.session = Some(opened.session);
                 record.dialed = opened.dialed;
+                record.carried(opened.stream.bytes());
                 record.relayed(relay_socket_until(opened.stream, socket, cut, code).await);
                 if record.end == StreamEnd::AgentStopping {
                     STOPPING.clone_into(&mut record.detail);
@@ -195,6 +193,26 @@ impl Ingress {
             }
         }
         Err(failure)
+    }
+}
+
+/// The sinks of the record of a connection.
+struct CloudSinks<'a> {
+    ingress: &'a Ingress,
+    client: IpAddr,
+}
+
+impl RecordSinks for CloudSinks<'_> {
+    const DROPPED: StreamEnd = StreamEnd::AgentStopping;
+
+    fn end(&self, record: &mut StreamRecord) -> Option<LineForm> {
+        self.ingress.metrics.cloud_stream_ended(record.end);
+        // No server was asked without a session.
+        let stage = match record.session {
+            Some(_) => record.end.stage(),
+            None => StreamStage::Unknown,
+        };
+        LINES.admit(stage, record.end.label(), source(self.client))
     }
 }
 

@@ -14,10 +14,10 @@ use tokio::sync::{Semaphore, SemaphorePermit};
 use tokio::time::sleep;
 use tunnel_process::host::is_own_address;
 use tunnel_process::shutdown::Shutdown;
-use tunnel_process::telemetry::StreamLines;
+use tunnel_process::telemetry::{LineForm, StreamLines};
 use tunnel_proto::dial::split_host_port;
 use tunnel_proto::egress::{SocketPeer, TargetSocket};
-use tunnel_proto::stream_record::StreamRecord;
+use tunnel_proto::stream_record::{RecordSinks, StreamEnd, StreamRecord};
 use tunnel_proto::stream_server::{self, Dialed, DialedTarget, Refused, StreamServer};
 use tunnel_proto::transport::{ByteCount, IncomingStream, Stream, source_number};
 use tunnel_proto::wire::code::RefusalCode;
@@ -125,7 +125,7 @@ impl CloudEgress {
             agent,
             is_in_rate,
         };
-        stream_server::serve(&server, incoming, self.request_head_timeout, || {}).await;
+        stream_server::serve(server, incoming, self.request_head_timeout, || {}).await;
     }
 
     /// Returns the target that the agent of a node names, and the permits for a stream.
@@ -210,14 +210,18 @@ impl<'a> StreamServer for CloudStream<'a> {
             guard: (),
         })
     }
+}
 
-    fn record(&self, mut record: StreamRecord) {
+impl RecordSinks for CloudStream<'_> {
+    const DROPPED: StreamEnd = StreamEnd::ServerStopping;
+
+    fn end(&self, record: &mut StreamRecord) -> Option<LineForm> {
         let node = &self.agent.node;
         record.node = Some(node.clone());
         record.direction = Some("edge");
         record.session = Some(self.agent.id);
         self.egress.metrics.cloud_stream_ended(record.end);
-        record.log(&LINES, record.end.stage(), node.clone());
+        LINES.admit(record.end.stage(), record.end.label(), node.clone())
     }
 }
 

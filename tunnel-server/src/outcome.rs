@@ -3,6 +3,7 @@
 
 use http::StatusCode;
 use prometheus_client::encoding::EncodeLabelValue;
+use tunnel_proto::stream_record::EndCode;
 
 /// Result of a request or stream, from the tunnel's point of view.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
@@ -130,6 +131,12 @@ impl Outcome {
             // These outcomes are never sent as a response. The connection is aborted instead.
             Self::Cut | Self::CallerGone => StatusCode::BAD_GATEWAY,
         }
+    }
+}
+
+impl EndCode for Outcome {
+    fn label(self) -> &'static str {
+        Self::label(self)
     }
 }
 

@@ -16,7 +16,6 @@ use super::credential_watcher::{CredentialWatcher, read_roots, watch_pair};
 use super::membership::report_unconnected;
 use super::revocations;
 use crate::config::CredentialFiles;
-use crate::ingress::access_log;
 use crate::ingress::recent_requests::RecentRequests;
 use crate::routing::peers::{
     ForwardPolicy, OnEnroll, OnStream, PeerAddress, PeerEndpoint, PeerTls,
@@ -137,10 +136,12 @@ fn on_enroll(
     }))
 }
 
-/// Returns the function that records the streams which other servers forward.
+/// Returns the function that stores the last streams which other servers forward.
 fn on_stream(recent: Option<Arc<RecentRequests>>) -> OnStream {
-    Box::new(move |replica, remote, record| {
-        access_log::record_forwarded(&record, replica, remote, recent.as_deref());
+    Box::new(move |record| {
+        if let Some(recent) = &recent {
+            recent.record(record);
+        }
     })
 }
 

@@ -5,6 +5,8 @@ use std::net::{IpAddr, Ipv6Addr, SocketAddr};
 
 use tunnel_process::conn_limiter::source;
 
+use tunnel_proto::stream_record::RecordedPeer;
+
 use crate::routing::registry::CallerKey;
 pub use tunnel_routing::policy::CallerIdentity;
 
@@ -41,6 +43,15 @@ impl CallerAddr {
 impl From<SocketAddr> for CallerAddr {
     fn from(address: SocketAddr) -> Self {
         Self::Tcp(address)
+    }
+}
+
+impl From<CallerAddr> for RecordedPeer {
+    fn from(address: CallerAddr) -> Self {
+        match address {
+            CallerAddr::Tcp(address) => Self::Tcp(address),
+            CallerAddr::Unix => Self::Unix,
+        }
     }
 }
 

@@ -5,10 +5,14 @@ use std::collections::{BTreeMap, HashMap, VecDeque};
 use std::time::{Duration, SystemTime};
 
 use parking_lot::Mutex;
+use tunnel_process::telemetry::non_empty;
+use tunnel_proto::stream_record::StreamRecord;
 use tunnel_proto::wire::name::{NodeName, Port};
 
 use super::outcome::Outcome;
-use super::peer::CallerAddr;
+
+/// Longest text of a caller in a record, and of any kind in a recent request, in bytes.
+const FIELD_MAX_BYTES: usize = 256;
 
 /// Number of requests that are stored for one node.
 pub const REQUESTS_PER_NODE: usize = 20;
@@ -20,10 +24,11 @@ pub struct RecentRequest {
     /// Time of the end.
     pub at: SystemTime,
     pub listener: &'static str,
-    pub peer: CallerAddr,
+    /// The address of the caller, or the server that forwarded the stream.
+    pub peer: Box<str>,
     /// Identity that the caller has proved, or empty.
     pub caller: Box<str>,
-    /// Method and path, or the name of the TCP service.
+    /// Method and path, or the name of the TCP service, or the target of a forwarded stream.
     pub request: Box<str>,
     pub port: Option<Port>,
     pub status: Option<u16>,
@@ -36,9 +41,37 @@ pub struct RecentRequest {
 }
 
 impl RecentRequest {
-    fn text_bytes(&self) -> usize {
-        self.caller.len() + self.request.len() + self.error.len()
+    fn of<E: Copy + Into<Outcome>>(record: &StreamRecord<E>) -> Self {
+        let request = non_empty(&record.request).unwrap_or(&record.target);
+        let peer = record.peer.as_ref().map(ToString::to_string);
+        Self {
+            at: SystemTime::now(),
+            listener: record.listener.unwrap_or_default(),
+            peer: peer.unwrap_or_default().into(),
+            caller: beginning(&record.caller).into(),
+            request: beginning(request).into(),
+            port: record.port,
+            status: record.status,
+            outcome: record.end.into(),
+            error: beginning(&record.detail).into(),
+            bytes_in: record.bytes_in,
+            bytes_out: record.bytes_out,
+            elapsed: record.began.elapsed(),
+        }
     }
+
+    fn text_bytes(&self) -> usize {
+        self.peer.len() + self.caller.len() + self.request.len() + self.error.len()
+    }
+}
+
+/// Returns the longest beginning of `text` with at most 256 bytes.
+pub fn beginning(text: &str) -> &str {
+    let mut end = text.len().min(FIELD_MAX_BYTES);
+    while !text.is_char_boundary(end) {
+        end -= 1;
+    }
+    text.get(..end).unwrap_or_default()
 }
 
 /// Limits of the memory of [`RecentRequests`].
@@ -77,8 +110,15 @@ impl RecentRequests {
         }
     }
 
+    /// Records a request that has ended, if it is one for a node.
+    pub fn record<E: Copy + Into<Outcome>>(&self, record: &StreamRecord<E>) {
+        if let Some(node) = &record.node {
+            self.store(node, RecentRequest::of(record));
+        }
+    }
+
     /// Records a request for a node.
-    pub fn record(&self, node: &NodeName, request: RecentRequest) {
+    pub fn store(&self, node: &NodeName, request: RecentRequest) {
         let mut entries = self.entries.lock();
         entries.record(node, request);
         entries.evict(self.limits);
@@ -187,18 +227,18 @@ impl Entries {
 
 #[cfg(test)]
 mod tests {
-    use tunnel_proto::stream_record::{StreamEnd, StreamRecord};
+    use tokio::time::Instant;
+    use tunnel_proto::stream_record::{RecordedPeer, StreamEnd};
     use tunnel_proto::wire::code::RefusalCode;
     use tunnel_proto::wire::header::{StreamKind, Target};
 
     use super::*;
-    use crate::ingress::access_log::record_forwarded;
 
     fn request(path: &str, outcome: Outcome) -> RecentRequest {
         RecentRequest {
             at: SystemTime::UNIX_EPOCH,
             listener: "http",
-            peer: CallerAddr::Unix,
+            peer: "unix".into(),
             caller: "".into(),
             request: path.into(),
             port: None,
@@ -229,7 +269,7 @@ mod tests {
             } else {
                 Outcome::Ok
             };
-            store.record(&node(1), request(&format!("GET /{number}"), outcome));
+            store.store(&node(1), request(&format!("GET /{number}"), outcome));
         }
         let paths = paths(&store, &node(1));
         assert_eq!(paths.len(), REQUESTS_PER_NODE);
@@ -242,22 +282,21 @@ mod tests {
     #[test]
     fn stream_that_another_server_forwarded_is_a_request_of_its_node() {
         let store = RecentRequests::new(RecentRequestLimits::default());
-        let mut record = StreamRecord::start();
-        record.kind = Some(StreamKind::Forward {
+        let mut record = StreamRecord::start(Instant::now(), StreamEnd::ServerStopping);
+        record.peer = Some(RecordedPeer::Server("server-2".parse().unwrap()));
+        record.asked(&StreamKind::Forward {
             node: node(1),
             target: Target::Node(Port::new(9100).unwrap()),
             is_verified: true,
         });
         record.fail(StreamEnd::Refused(RefusalCode::Policy), "no");
-        let remote = "192.0.2.1:10269".parse().unwrap();
-        let replica = "server-2".parse().unwrap();
-        record_forwarded(&record, &replica, remote, Some(&store));
+        store.record(&record);
         let [request] = &store.of_node(&node(1))[..] else {
             panic!("one request");
         };
         assert_eq!(
-            (&*request.caller, &*request.error),
-            ("server:server-2", "no")
+            (&*request.peer, &*request.request, &*request.error),
+            ("server-2", "node:9100", "no")
         );
         assert_eq!(request.outcome, Outcome::RefusedByPolicy);
     }
@@ -270,15 +309,15 @@ mod tests {
         };
         let store = RecentRequests::new(limits);
         let text = "x".repeat(4_000);
-        store.record(&node(1), request(&text, Outcome::Cut));
-        store.record(&node(2), request(&text, Outcome::Cut));
-        store.record(&node(1), request("again", Outcome::Cut));
-        store.record(&node(3), request(&text, Outcome::Cut));
+        store.store(&node(1), request(&text, Outcome::Cut));
+        store.store(&node(2), request(&text, Outcome::Cut));
+        store.store(&node(1), request("again", Outcome::Cut));
+        store.store(&node(3), request(&text, Outcome::Cut));
         assert!(paths(&store, &node(2)).is_empty());
         assert_eq!(store.errors(&node(2)), [(Outcome::Cut, 1)]);
         assert_eq!(paths(&store, &node(3)).len(), 1);
         for number in 4..100 {
-            store.record(&node(number), request(&text, Outcome::Cut));
+            store.store(&node(number), request(&text, Outcome::Cut));
             let entries = store.entries.lock();
             assert!(entries.bytes <= limits.bytes && entries.by_node.len() <= limits.nodes);
             assert_eq!(entries.by_age.len(), entries.by_node.len());

@@ -12,14 +12,6 @@ pub enum Via {
 }
 
 impl Via {
-    /// Returns the number of the session on this server.
-    pub fn session_number(&self) -> Option<u64> {
-        match self {
-            Self::Local(session) => Some(session.0),
-            Self::Replica(_) => None,
-        }
-    }
-
     /// Returns the server that forwards the stream.
     pub fn replica(&self) -> Option<&ReplicaId> {
         match self {

@@ -95,7 +95,7 @@ impl From<RecentRequest> for RequestFacts {
         Self {
             at: rfc3339(request.at),
             listener: request.listener,
-            peer: VisibleText::new(request.peer.to_string()),
+            peer: VisibleText::new(request.peer),
             caller: VisibleText::new(request.caller),
             request: VisibleText::new(request.request),
             port: request.port.map(|port| port.get()),

@@ -10,7 +10,6 @@ use tunnel_proto::calibration::scaled;
 use super::*;
 use crate::admin::status::CloseStatus;
 use crate::ingress::outcome::Outcome;
-use crate::ingress::peer::CallerAddr;
 use crate::ingress::recent_requests::{RecentRequest, RecentRequestLimits};
 use crate::testing::{Bench, node};
 
@@ -70,12 +69,12 @@ async fn page_of_a_node_has_its_last_requests_as_html_and_as_json() {
         ..NodeStatus::default()
     };
     let page = page(&bench, vec![status]);
-    page.sources.recent.record(
+    page.sources.recent.store(
         &node(),
         RecentRequest {
             at: SystemTime::UNIX_EPOCH,
             listener: "http",
-            peer: CallerAddr::Unix,
+            peer: "unix".into(),
             caller: HOSTILE.into(),
             request: HOSTILE.into(),
             port: None,

@@ -1,7 +1,6 @@
 //! This server's end of the connections to the others: what dialing and accepting share.
 
 use std::fmt;
-use std::net::SocketAddr;
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -26,7 +25,7 @@ pub type OnEnroll = Box<dyn Fn(Stream, ReplicaId) -> BoxFuture<'static, ()> + Se
 
 /// A callback that receives the record of each stream which another server, at this address, has
 /// opened.
-pub type OnStream = Box<dyn Fn(&ReplicaId, SocketAddr, StreamRecord) + Send + Sync>;
+pub type OnStream = Box<dyn Fn(&StreamRecord) + Send + Sync>;
 
 /// The TLS configurations for both directions.
 #[derive(Debug)]

@@ -1,12 +1,11 @@
 //! Streams that another server has opened: forwarded ones are served by the sessions of this server,
 //! and enrollments from this server's own join tokens.
 
-use std::net::SocketAddr;
-
 use tokio::sync::Semaphore;
-use tokio::time::timeout;
+use tokio::time::{Instant, timeout};
 use tracing::debug;
-use tunnel_proto::stream_record::{StreamEnd, StreamRecord};
+use tunnel_process::telemetry::{LineForm, StreamLines};
+use tunnel_proto::stream_record::{OpenRecord, RecordSinks, RecordedPeer, StreamEnd, StreamRecord};
 use tunnel_proto::stream_server::{Dialed, DialedTarget, Refused, StreamServer, serve_accepted};
 use tunnel_proto::transport::{IncomingStream, Stream};
 use tunnel_proto::wire::code::RefusalCode;
@@ -23,7 +22,6 @@ pub(super) struct PeerStream<'a> {
     pub(super) endpoint: &'a PeerEndpoint,
     /// The other server.
     pub(super) replica: ReplicaId,
-    pub(super) remote: SocketAddr,
     /// The stream is within the limit of the connection.
     pub(super) has_permit: bool,
 }
@@ -32,14 +30,18 @@ impl PeerStream<'_> {
     /// Serves the stream to its end. Nothing is recorded of an enrollment, nor if the other server
     /// ended the stream before its header.
     pub(super) async fn serve(self, incoming: IncomingStream, enrollments: &Semaphore) {
-        let record = StreamRecord::start();
-        let deadline = record.began + self.endpoint.handshake_timeout;
-        match incoming.header(deadline).await {
+        let began = Instant::now();
+        match incoming
+            .header(began + self.endpoint.handshake_timeout)
+            .await
+        {
             Ok((header, stream)) if header.kind == StreamKind::Enroll && self.has_permit => {
                 let (endpoint, replica) = (self.endpoint, self.replica);
                 Box::pin(serve_enrollment(endpoint, stream, replica, enrollments)).await;
             }
-            Ok((header, stream)) => serve_accepted(&self, header, stream, record).await,
+            Ok((header, stream)) => {
+                serve_accepted(header, stream, OpenRecord::start(began, self)).await;
+            }
             Err(error) => debug!(%error, "stream of another server has no header"),
         }
     }
@@ -107,21 +109,29 @@ impl StreamServer for PeerStream<'_> {
             guard: (),
         })
     }
+}
 
-    fn record(&self, mut record: StreamRecord) {
-        let peers = &self.endpoint.peers;
+/// Another server can forward streams that are refused faster than a disk accepts lines.
+static LINES: StreamLines<ReplicaId> = StreamLines::new(
+    "forwarded streams without a header",
+    "access log lines of refused streams of another server",
+);
+
+impl RecordSinks for PeerStream<'_> {
+    const DROPPED: StreamEnd = StreamEnd::ServerStopping;
+
+    fn end(&self, record: &mut StreamRecord) -> Option<LineForm> {
         record.listener = Some("peers");
-        record.peer = Some(self.replica.to_string());
-        if let Some(StreamKind::Forward { node, .. }) = &record.kind {
-            record.node = Some(node.clone());
-        }
+        record.peer = Some(RecordedPeer::Server(self.replica.clone()));
         // A refusal of the agent has passed through, as bytes of a stream that was forwarded.
         let forwarded = match record.end {
             StreamEnd::Refused(_) if record.bytes_in > 0 => ForwardResult::Ok,
             end => result(end),
         };
+        let peers = &self.endpoint.peers;
         peers.count(ForwardDirection::In, forwarded);
-        (self.endpoint.on_stream)(&self.replica, self.remote, record);
+        (self.endpoint.on_stream)(record);
+        LINES.admit(record.end.stage(), record.end.label(), self.replica.clone())
     }
 }
 
@@ -138,6 +148,7 @@ fn result(end: StreamEnd) -> ForwardResult {
         | StreamEnd::CutByTarget
         | StreamEnd::CutByCaller
         | StreamEnd::AgentStopping
+        | StreamEnd::ServerStopping
         | StreamEnd::ReaderStalled => ForwardResult::Cut,
         StreamEnd::Refused(RefusalCode::NotHere) => ForwardResult::NotHere,
         StreamEnd::Refused(RefusalCode::TooManyStreams) => ForwardResult::TooManyStreams,

@@ -2,7 +2,6 @@
 //! server holds, answers questions, and serves forwarded streams from the registry alone and
 //! forwarded enrollments from this server's own join tokens.
 
-use std::net::SocketAddr;
 use std::pin::pin;
 use std::sync::Arc;
 
@@ -182,8 +181,7 @@ impl PeerListener {
                 },
                 incoming = session.accept() => {
                     let permit = streams.clone().try_acquire_owned().ok();
-                    let remote = session.stats().remote;
-                    self.spawn_stream(incoming?, replica, remote, permit, &enrollments);
+                    self.spawn_stream(incoming?, replica, permit, &enrollments);
                 }
                 sent = &mut sending => return sent.map_err(LinkError::Control),
                 never = &mut announcing => match never {},
@@ -246,7 +244,6 @@ impl PeerListener {
         &self,
         incoming: IncomingStream,
         replica: &ReplicaId,
-        remote: SocketAddr,
         permit: Option<OwnedSemaphorePermit>,
         enrollments: &Arc<Semaphore>,
     ) {
@@ -257,7 +254,6 @@ impl PeerListener {
             let stream = PeerStream {
                 endpoint: &endpoint,
                 replica,
-                remote,
                 has_permit: permit.is_some(),
             };
             stream.serve(incoming, &enrollments).await;

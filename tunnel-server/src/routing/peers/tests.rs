@@ -1,7 +1,7 @@
 use tokio::io::{AsyncReadExt as _, AsyncWriteExt as _};
 use tokio::net::TcpSocket;
 use tunnel_process::shutdown::DrainOutcome;
-use tunnel_proto::stream_record::StreamEnd;
+use tunnel_proto::stream_record::{RecordedPeer, StreamEnd};
 use tunnel_proto::transport::{ClosedBy, Session as _, StreamCut, find_cause, memory};
 use tunnel_proto::wire::code::{CloseCode, RefusalCode, ResetCode};
 use tunnel_proto::wire::header::{StreamKind, Target};
@@ -188,20 +188,14 @@ async fn forwarded_stream_is_recorded_once_at_the_server_of_its_agent() {
     assert_eq!(refusal(&mut refused).await, RefusalCode::Policy);
     eventually("both are recorded", || b.records.lock().len() == 2).await;
     let records = std::mem::take(&mut *b.records.lock());
-    for ((replica, record), expected) in records
+    for (record, expected) in records
         .iter()
         .zip([StreamEnd::Ok, StreamEnd::Refused(RefusalCode::Policy)])
     {
-        assert_eq!((replica, record.end), (&id("a"), expected));
-        let Some(StreamKind::Forward {
-            node: of_stream, ..
-        }) = &record.kind
-        else {
-            panic!("{record:?}");
-        };
-        assert_eq!(*of_stream, node("x"));
+        assert_eq!(record.peer, Some(RecordedPeer::Server(id("a"))));
+        assert_eq!((record.end, &record.node), (expected, &Some(node("x"))));
     }
-    assert_eq!(records[0].1.bytes_out, "question".len() as u64);
+    assert_eq!(records[0].bytes_out, "question".len() as u64);
     assert!(a.records.lock().is_empty());
 }
 
@@ -219,7 +213,7 @@ async fn refusal_of_the_agent_is_the_end_in_the_record_of_its_server() {
     assert_eq!(refusal(&mut opened).await, RefusalCode::TargetRefused);
     drop(opened);
     eventually("it is recorded", || b.records.lock().len() == 1).await;
-    let (_, record) = b.records.lock().remove(0);
+    let record = b.records.lock().remove(0);
     assert_eq!(record.end, StreamEnd::Refused(RefusalCode::TargetRefused));
     assert_eq!(record.detail, "nobody listens");
 }

@@ -239,8 +239,8 @@ pub(super) struct Server {
     pub(super) policy: SharedPortPolicy,
     /// Orders of other servers.
     pub(super) orders: Arc<Mutex<Vec<NodeOrder>>>,
-    /// Records of the streams that other servers forwarded, with their servers.
-    pub(super) records: Arc<Mutex<Vec<(ReplicaId, StreamRecord)>>>,
+    /// Records of the streams that other servers forwarded.
+    pub(super) records: Arc<Mutex<Vec<StreamRecord>>>,
     pub(super) address: SocketAddr,
     pub(super) shutdown: Shutdown,
     membership: watch::Sender<Arc<[PeerAddress]>>,
@@ -264,9 +264,7 @@ impl Server {
             list_linger: LINGER,
             open_timeout: LIMIT,
             shutdown: self.shutdown.clone(),
-            on_stream: Box::new(move |replica, _remote, record| {
-                records.lock().push((replica.clone(), record));
-            }),
+            on_stream: Box::new(move |record| records.lock().push(record.clone())),
             on_enroll: None,
             on_orders: Box::new(move |_replica, orders| received.lock().extend(orders)),
         }
