@@ -39,6 +39,7 @@ use super::conn_limiter::{ConnLimits, source};
 use super::metrics::exposition::Exposition;
 use super::serve_bounded::serve_bounded;
 use super::shutdown::Shutdown;
+use super::telemetry::audit_condition;
 use super::unix_socket::{self, SocketPermissions};
 
 mod documents;
@@ -568,12 +569,14 @@ impl Readiness {
         });
     }
 
-    /// Returns all conditions with their components, one entry for each line.
+    /// Returns all conditions with their components, one entry for each line; that of the audit log
+    /// among them.
     pub fn conditions(&self) -> Vec<(&'static str, String)> {
         let state = self.0.lock();
         let conditions = state.conditions.iter();
         conditions
             .flat_map(|(component, lines)| lines.iter().map(|line| (*component, line.clone())))
+            .chain(audit_condition().map(|line| (AUDIT, line)))
             .collect()
     }
 
@@ -582,17 +585,17 @@ impl Readiness {
     }
 }
 
+/// Component of the condition of the audit log.
+const AUDIT: &str = "audit";
+
 /// Encodes the number of lines of each condition. Conditions that are cleared have no series, and a
 /// gauge without series is left out.
 impl Collector for Readiness {
     fn encode(&self, mut encoder: DescriptorEncoder<'_>) -> fmt::Result {
-        let counts: Vec<_> = {
-            let state = self.0.lock();
-            let conditions = state.conditions.iter();
-            conditions
-                .map(|(component, lines)| (*component, lines.len()))
-                .collect()
-        };
+        let mut counts = BTreeMap::new();
+        for (component, _line) in self.conditions() {
+            *counts.entry(component).or_insert(0_i64) += 1;
+        }
         if counts.is_empty() {
             return Ok(());
         }
@@ -601,8 +604,7 @@ impl Collector for Readiness {
             encoder.encode_descriptor("tunnel_conditions", help, None, MetricType::Gauge)?;
         for (component, count) in counts {
             let labels = [("condition", component)];
-            let gauge = ConstGauge::new(i64::try_from(count).unwrap_or(i64::MAX));
-            gauge.encode(family.encode_family(&labels)?)?;
+            ConstGauge::new(count).encode(family.encode_family(&labels)?)?;
         }
         Ok(())
     }

@@ -14,8 +14,10 @@ use tracing_subscriber::util::SubscriberInitExt;
 use tracing_subscriber::{Layer, Registry, fmt};
 
 mod access;
+mod audit;
 mod dropped;
 mod json;
+mod line_file;
 mod log_throttle;
 mod log_writer;
 mod output;
@@ -27,9 +29,14 @@ mod stream_lines;
 
 use access::SWITCH;
 pub use access::{AccessLogMode, AccessLogOutput, AccessLogSettings, admits_access};
+pub(crate) use audit::audit_condition;
+pub use audit::{
+    AuditGuard, AuditLog, AuditOutput, AuditSettings, RawAudit, audit_log, start_audit,
+};
 pub use dropped::DroppedLines;
 use dropped::{DROPPED, DroppedCounts};
 use json::JsonLines;
+pub use line_file::Rotation;
 pub use log_throttle::LogThrottle;
 pub use log_writer::ACCESS;
 use log_writer::{BatchWriter, FLUSH_TIMEOUT, Flusher, LogReporter};

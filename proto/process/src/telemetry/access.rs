@@ -1,16 +1,15 @@
 //! The switch of the access log: which requests have a line, and where the lines go.
 
 use std::convert::Infallible;
-use std::fs::OpenOptions;
 use std::io;
 use std::num::NonZeroU32;
-use std::os::unix::fs::OpenOptionsExt;
 use std::path::PathBuf;
 use std::str::FromStr;
 use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
 
 use tracing::level_filters::LevelFilter;
 
+use super::line_file::LineFile;
 use super::output::LogOutput;
 use crate::settings::ConfigErrors;
 
@@ -128,19 +127,10 @@ impl AccessLogSettings {
         match &self.output {
             AccessLogOutput::Stderr => Ok(None),
             AccessLogOutput::Stdout => Ok(Some(LogOutput::Stdout(io::stdout()))),
-            AccessLogOutput::File(path) => OpenOptions::new()
-                .append(true)
-                .create(true)
-                .mode(FILE_MODE)
-                .open(path)
-                .map(|file| Some(LogOutput::File(file)))
-                .map_err(|error| {
-                    let text = format!(
-                        "--access-log-output: cannot open {}: {error}",
-                        path.display()
-                    );
-                    io::Error::new(error.kind(), text)
-                }),
+            AccessLogOutput::File(path) => {
+                let file = LineFile::open("--access-log-output", path, None)?;
+                Ok(Some(LogOutput::File(file)))
+            }
         }
     }
 }
@@ -196,9 +186,6 @@ impl AccessSwitch {
         }
     }
 }
-
-/// Mode of a new file: the lines name callers, nodes and paths.
-const FILE_MODE: u32 = 0o640;
 
 #[cfg(test)]
 mod tests {

@@ -15,6 +15,8 @@ pub(super) const NOTICE: &str = module_path!();
 
 /// A process has one log, so it has one set of counters.
 pub(super) static DROPPED: DropCounters = DropCounters::new();
+/// The counters of the audit log, whose events are no lines of the log.
+pub(super) static AUDIT_DROPPED: DropCounters = DropCounters::new();
 
 #[derive(Debug)]
 pub(super) struct DropCounters {
@@ -92,13 +94,15 @@ pub struct DroppedLines;
 impl Collector for DroppedLines {
     fn encode(&self, mut encoder: DescriptorEncoder<'_>) -> Result<(), fmt::Error> {
         let help = "Number of log lines that were not written, by kind: access and other lines while standard error was blocked, \
-                    and lines suppressed by the limits of repeated lines and of the lines of a source";
+                    lines suppressed by the limits of repeated lines and of the lines of a source, and audit events while \
+                    their output was blocked or failed";
         let mut family =
             encoder.encode_descriptor("log_lines_dropped", help, None, MetricType::Counter)?;
         let kinds = [
             ("access", &DROPPED.access),
             ("other", &DROPPED.other),
             ("limited", &DROPPED.limited),
+            ("audit", &AUDIT_DROPPED.other),
         ];
         for (kind, count) in kinds {
             let labels = [("kind", kind)];
@@ -119,7 +123,7 @@ mod tests {
         registry.register_collector(Box::new(DroppedLines));
         let mut shown = String::new();
         prometheus_client::encoding::text::encode(&mut shown, &registry).unwrap();
-        for kind in ["access", "other", "limited"] {
+        for kind in ["access", "other", "limited", "audit"] {
             let series = format!("x_log_lines_dropped_total{{kind=\"{kind}\"}} ");
             assert!(shown.contains(&series), "{shown}");
         }

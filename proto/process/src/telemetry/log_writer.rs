@@ -42,6 +42,8 @@ pub const ACCESS: &str = "access";
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum LineKind {
     Access,
+    /// An audit event, alone in its output.
+    Audit,
     /// Any line of no other kind.
     Other,
     Panic,
@@ -55,10 +57,16 @@ impl LineKind {
     fn queue_limit(self) -> usize {
         match self {
             Self::Access => 256 * 1024,
+            Self::Audit => 4 * 1024 * 1024,
             Self::Other => 448 * 1024,
             Self::Panic => 512 * 1024,
             Self::Notice => usize::MAX,
         }
+    }
+
+    /// Returns whether a line of this kind waits for others.
+    fn is_batched(self) -> bool {
+        matches!(self, Self::Access | Self::Audit)
     }
 }
 
@@ -73,6 +81,8 @@ pub(super) struct BatchWriter<W> {
     /// Wakes threads that wait for the writer thread.
     progress: Condvar,
     dropped: &'static DropCounters,
+    /// The error of the last write, if it failed.
+    error: Mutex<Option<String>>,
 }
 
 #[derive(Debug, Default)]
@@ -117,7 +127,7 @@ impl Queue {
         let waiting = self.lines.bytes.len();
         self.lines.push(line, kind);
         self.queued += 1;
-        let urgent = kind != LineKind::Access && !std::mem::replace(&mut self.urgent, true);
+        let urgent = !kind.is_batched() && !std::mem::replace(&mut self.urgent, true);
         let enough = waiting < BATCH_BYTES && self.lines.bytes.len() >= BATCH_BYTES;
         std::mem::take(&mut self.is_parked) || urgent || enough
     }
@@ -148,7 +158,13 @@ impl<W: Write + Send + 'static> BatchWriter<W> {
             changed: Condvar::new(),
             progress: Condvar::new(),
             dropped,
+            error: Mutex::default(),
         })
+    }
+
+    /// Returns the error of the last write, if it failed.
+    pub(super) fn error(&self) -> Option<String> {
+        self.error.lock().clone()
     }
 
     /// Queues a complete line, or drops and counts it. Only a panic waits, for a limited time,
@@ -189,7 +205,7 @@ impl<W: Write + Send + 'static> BatchWriter<W> {
     fn count_dropped(&self, kind: LineKind) {
         match kind {
             LineKind::Access => self.dropped.add_access(),
-            LineKind::Other | LineKind::Panic => self.dropped.add_other(),
+            LineKind::Audit | LineKind::Other | LineKind::Panic => self.dropped.add_other(),
             // The next notice includes the counts of this one.
             LineKind::Notice => {}
         }
@@ -235,6 +251,7 @@ impl<W: Write + Send + 'static> BatchWriter<W> {
             .out
             .lock()
             .write(batch, |kind| self.count_dropped(kind));
+        self.error.lock().clone_from(&written.error);
         let mut queue = self.queue.lock();
         queue.done += batch.lines.len() as u64;
         queue.stalled &= !written.some;
@@ -246,12 +263,12 @@ impl<W: Write + Send + 'static> BatchWriter<W> {
 }
 
 /// The result of writing a batch.
-#[derive(Debug, Clone, Copy, Default)]
+#[derive(Debug, Clone, Default)]
 struct WriteOutcome {
     /// Whether the output accepted a part of the batch.
     some: bool,
-    /// Whether the output failed at the last line.
-    is_failing: bool,
+    /// The error of the output at the last line.
+    error: Option<String>,
     /// Whether the output failed at the notice.
     notice_dropped: bool,
 }
@@ -265,11 +282,11 @@ impl<W: Write> LineOutput<W> {
             if self.is_mid_line && write_all(&mut self.out, b"\n").is_ok() {
                 self.is_mid_line = false;
             }
-            let Err(count) = write_all(&mut self.out, rest) else {
-                (result.some, result.is_failing) = (true, false);
+            let Err((count, error)) = write_all(&mut self.out, rest) else {
+                (result.some, result.error) = (true, None);
                 break;
             };
-            (result.some, result.is_failing) = (result.some || count > 0, true);
+            (result.some, result.error) = (result.some || count > 0, Some(error.to_string()));
             from += count;
             let failed = batch.lines.partition_point(|(end, _)| *end <= from);
             let before = failed.checked_sub(1).and_then(|last| batch.lines.get(last));
@@ -347,7 +364,7 @@ fn run<W: Write + Send + 'static>(writer: &BatchWriter<W>, mut reporter: impl Lo
     let mut is_due = false;
     loop {
         let is_open = writer.wait(is_due);
-        let is_failing = writer.flush(&mut batch).is_failing;
+        let is_failing = writer.flush(&mut batch).error.is_some();
         is_due = reporter.report_due(!is_open);
         let snapshot = writer.dropped.snapshot();
         let dropped = snapshot.since(reported);
@@ -386,17 +403,17 @@ impl<W: Write + Send + 'static> Drop for Flusher<W> {
     }
 }
 
-/// Writes all of `data`. If the output fails, returns how many bytes were written.
-fn write_all(out: &mut impl Write, data: &[u8]) -> Result<(), usize> {
+/// Writes all of `data`. If the output fails, returns how many bytes were written, and the error.
+fn write_all(out: &mut impl Write, data: &[u8]) -> Result<(), (usize, io::Error)> {
     let mut written = 0;
     while let Some(rest) = data.get(written..).filter(|rest| !rest.is_empty()) {
         match out.write(rest) {
-            Ok(0) => return Err(written),
+            Ok(0) => return Err((written, io::ErrorKind::WriteZero.into())),
             Ok(count) => written += count,
             Err(error) => match error.kind() {
                 io::ErrorKind::Interrupted => {}
                 io::ErrorKind::WouldBlock => std::thread::park_timeout(WOULD_BLOCK_DELAY),
-                _ => return Err(written),
+                _ => return Err((written, error)),
             },
         }
     }

@@ -1,14 +1,15 @@
 //! The outputs of log lines.
 
-use std::fs::File;
 use std::io::{self, Stderr, Stdout, Write};
+
+use super::line_file::LineFile;
 
 /// An output of log lines.
 #[derive(Debug)]
 pub(super) enum LogOutput {
     Stderr(Stderr),
     Stdout(Stdout),
-    File(File),
+    File(LineFile),
 }
 
 impl Write for LogOutput {

@@ -1,0 +1,401 @@
+//! The output of audit events: a file that rotates, or standard output, behind a queue of 4 MiB. A full
+//! disk or a reader that stands still delays no stream: what the output does not take is dropped and
+//! counted, and is a condition.
+
+use std::convert::Infallible;
+use std::io;
+use std::path::PathBuf;
+use std::str::FromStr;
+use std::sync::{Arc, OnceLock};
+use std::time::{Duration, Instant};
+
+use parking_lot::Mutex;
+use tracing::warn;
+
+use super::access::{AccessLogOutput, AccessLogSettings};
+use super::dropped::{AUDIT_DROPPED, DroppedCounts};
+use super::line_file::{LineFile, Rotation};
+use super::log_writer::{BatchWriter, Flusher, LineKind, LogReporter};
+use super::output::LogOutput;
+use super::sanitize::Sanitizer;
+use crate::limits::{count, size};
+use crate::settings::ConfigErrors;
+
+/// The settings of the audit log.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct AuditSettings {
+    /// The output of the events.
+    pub output: AuditOutput,
+    /// When a file is full.
+    pub rotation: Rotation,
+    /// Parameters of a query that events have.
+    pub query: Vec<String>,
+    /// Events have the parameters with the command of exec and run, too.
+    pub has_command: bool,
+}
+
+/// The output of the audit log.
+#[derive(Debug, Clone, PartialEq, Eq, Default)]
+pub enum AuditOutput {
+    /// Nothing is recorded.
+    #[default]
+    Off,
+    /// The process's standard output.
+    Stdout,
+    /// A file.
+    File(PathBuf),
+}
+
+impl FromStr for AuditOutput {
+    type Err = Infallible;
+
+    fn from_str(text: &str) -> Result<Self, Infallible> {
+        Ok(match text {
+            "off" => Self::Off,
+            "stdout" => Self::Stdout,
+            path => Self::File(path.into()),
+        })
+    }
+}
+
+impl Default for AuditSettings {
+    fn default() -> Self {
+        Self {
+            output: AuditOutput::Off,
+            rotation: Rotation {
+                max_bytes: DEFAULT_MAX_BYTES,
+                backups: DEFAULT_BACKUPS,
+            },
+            query: DEFAULT_QUERY.map(str::to_owned).into(),
+            has_command: false,
+        }
+    }
+}
+
+/// The raw settings of the audit log.
+#[derive(Debug, Clone, Copy, Default)]
+pub struct RawAudit<'a> {
+    /// `--audit-log`.
+    pub output: Option<&'a str>,
+    /// `--audit-log-max-size`.
+    pub max_size: Option<&'a str>,
+    /// `--audit-log-max-backups`.
+    pub max_backups: Option<&'a str>,
+    /// `--audit-log-query`.
+    pub query: Option<&'a str>,
+    /// `--audit-log-command`.
+    pub command: Option<&'a str>,
+}
+
+impl AuditSettings {
+    /// Parses the settings. Records errors, among them an output that the access log has.
+    pub fn check(errors: &mut ConfigErrors, access: &AccessLogSettings, raw: RawAudit<'_>) -> Self {
+        let default = Self::default();
+        let output = errors.parse("--audit-log", raw.output, AuditOutput::Off);
+        let is_shared = match (&output, &access.output) {
+            (AuditOutput::Stdout, AccessLogOutput::Stdout) => true,
+            (AuditOutput::File(audit), AccessLogOutput::File(access)) => audit == access,
+            (_, _) => false,
+        };
+        if is_shared {
+            errors.add(
+                "--audit-log",
+                "is the output of --access-log-output; choose another one",
+            );
+        }
+        Self {
+            output,
+            rotation: Rotation {
+                max_bytes: errors.parse_with(
+                    "--audit-log-max-size",
+                    raw.max_size,
+                    DEFAULT_MAX_BYTES,
+                    size(1 << 20, 1 << 40),
+                ),
+                backups: errors.parse_with(
+                    "--audit-log-max-backups",
+                    raw.max_backups,
+                    DEFAULT_BACKUPS,
+                    count(1000),
+                ),
+            },
+            query: errors.parse_with("--audit-log-query", raw.query, default.query, names),
+            has_command: errors.parse("--audit-log-command", raw.command, false),
+        }
+    }
+
+    /// Returns whether events have this parameter of a query.
+    fn has_parameter(&self, name: &str) -> bool {
+        self.query.iter().any(|listed| listed == name)
+            || self.has_command && COMMANDS.contains(&name)
+    }
+
+    fn open(&self) -> io::Result<Option<LogOutput>> {
+        Ok(match &self.output {
+            AuditOutput::Off => None,
+            AuditOutput::Stdout => Some(LogOutput::Stdout(io::stdout())),
+            AuditOutput::File(path) => {
+                let file = LineFile::open("--audit-log", path, Some(self.rotation))?;
+                Some(LogOutput::File(file))
+            }
+        })
+    }
+}
+
+/// Parses the names of `--audit-log-query`.
+fn names(text: &str) -> Result<Vec<String>, String> {
+    let names = text.split(',').map(str::trim);
+    let names: Vec<_> = names.filter(|name| !name.is_empty()).collect();
+    match names.iter().find(|name| COMMANDS.contains(name)) {
+        Some(command) => Err(format!(
+            "{command} can have passwords; use --audit-log-command to record it"
+        )),
+        None => Ok(names.into_iter().map(str::to_owned).collect()),
+    }
+}
+
+/// The audit log of this process.
+#[derive(Debug)]
+pub struct AuditLog {
+    settings: AuditSettings,
+    writer: Arc<BatchWriter<LogOutput>>,
+    lost: Mutex<LostEvents>,
+}
+
+/// The lost events that were last observed.
+#[derive(Debug, Default)]
+struct LostEvents {
+    count: u64,
+    at: Option<Instant>,
+}
+
+/// A process has one audit log.
+static AUDIT: OnceLock<AuditLog> = OnceLock::new();
+
+/// A guard for the started audit log. Keep it until the process ends. Dropping it waits at most 1 s
+/// until the last events are written.
+#[derive(Debug)]
+#[must_use = "dropping the guard writes the last events"]
+pub struct AuditGuard {
+    _flusher: Option<Flusher<LogOutput>>,
+}
+
+/// Starts the audit log, unless it is off. `on_tick` is called every second or so, and writes the
+/// events that are due.
+///
+/// # Errors
+/// When the output cannot be opened, the thread cannot be started, or an audit log was started before.
+pub fn start_audit(
+    settings: &AuditSettings,
+    on_tick: impl Fn(&AuditLog) + Send + 'static,
+) -> io::Result<AuditGuard> {
+    let Some(output) = settings.open()? else {
+        return Ok(AuditGuard { _flusher: None });
+    };
+    let writer = BatchWriter::new(output, &AUDIT_DROPPED);
+    let audit_log = AuditLog {
+        settings: settings.clone(),
+        writer: writer.clone(),
+        lost: Mutex::default(),
+    };
+    if AUDIT.set(audit_log).is_err() {
+        return Err(io::Error::other("the audit log was started before"));
+    }
+    let flusher = Flusher::start(writer, AuditReporter(on_tick))?;
+    Ok(AuditGuard {
+        _flusher: Some(flusher),
+    })
+}
+
+/// Returns the audit log of this process, if it is on.
+pub fn audit_log() -> Option<&'static AuditLog> {
+    AUDIT.get()
+}
+
+/// Returns the condition of the audit log, if events were lost in the last ten minutes.
+pub(crate) fn audit_condition() -> Option<String> {
+    audit_log()?.condition(AUDIT_DROPPED.snapshot().other, Instant::now())
+}
+
+impl AuditLog {
+    /// Queues an event, one JSON object, or drops and counts it. Never waits.
+    pub fn push(&self, event: &str) {
+        let sanitizer = Sanitizer {
+            json: true,
+            colors: false,
+        };
+        let line = format!("{}\n", sanitizer.escaped(event));
+        self.writer.push(line.as_bytes(), LineKind::Audit);
+    }
+
+    /// Returns the parameters of a query that events have, with their `?`.
+    pub fn query(&self, query: &str) -> String {
+        let mut kept = String::new();
+        for parameter in query.split('&') {
+            let (name, _value) = parameter.split_once('=').unwrap_or((parameter, ""));
+            if self.settings.has_parameter(name) {
+                kept.push(if kept.is_empty() { '?' } else { '&' });
+                kept.push_str(parameter);
+            }
+        }
+        kept
+    }
+
+    fn condition(&self, count: u64, now: Instant) -> Option<String> {
+        let mut lost = self.lost.lock();
+        if count > lost.count {
+            (lost.count, lost.at) = (count, Some(now));
+        }
+        let is_recent = lost
+            .at
+            .is_some_and(|at| now.duration_since(at) < LOST_SHOWN);
+        is_recent.then(|| {
+            let output = match &self.settings.output {
+                AuditOutput::Off | AuditOutput::Stdout => "standard output".to_owned(),
+                AuditOutput::File(path) => path.display().to_string(),
+            };
+            match self.writer.error() {
+                Some(error) => format!(
+                    "audit events are lost, {count} since the start: cannot write {output}: {error}; free or mount its storage"
+                ),
+                None => format!(
+                    "audit events were lost, {count} since the start: {output} did not take them in time; check its reader or storage"
+                ),
+            }
+        })
+    }
+}
+
+/// The reporter of the audit log.
+struct AuditReporter<F>(F);
+
+impl<F: Fn(&AuditLog) + Send + 'static> LogReporter for AuditReporter<F> {
+    fn dropped(&mut self, dropped: DroppedCounts) {
+        warn!(
+            events = dropped.other,
+            "audit events were lost: their output was blocked or failed; check its reader or its storage"
+        );
+    }
+
+    /// Streams become due without a line that wakes the thread.
+    fn report_due(&mut self, _is_last: bool) -> bool {
+        if let Some(audit_log) = audit_log() {
+            self.0(audit_log);
+        }
+        true
+    }
+}
+
+/// Size of a full file without `--audit-log-max-size`.
+const DEFAULT_MAX_BYTES: u64 = 100 << 20;
+/// Number of full files without `--audit-log-max-backups`.
+const DEFAULT_BACKUPS: u32 = 10;
+/// Time for which lost events are a condition.
+const LOST_SHOWN: Duration = Duration::from_secs(600);
+/// Parameters with the command of a kubelet's exec and run.
+const COMMANDS: [&str; 2] = ["command", "cmd"];
+/// Parameters without `--audit-log-query`: those of a kubelet's exec, attach, portForward and
+/// containerLogs that cannot have secrets.
+const DEFAULT_QUERY: [&str; 17] = [
+    "container",
+    "error",
+    "follow",
+    "input",
+    "limitBytes",
+    "output",
+    "port",
+    "ports",
+    "previous",
+    "sinceSeconds",
+    "sinceTime",
+    "stderr",
+    "stdin",
+    "stdout",
+    "tailLines",
+    "timestamps",
+    "tty",
+];
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn check(raw: RawAudit<'_>) -> Result<AuditSettings, String> {
+        let mut errors = ConfigErrors::default();
+        let access = AccessLogSettings {
+            output: AccessLogOutput::Stdout,
+            ..AccessLogSettings::default()
+        };
+        let settings = AuditSettings::check(&mut errors, &access, raw);
+        errors.finish(settings).map_err(|error| error.to_string())
+    }
+
+    fn log(settings: AuditSettings) -> AuditLog {
+        AuditLog {
+            settings,
+            writer: BatchWriter::new(LogOutput::Stdout(io::stdout()), &AUDIT_DROPPED),
+            lost: Mutex::default(),
+        }
+    }
+
+    #[test]
+    fn settings_are_parsed_and_mistakes_recorded() {
+        assert_eq!(check(RawAudit::default()), Ok(AuditSettings::default()));
+        let own = check(RawAudit {
+            output: Some("/var/log/a"),
+            max_size: Some("2MiB"),
+            max_backups: Some("3"),
+            query: Some("a, b"),
+            command: Some("true"),
+        });
+        let rotation = Rotation {
+            max_bytes: 2 << 20,
+            backups: 3,
+        };
+        let expected = AuditSettings {
+            output: AuditOutput::File("/var/log/a".into()),
+            rotation,
+            query: vec!["a".into(), "b".into()],
+            has_command: true,
+        };
+        assert_eq!(own, Ok(expected));
+        let mistakes = check(RawAudit {
+            output: Some("stdout"),
+            max_size: Some("1KiB"),
+            max_backups: Some("0"),
+            query: Some("tty,command"),
+            ..RawAudit::default()
+        });
+        let mistakes = mistakes.unwrap_err();
+        for setting in [
+            "--audit-log: is the output",
+            "max-size",
+            "max-backups",
+            "query",
+        ] {
+            assert!(mistakes.contains(setting), "{mistakes}");
+        }
+    }
+
+    #[test]
+    fn query_has_only_what_is_listed_and_the_command_only_by_its_setting() {
+        let query = "command=mysql&command=-psecret&tty=1&token=secret&comm%61nd=x&container=a";
+        let mut settings = AuditSettings::default();
+        assert_eq!(log(settings.clone()).query(query), "?tty=1&container=a");
+        assert_eq!(log(settings.clone()).query("token=secret"), "");
+        settings.has_command = true;
+        let commands = "?command=mysql&command=-psecret&tty=1&container=a";
+        assert_eq!(log(settings).query(query), commands);
+    }
+
+    #[test]
+    fn lost_events_are_a_condition_for_ten_minutes() {
+        let (log, start) = (log(AuditSettings::default()), Instant::now());
+        assert_eq!(log.condition(0, start), None);
+        let condition = log.condition(7, start).unwrap();
+        assert!(condition.contains("7 since the start"), "{condition}");
+        let almost = start + LOST_SHOWN - Duration::from_secs(1);
+        assert!(log.condition(7, almost).is_some());
+        assert_eq!(log.condition(7, start + LOST_SHOWN), None);
+    }
+}
