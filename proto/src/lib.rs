@@ -4,8 +4,9 @@
 //! I/O. The other modules need the feature `io`: [`transport`] (sessions and streams over QUIC),
 //! [`session`] (control messages and liveness of a session), [`tls`] and [`identity`]
 //! (authentication of the peer), [`relay`] (copying bytes in both directions), [`forward`] (streams
-//! of other servers), [`dial`] and [`egress`] (the connection to a target), [`stream_server`]
-//! and [`stream_record`] (streams from their header to their record).
+//! of other servers), [`dial`] and [`egress`] (the connection to a target), [`stream_server`],
+//! [`stream_record`], [`open_record`] and [`audit`] (streams from their header to their record and
+//! its sinks).
 //!
 //! Features:
 //! - `io` (default): everything except [`wire`].
@@ -16,6 +17,8 @@
 
 pub mod wire;
 
+#[cfg(feature = "io")]
+pub mod audit;
 #[cfg(feature = "io")]
 mod buffers;
 #[cfg(any(test, feature = "test-util"))]
@@ -28,6 +31,8 @@ pub mod egress;
 pub mod forward;
 #[cfg(feature = "io")]
 pub mod identity;
+#[cfg(feature = "io")]
+pub mod open_record;
 #[cfg(feature = "io")]
 pub mod relay;
 #[cfg(feature = "io")]

@@ -1,18 +1,17 @@
-//! The record of a stream: plain data that is complete when the stream ends, and the only place that
-//! passes it to its sinks: metrics and recent requests, and the access log.
+//! The record of a stream: plain data that is complete when the stream ends.
 
+use std::borrow::Cow;
 use std::fmt::{self, Display};
 use std::net::SocketAddr;
-use std::ops::{Deref, DerefMut};
+use std::sync::Arc;
+use std::time::SystemTime;
 
 use tokio::time::Instant;
-use tracing::info;
+use tunnel_process::telemetry::StreamStage;
 
-use crate::transport::ByteCount;
 use crate::wire::code::RefusalCode;
-use crate::wire::header::StreamKind;
+use crate::wire::header::{AuditId, StreamHeader, StreamKind};
 use crate::wire::name::{CloudTarget, NodeName, Port, ReplicaId, SessionId};
-use tunnel_process::telemetry::{ACCESS, LineForm, StreamStage, non_empty};
 
 /// How a stream ended, in one word for metrics and logs.
 pub trait EndCode: Copy {
@@ -126,19 +125,44 @@ impl Display for RecordedPeer {
     }
 }
 
+/// What the head of an HTTP request adds to its audit event.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct AuditedHead {
+    /// The method.
+    pub method: Box<str>,
+    /// Host and path, and a part of the query.
+    pub uri: Box<str>,
+    /// `User-Agent`, or empty.
+    pub user_agent: Box<str>,
+}
+
 /// All that is known of a stream or request when it ends, as plain data for its sinks.
 #[derive(Debug, Clone)]
 pub struct StreamRecord<E = StreamEnd> {
     /// Time at which the stream was accepted.
     pub began: Instant,
+    /// The same time, by the clock of the host.
+    pub received_at: SystemTime,
+    /// What the audit events of the stream have in common at all ends.
+    pub audit_id: AuditId,
+    /// Nothing could be read of what the opener asks for.
+    pub is_unread: bool,
     /// The listener that accepted the stream, if there are several.
     pub listener: Option<&'static str>,
     /// The other end of the connection, if it is not the agent or its server.
     pub peer: Option<RecordedPeer>,
     /// Identity that the caller has proved, or empty.
     pub caller: String,
+    /// The caller is what the opener of the stream claims. An empty one is unknown.
+    pub is_claimed: bool,
     /// Method and path, or the name of the TCP service, or empty.
     pub request: String,
+    /// More of an HTTP request. `None` if there is no audit log.
+    pub head: Option<Box<AuditedHead>>,
+    /// What the caller wants to do at the target, as far as the server reads it.
+    pub operation: Option<Cow<'static, str>>,
+    /// The rule that decided.
+    pub rule: Option<Arc<str>>,
     /// The node whose agent has a part in the stream, as soon as it is known.
     pub node: Option<NodeName>,
     /// The port that the opener asks for, as soon as it is known.
@@ -155,6 +179,8 @@ pub struct StreamRecord<E = StreamEnd> {
     pub session: Option<SessionId>,
     /// The server that forwards the stream to the agent.
     pub via: Option<ReplicaId>,
+    /// The audit id of the request that opened the stream, if it was another one.
+    pub stream: Option<AuditId>,
     /// Trace context of the opener, or empty.
     pub trace_parent: String,
     /// The status that the caller received.
@@ -171,94 +197,22 @@ pub struct StreamRecord<E = StreamEnd> {
     pub bytes_out: u64,
 }
 
-/// The sinks of the records of one end.
-pub trait RecordSinks<E: EndCode = StreamEnd> {
-    /// The end of a stream that nobody serves to its end.
-    const DROPPED: E;
-
-    /// Adds what is known at the end, and passes the record to the sinks that only this end has.
-    /// Returns the form of the line in the access log, if there is one.
-    fn end(&self, record: &mut StreamRecord<E>) -> Option<LineForm>;
-}
-
-/// The record of a stream in progress. Dropping it ends the record and passes it to all sinks, once.
-#[derive(Debug)]
-pub struct OpenRecord<S: RecordSinks<E>, E: EndCode = StreamEnd> {
-    record: StreamRecord<E>,
-    /// What carries the stream, and the bytes that it had carried before.
-    bytes: Option<(ByteCount, (u64, u64))>,
-    /// The sinks of the record.
-    pub sinks: S,
-}
-
-impl<S: RecordSinks<E>, E: EndCode> OpenRecord<S, E> {
-    /// Begins the record of a stream that was accepted at `began`.
-    pub fn start(began: Instant, sinks: S) -> Self {
-        Self {
-            record: StreamRecord::start(began, S::DROPPED),
-            bytes: None,
-            sinks,
-        }
-    }
-
-    /// Records what carries the stream from here on.
-    pub fn carried(&mut self, bytes: ByteCount) {
-        let before = bytes.read();
-        self.bytes = Some((bytes, before));
-    }
-}
-
-impl<S: RecordSinks> OpenRecord<S> {
-    /// Sets how the relay of the stream ended.
-    pub fn relayed(&mut self, relayed: Relayed) {
-        self.bytes = None;
-        self.fail(relayed.end, relayed.detail);
-        self.bytes_in = relayed.bytes_in;
-        self.bytes_out = relayed.bytes_out;
-    }
-}
-
-impl<S: RecordSinks<E>, E: EndCode> Deref for OpenRecord<S, E> {
-    type Target = StreamRecord<E>;
-
-    fn deref(&self) -> &StreamRecord<E> {
-        &self.record
-    }
-}
-
-impl<S: RecordSinks<E>, E: EndCode> DerefMut for OpenRecord<S, E> {
-    fn deref_mut(&mut self) -> &mut StreamRecord<E> {
-        &mut self.record
-    }
-}
-
-impl<S: RecordSinks<E>, E: EndCode> Drop for OpenRecord<S, E> {
-    fn drop(&mut self) {
-        let Self {
-            record,
-            bytes,
-            sinks,
-        } = self;
-        if let Some((bytes, before)) = bytes {
-            let (received, sent) = bytes.read();
-            record.bytes_in = received.saturating_sub(before.0);
-            record.bytes_out = sent.saturating_sub(before.1);
-        }
-        if let Some(form) = sinks.end(record) {
-            record.log(form);
-        }
-    }
-}
-
 impl<E: EndCode> StreamRecord<E> {
     /// Begins the record of a stream that was accepted at `began`.
     pub fn start(began: Instant, end: E) -> Self {
         Self {
             began,
+            received_at: SystemTime::now(),
+            audit_id: AuditId::new(rand::random()),
+            is_unread: false,
             listener: None,
             peer: None,
             caller: String::new(),
+            is_claimed: false,
             request: String::new(),
+            head: None,
+            operation: None,
+            rule: None,
             node: None,
             port: None,
             direction: None,
@@ -267,6 +221,7 @@ impl<E: EndCode> StreamRecord<E> {
             dialed: String::new(),
             session: None,
             via: None,
+            stream: None,
             trace_parent: String::new(),
             status: None,
             is_retried: false,
@@ -277,9 +232,14 @@ impl<E: EndCode> StreamRecord<E> {
         }
     }
 
-    /// Sets what the opener asks for.
-    pub fn asked(&mut self, kind: &StreamKind) {
-        match kind {
+    /// Sets what the header of a stream says.
+    pub fn asked(&mut self, header: &StreamHeader) {
+        self.is_unread = false;
+        self.audit_id = header.audit_id.unwrap_or(self.audit_id);
+        self.trace_parent.clone_from(&header.trace_parent);
+        self.caller.clone_from(&header.caller);
+        self.is_claimed = true;
+        match &header.kind {
             StreamKind::Target(target) => {
                 self.port = Some(target.port());
                 self.target = target.to_string();
@@ -299,33 +259,5 @@ impl<E: EndCode> StreamRecord<E> {
     pub fn fail(&mut self, end: E, detail: impl Into<String>) {
         self.end = end;
         self.detail = detail.into();
-    }
-
-    /// Writes the line of the access log.
-    fn log(&self, form: LineForm) {
-        info!(
-            target: ACCESS,
-            listener = self.listener,
-            peer = self.peer.as_ref().map(tracing::field::display),
-            caller = non_empty(&self.caller),
-            request = non_empty(&self.request),
-            node = self.node.as_ref().map(NodeName::as_str),
-            direction = self.direction,
-            port = self.port.map(Port::get),
-            name = self.name.as_ref().map(tracing::field::display),
-            target = non_empty(&self.target),
-            dialed = non_empty(&self.dialed),
-            session = self.session.map(|session| session.0),
-            via = self.via.as_ref().map(tracing::field::display),
-            status = self.status,
-            code = self.end.label(),
-            retried = self.is_retried.then_some(true),
-            error = non_empty(form.of_error(&self.detail)),
-            trace_parent = non_empty(&self.trace_parent),
-            bytes_in = self.bytes_in,
-            bytes_out = self.bytes_out,
-            elapsed = self.began.elapsed().as_secs_f64(),
-            "access"
-        );
     }
 }

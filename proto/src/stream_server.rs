@@ -9,7 +9,8 @@ use tokio::time::Instant;
 
 use crate::egress::{TargetSocket, relay_socket};
 use crate::forward::relay_streams;
-use crate::stream_record::{OpenRecord, RecordSinks, StreamEnd};
+use crate::open_record::{OpenRecord, RecordSinks};
+use crate::stream_record::StreamEnd;
 use crate::transport::{IncomingStream, Stream};
 use crate::wire::header::{Refusal, StreamHeader};
 
@@ -86,6 +87,7 @@ pub async fn serve<S: StreamServer>(
     on_late: impl FnOnce() + Send,
 ) {
     let mut record = OpenRecord::start(Instant::now(), server);
+    record.is_unread = true;
     match incoming.header(record.began + limit).await {
         Ok((header, stream)) => serve_accepted(header, stream, record).await,
         Err(error) => {
@@ -104,8 +106,7 @@ pub async fn serve_accepted<S: StreamServer>(
     mut record: OpenRecord<S>,
 ) {
     let admitted = record.sinks.admit(&header, &stream);
-    record.asked(&header.kind);
-    record.trace_parent = header.trace_parent;
+    record.asked(&header);
     match admitted {
         Ok(admitted) => match record.sinks.dial(&admitted).await {
             Ok(dialed) => relay_dialed(dialed, stream, &mut record).await,
@@ -140,10 +141,12 @@ async fn relay_dialed<G, S: RecordSinks>(
             if let Err(error) = stream.accept(&reply).await {
                 return record.fail(StreamEnd::CutByPeer, error.to_string());
             }
+            record.started();
             record.relayed(relay_socket(stream, socket).await);
         }
         DialedTarget::Stream(opened) => {
             record.carried(opened.bytes());
+            record.started();
             record.relayed(relay_streams(stream, opened).await);
         }
     }

@@ -10,7 +10,8 @@ use tokio_util::sync::CancellationToken;
 use tunnel_process::telemetry::{LineForm, StreamLines};
 use tunnel_proto::dial::SystemResolver;
 use tunnel_proto::egress::{SocketPeer, TargetSocket};
-use tunnel_proto::stream_record::{RecordSinks, StreamEnd, StreamRecord};
+use tunnel_proto::open_record::RecordSinks;
+use tunnel_proto::stream_record::{StreamEnd, StreamRecord};
 use tunnel_proto::stream_server::{self, Dialed, DialedTarget, Refused, StreamServer};
 use tunnel_proto::transport::{IncomingStream, Stream};
 use tunnel_proto::wire::code::RefusalCode;
@@ -189,13 +190,17 @@ impl<'a> StreamServer for EgressStream<'a> {
 
 impl RecordSinks for EgressStream<'_> {
     const DROPPED: StreamEnd = StreamEnd::AgentStopping;
+    const REPORTER: &'static str = "agent";
+
+    fn describe(&self, record: &mut StreamRecord) {
+        record.node = Some(self.egress.node.clone());
+        record.session = Some(self.params.session);
+    }
 
     fn end(&self, record: &mut StreamRecord) -> Option<LineForm> {
-        let (egress, session) = (self.egress, self.params.session);
-        record.node = Some(egress.node.clone());
-        record.session = Some(session);
-        egress.metrics.stream_ended(record.end);
-        LINES.admit(record.end.stage(), record.end.label(), session)
+        self.egress.metrics.stream_ended(record.end);
+        let (stage, code) = (record.end.stage(), record.end.label());
+        LINES.admit(stage, code, self.params.session)
     }
 }
 

@@ -17,10 +17,11 @@ use tracing::info;
 use tunnel_process::conn_limiter::{ConnLimiter, ConnLimits, LimitReached, source};
 use tunnel_process::telemetry::{LineForm, StreamLines, StreamStage};
 use tunnel_proto::egress::{SocketPeer, TargetSocket, relay_socket_until};
-use tunnel_proto::stream_record::{OpenRecord, RecordSinks, RecordedPeer, StreamEnd, StreamRecord};
+use tunnel_proto::open_record::{OpenRecord, RecordSinks};
+use tunnel_proto::stream_record::{RecordedPeer, StreamEnd, StreamRecord};
 use tunnel_proto::transport::{ByteCount, source_number};
 use tunnel_proto::wire::code::{RefusalCode, ResetCode};
-use tunnel_proto::wire::header::{StreamHeader, StreamKind};
+use tunnel_proto::wire::header::{AuditId, StreamHeader, StreamKind};
 use tunnel_proto::wire::name::{CloudTarget, NodeName, SessionId};
 
 use crate::config::{Limit, Limits};
@@ -144,13 +145,14 @@ impl Ingress {
         target: &CloudTarget,
         record: &mut OpenRecord<CloudSinks<'_>>,
     ) {
-        match self.open(client, target).await {
+        match self.open(client, target, record.audit_id).await {
             Ok(opened) => {
                 let cut = self.cut.cancelled();
                 let code = ResetCode::AgentStopping;
                 record.session = Some(opened.session);
                 record.dialed = opened.dialed;
                 record.carried(opened.stream.bytes());
+                record.started();
                 record.relayed(relay_socket_until(opened.stream, socket, cut, code).await);
                 if record.end == StreamEnd::AgentStopping {
                     STOPPING.clone_into(&mut record.detail);
@@ -170,9 +172,11 @@ impl Ingress {
         &self,
         client: IpAddr,
         target: &CloudTarget,
+        audit_id: AuditId,
     ) -> Result<OpenedStream, (Option<SessionId>, OpenError)> {
         let mut header = StreamHeader::new(StreamKind::Cloud(target.clone()));
         header.source = source_number(&client);
+        header.audit_id = Some(audit_id);
         let deadline = Instant::now() + OPEN_TIMEOUT;
         let mut failure = (None, OpenError::NoSession);
         let candidates = self.sessions.newest_first();
@@ -204,6 +208,7 @@ struct CloudSinks<'a> {
 
 impl RecordSinks for CloudSinks<'_> {
     const DROPPED: StreamEnd = StreamEnd::AgentStopping;
+    const REPORTER: &'static str = "agent";
 
     fn end(&self, record: &mut StreamRecord) -> Option<LineForm> {
         self.ingress.metrics.cloud_stream_ended(record.end);

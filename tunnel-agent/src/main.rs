@@ -19,7 +19,8 @@ use tunnel_process::diag::default_path;
 use tunnel_process::meta::MetaAddress;
 use tunnel_process::metrics::COMMIT;
 use tunnel_process::timers::record_runtime_start;
-use tunnel_process::{secrets, settings, shutdown, telemetry, terminal};
+use tunnel_process::{meta, secrets, settings, shutdown, telemetry, terminal};
+use tunnel_proto::audit;
 
 fn main() -> ExitCode {
     let cli = match Cli::try_parse() {
@@ -61,6 +62,7 @@ fn run(source: ConfigArgs) -> anyhow::Result<()> {
     let config = load(source)?;
     let _logs = telemetry::start(config.log_level, config.log_format, &config.access_log)
         .context("cannot start logging")?;
+    let _audit = audit::start(&config.audit).context("cannot start the audit log")?;
     let (version, commit) = (env!("CARGO_PKG_VERSION"), COMMIT);
     info!(node = %config.node_name, version, commit, "starting");
     if let Err(error) = secrets::forbid_core_dumps() {

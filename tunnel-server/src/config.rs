@@ -10,7 +10,7 @@ use std::time::Duration;
 use tracing::level_filters::LevelFilter;
 use tunnel_process::files;
 use tunnel_process::settings::{ConfigError, ConfigErrors, parse_address, parse_duration};
-use tunnel_process::telemetry::{AccessLogSettings, LogFormat};
+use tunnel_process::telemetry::{AccessLogSettings, AuditSettings, LogFormat, RawAudit};
 use tunnel_process::yaml::{self, YamlError};
 use tunnel_proto::transport::CongestionControl;
 use tunnel_proto::wire::PORT_SERVER_META;
@@ -112,6 +112,8 @@ pub struct Config {
     pub log_format: LogFormat,
     /// Settings of the access log.
     pub access_log: AccessLogSettings,
+    /// Settings of the audit log.
+    pub audit: AuditSettings,
     /// Settings of the cluster to follow.
     pub kubernetes: Option<KubernetesSettings>,
     /// Limits and timers of connections, streams and sessions.
@@ -165,6 +167,20 @@ impl Config {
         let ports = ports::check(raw, &mut errors);
         let policy = PortPolicy::new(ports.clone(), Vec::new());
         let log_level = errors.parse("--log-level", raw.log_level.as_deref(), LevelFilter::INFO);
+        let access_log = AccessLogSettings::check(
+            &mut errors,
+            log_level,
+            raw.access_log.as_deref(),
+            raw.access_log_output.as_deref(),
+            raw.access_log_sample.as_deref(),
+        );
+        let raw_audit = RawAudit {
+            output: raw.audit_log.as_deref(),
+            max_size: raw.audit_log_max_size.as_deref(),
+            max_backups: raw.audit_log_max_backups.as_deref(),
+            query: raw.audit_log_query.as_deref(),
+            command: raw.audit_log_command.as_deref(),
+        };
         let mut config = Self {
             data_dir: raw.data_dir.as_deref().unwrap_or(DATA_DIR).into(),
             listeners: ListenerSettings::check(
@@ -225,13 +241,8 @@ impl Config {
                 raw.log_format.as_deref(),
                 LogFormat::detect(),
             ),
-            access_log: AccessLogSettings::check(
-                &mut errors,
-                log_level,
-                raw.access_log.as_deref(),
-                raw.access_log_output.as_deref(),
-                raw.access_log_sample.as_deref(),
-            ),
+            audit: AuditSettings::check(&mut errors, &access_log, raw_audit),
+            access_log,
             kubernetes,
             limits: Limits::check(&raw.limits.clone().unwrap_or_default(), &mut errors),
             warnings: Vec::new(),

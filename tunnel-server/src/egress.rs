@@ -17,7 +17,8 @@ use tunnel_process::shutdown::Shutdown;
 use tunnel_process::telemetry::{LineForm, StreamLines};
 use tunnel_proto::dial::split_host_port;
 use tunnel_proto::egress::{SocketPeer, TargetSocket};
-use tunnel_proto::stream_record::{RecordSinks, StreamEnd, StreamRecord};
+use tunnel_proto::open_record::RecordSinks;
+use tunnel_proto::stream_record::{StreamEnd, StreamRecord};
 use tunnel_proto::stream_server::{self, Dialed, DialedTarget, Refused, StreamServer};
 use tunnel_proto::transport::{ByteCount, IncomingStream, Stream, source_number};
 use tunnel_proto::wire::code::RefusalCode;
@@ -214,14 +215,21 @@ impl<'a> StreamServer for CloudStream<'a> {
 
 impl RecordSinks for CloudStream<'_> {
     const DROPPED: StreamEnd = StreamEnd::ServerStopping;
+    const REPORTER: &'static str = "server";
 
-    fn end(&self, record: &mut StreamRecord) -> Option<LineForm> {
+    fn describe(&self, record: &mut StreamRecord) {
         let node = &self.agent.node;
         record.node = Some(node.clone());
+        record.caller = format!("agent:{node}");
+        record.is_claimed = false;
         record.direction = Some("edge");
         record.session = Some(self.agent.id);
+    }
+
+    fn end(&self, record: &mut StreamRecord) -> Option<LineForm> {
         self.egress.metrics.cloud_stream_ended(record.end);
-        LINES.admit(record.end.stage(), record.end.label(), node.clone())
+        let (stage, code) = (record.end.stage(), record.end.label());
+        LINES.admit(stage, code, self.agent.node.clone())
     }
 }
 

@@ -15,6 +15,7 @@ use tunnel_process::settings::{ConfigError, unknown_variables};
 use tunnel_process::shutdown::{Shutdown, handle_signals};
 use tunnel_process::telemetry;
 use tunnel_process::timers::record_runtime_start;
+use tunnel_proto::audit;
 use tunnel_server::admin::doctor;
 use tunnel_server::admin::render::RenderError;
 use tunnel_server::admin::verbs::{VerbError, diag};
@@ -153,6 +154,7 @@ fn run(source: ConfigArgs) -> anyhow::Result<ExitCode> {
     check_config_files(&config)?;
     telemetry::enable_recent_lines();
     let _logs = telemetry::start(config.log_level, config.log_format, &config.access_log)?;
+    let _audit = audit::start(&config.audit)?;
     info!(
         version = env!("CARGO_PKG_VERSION"),
         commit = COMMIT,

@@ -206,8 +206,7 @@ impl Routing {
                 target: target.clone(),
                 is_verified: request.caller.is_verified(),
             },
-            trace_parent: request.header.trace_parent.clone(),
-            source: request.header.source,
+            ..request.header.clone()
         };
         let left = request.limit.saturating_sub(began.elapsed());
         match Box::pin(self.peers.open(request, &header, except, left)).await {

@@ -14,7 +14,7 @@ use super::enroll::{EnrollReply, EnrollRequest, RenewalProof, decode_hex, hex};
 use super::frame::{
     self, CONTROL_MESSAGE_MAX, ENROLL_MESSAGE_MAX, FrameError, PEER_MESSAGE_MAX, STREAM_MESSAGE_MAX,
 };
-use super::header::{StreamHeader, StreamKind, StreamReply, Target};
+use super::header::{AuditId, StreamHeader, StreamKind, StreamReply, Target};
 use super::name::{InstanceId, Port, SessionId};
 use super::order::{NodeOrder, Order};
 use super::peer::{Alive, Ask, HeldNode, Holds, PeerHello, PeerMessage, StateDigest, StatePart};
@@ -86,6 +86,38 @@ fn source_of_a_stream_is_as_captured() {
     };
     check(
         &[("0b320051 0807060504030201", header)],
+        (STREAM_MESSAGE_MAX, Inside::Message),
+        |header, out| header.encode(out).unwrap(),
+        StreamHeader::decode,
+    );
+}
+
+#[test]
+fn audit_id_and_caller_of_a_stream_are_as_captured() {
+    let id = Some(AuditId::new([0x11; 16]));
+    let target = Target::Node(Port::new(10250).unwrap());
+    let header = |kind, caller: &str| StreamHeader {
+        audit_id: id,
+        caller: caller.to_owned(),
+        ..StreamHeader::new(kind)
+    };
+    let forward = StreamKind::Forward {
+        node: "w".parse().unwrap(),
+        target: target.clone(),
+        is_verified: false,
+    };
+    let field = "5a10 11111111111111111111111111111111";
+    check(
+        &[
+            (
+                format!("20 120c 0801 188a50 2a05 75736572 31 {field}").as_str(),
+                header(StreamKind::Target(target), "user1"),
+            ),
+            (
+                format!("25 2a11 0a0177 120c 0801 188a50 2a05 7573657231 {field}").as_str(),
+                header(forward, "user1"),
+            ),
+        ],
         (STREAM_MESSAGE_MAX, Inside::Message),
         |header, out| header.encode(out).unwrap(),
         StreamHeader::decode,

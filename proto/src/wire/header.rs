@@ -1,5 +1,7 @@
 //! Typed stream header and reply: the request of the opener and the answer of the accepting end.
 
+use std::fmt;
+
 use bytes::BytesMut;
 use prost::Message;
 
@@ -26,6 +28,37 @@ pub struct StreamHeader {
     /// A number that the streams of one source (a caller) have in common, or 0 if it is unknown. It
     /// is random, and says nothing about the caller.
     pub source: u64,
+    /// What the audit events of the stream have in common at all ends.
+    pub audit_id: Option<AuditId>,
+    /// The caller's identity for records, as the opener says; empty if it is unknown. One printable
+    /// line of at most 512 bytes. Only headers of [`StreamKind::Target`] and [`StreamKind::Forward`]
+    /// carry it.
+    pub caller: String,
+}
+
+/// A random number that the audit events of one stream have in common. Displayed as a UUID.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
+pub struct AuditId([u8; 16]);
+
+impl AuditId {
+    /// Returns the identifier with these random bytes.
+    pub fn new(random: [u8; 16]) -> Self {
+        Self(random)
+    }
+}
+
+impl fmt::Display for AuditId {
+    fn fmt(&self, formatter: &mut fmt::Formatter<'_>) -> fmt::Result {
+        for (index, byte) in self.0.iter().enumerate() {
+            let hyphen = if matches!(index, 4 | 6 | 8 | 10) {
+                "-"
+            } else {
+                ""
+            };
+            write!(formatter, "{hyphen}{byte:02x}")?;
+        }
+        Ok(())
+    }
 }
 
 /// The kind of a stream.
@@ -77,8 +110,8 @@ impl Target {
     }
 }
 
-impl std::fmt::Display for Target {
-    fn fmt(&self, formatter: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+impl fmt::Display for Target {
+    fn fmt(&self, formatter: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
             Self::Node(port) => write!(formatter, "node:{port}"),
             Self::Loopback(port) => write!(formatter, "loopback:{port}"),
@@ -88,12 +121,14 @@ impl std::fmt::Display for Target {
 }
 
 impl StreamHeader {
-    /// Returns a header without trace context and source.
+    /// Returns a header without trace context, source, audit id and caller.
     pub fn new(kind: StreamKind) -> Self {
         Self {
             kind,
             trace_parent: String::new(),
             source: 0,
+            audit_id: None,
+            caller: String::new(),
         }
     }
 
@@ -110,7 +145,9 @@ impl StreamHeader {
                 version_min: *version_min,
                 version_max: *version_max,
             }),
-            StreamKind::Target(target) => pb::stream_header::Kind::Target(encode_target(target)),
+            StreamKind::Target(target) => {
+                pb::stream_header::Kind::Target(self.encode_target(target))
+            }
             StreamKind::Cloud(name) => pb::stream_header::Kind::Cloud(pb::CloudStream {
                 name: name.to_string(),
             }),
@@ -120,7 +157,7 @@ impl StreamHeader {
                 is_verified,
             } => pb::stream_header::Kind::Forward(pb::ForwardStream {
                 node: node.to_string(),
-                target: Some(encode_target(target)),
+                target: Some(self.encode_target(target)),
                 is_verified: *is_verified,
             }),
             StreamKind::Enroll => pb::stream_header::Kind::Enroll(pb::EnrollStream {}),
@@ -129,6 +166,7 @@ impl StreamHeader {
             kind: Some(kind),
             trace_parent: self.trace_parent.clone(),
             source: self.source,
+            audit_id: self.audit_id.map_or_else(Vec::new, |id| id.0.to_vec()),
         };
         frame::encode(&message, STREAM_MESSAGE_MAX, out)
     }
@@ -144,6 +182,14 @@ impl StreamHeader {
         {
             return Err(FrameError::Invalid("trace context"));
         }
+        let audit_id = match &*message.audit_id {
+            [] => None,
+            id => Some(AuditId(
+                id.try_into()
+                    .map_err(|_length| FrameError::Invalid("audit id"))?,
+            )),
+        };
+        let mut caller = String::new();
         let kind = match message
             .kind
             .ok_or(FrameError::Invalid("stream without a kind"))?
@@ -152,41 +198,51 @@ impl StreamHeader {
                 version_min: control.version_min,
                 version_max: control.version_max,
             },
-            pb::stream_header::Kind::Target(target) => StreamKind::Target(decode_target(target)?),
+            pb::stream_header::Kind::Target(target) => {
+                caller = one_line(&target.caller);
+                StreamKind::Target(decode_target(target)?)
+            }
             pb::stream_header::Kind::Cloud(cloud) => StreamKind::Cloud(
                 cloud
                     .name
                     .parse()
                     .map_err(|_syntax| FrameError::Invalid("name of a cloud target"))?,
             ),
-            pb::stream_header::Kind::Forward(forward) => StreamKind::Forward {
-                node: forward
-                    .node
-                    .parse()
-                    .map_err(|_syntax| FrameError::Invalid("node name"))?,
-                target: decode_target(forward.target.ok_or(FrameError::Invalid("target"))?)?,
-                is_verified: forward.is_verified,
-            },
+            pb::stream_header::Kind::Forward(forward) => {
+                let target = forward.target.ok_or(FrameError::Invalid("target"))?;
+                caller = one_line(&target.caller);
+                StreamKind::Forward {
+                    node: forward
+                        .node
+                        .parse()
+                        .map_err(|_syntax| FrameError::Invalid("node name"))?,
+                    target: decode_target(target)?,
+                    is_verified: forward.is_verified,
+                }
+            }
             pb::stream_header::Kind::Enroll(pb::EnrollStream {}) => StreamKind::Enroll,
         };
         Ok(Self {
             kind,
             trace_parent: message.trace_parent,
             source: message.source,
+            audit_id,
+            caller,
         })
     }
-}
 
-fn encode_target(target: &Target) -> pb::TargetStream {
-    let (class, host) = match target {
-        Target::Node(_) => (pb::TargetClass::Node, ""),
-        Target::Loopback(_) => (pb::TargetClass::Loopback, ""),
-        Target::Host(host, _) => (pb::TargetClass::Host, &**host),
-    };
-    pb::TargetStream {
-        class: class.into(),
-        host: host.to_owned(),
-        port: target.port().get().into(),
+    fn encode_target(&self, target: &Target) -> pb::TargetStream {
+        let (class, host) = match target {
+            Target::Node(_) => (pb::TargetClass::Node, ""),
+            Target::Loopback(_) => (pb::TargetClass::Loopback, ""),
+            Target::Host(host, _) => (pb::TargetClass::Host, &**host),
+        };
+        pb::TargetStream {
+            class: class.into(),
+            host: host.to_owned(),
+            port: target.port().get().into(),
+            caller: self.caller.clone(),
+        }
     }
 }
 
@@ -309,6 +365,7 @@ mod tests {
                 class,
                 host: host.into(),
                 port,
+                caller: String::new(),
             };
             let kind = Some(pb::stream_header::Kind::Target(target));
             let header = pb::StreamHeader {
@@ -326,6 +383,23 @@ mod tests {
         assert!(target(3, "a b", 80).is_err());
         assert!(StreamHeader::decode(&[]).is_err());
         assert!(StreamHeader::decode(&[0xff, 0xff]).is_err());
+        for length in [1, 15, 17] {
+            let header = pb::StreamHeader {
+                kind: Some(pb::stream_header::Kind::Enroll(pb::EnrollStream {})),
+                audit_id: vec![7; length],
+                ..pb::StreamHeader::default()
+            };
+            assert!(
+                StreamHeader::decode(&header.encode_to_vec()).is_err(),
+                "{length}"
+            );
+        }
+    }
+
+    #[test]
+    fn audit_id_is_shown_as_a_uuid() {
+        let id = AuditId::new(std::array::from_fn(|index| u8::try_from(index).unwrap()));
+        assert_eq!(id.to_string(), "00010203-0405-0607-0809-0a0b0c0d0e0f");
     }
 
     #[test]

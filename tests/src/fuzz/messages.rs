@@ -11,7 +11,7 @@ use tunnel_proto::wire::enroll::{EnrollReply, EnrollRequest, RenewalProof};
 use tunnel_proto::wire::frame::{
     self, CONTROL_MESSAGE_MAX, ENROLL_MESSAGE_MAX, FrameError, PEER_MESSAGE_MAX, STREAM_MESSAGE_MAX,
 };
-use tunnel_proto::wire::header::{StreamHeader, StreamKind, StreamReply, Target};
+use tunnel_proto::wire::header::{AuditId, StreamHeader, StreamKind, StreamReply, Target};
 use tunnel_proto::wire::name::{InstanceId, Port, SessionId};
 use tunnel_proto::wire::order::{NodeOrder, Order};
 use tunnel_proto::wire::peer::{
@@ -265,6 +265,8 @@ pub(super) fn streams() -> Result<Vec<Vec<u8>>> {
             kind,
             trace_parent: "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01".into(),
             source: 0x0102_0304_0506_0708,
+            audit_id: Some(AuditId::new([7; 16])),
+            caller: "certificate:prometheus".into(),
         };
         corpus.push(content(STREAM_MESSAGE_MAX, |out| header.encode(out))?);
     }

@@ -12,7 +12,7 @@ use tracing::level_filters::LevelFilter;
 use tunnel_process::host::Resources;
 use tunnel_process::meta::{self, MetaAddress};
 use tunnel_process::settings::{ConfigError, ConfigErrors, optional, parse_duration};
-use tunnel_process::telemetry::{AccessLogSettings, LogFormat};
+use tunnel_process::telemetry::{AccessLogSettings, AuditSettings, LogFormat, RawAudit};
 use tunnel_proto::transport::{BufferPool, CongestionControl, SessionSettings};
 use tunnel_proto::wire::name::NodeName;
 
@@ -63,6 +63,8 @@ pub struct Config {
     pub log_format: LogFormat,
     /// Settings of the access log.
     pub access_log: AccessLogSettings,
+    /// Settings of the audit log.
+    pub audit: AuditSettings,
     pub limits: Limits,
 }
 
@@ -155,6 +157,14 @@ impl Config {
             worker_threads,
         );
         let (log_level, log_format, access_log) = logging(&settings, &mut errors);
+        let raw_audit = RawAudit {
+            output: settings.audit_log.as_deref(),
+            max_size: settings.audit_log_max_size.as_deref(),
+            max_backups: settings.audit_log_max_backups.as_deref(),
+            query: settings.audit_log_query.as_deref(),
+            command: settings.audit_log_command.as_deref(),
+        };
+        let audit = AuditSettings::check(&mut errors, &access_log, raw_audit);
         let limits = Limits::check(&settings.limits.unwrap_or_default(), &mut errors);
         let Some(node_name) = node_name else {
             return errors.finish(()).and(Err(ConfigError(Vec::new())));
@@ -184,6 +194,7 @@ impl Config {
             log_level,
             log_format,
             access_log,
+            audit,
             limits,
         })
     }

@@ -217,6 +217,32 @@ tunnel_process::layered! {
         #[arg(long, value_name = "COUNT", env = "TUNNEL_AGENT_ACCESS_LOG_SAMPLE", help_heading = "Process")]
         pub access_log_sample: Option<String>,
 
+        /// Output of the audit log, one JSON line for each request or stream in the form of Kubernetes'
+        /// audit.k8s.io/v1 Event: a file, stdout, or off [default: off]
+        #[arg(long, value_name = "OUTPUT", env = "TUNNEL_AGENT_AUDIT_LOG", help_heading = "Process")]
+        pub audit_log: Option<String>,
+
+        /// Size of the file of --audit-log above which it becomes FILE.1 and a new one begins
+        /// [default: 100MiB]
+        #[arg(long, value_name = "SIZE", env = "TUNNEL_AGENT_AUDIT_LOG_MAX_SIZE", help_heading = "Process")]
+        pub audit_log_max_size: Option<String>,
+
+        /// Number of full files of --audit-log that are retained [default: 10]
+        #[arg(long, value_name = "COUNT", env = "TUNNEL_AGENT_AUDIT_LOG_MAX_BACKUPS", help_heading = "Process")]
+        pub audit_log_max_backups: Option<String>,
+
+        /// Parameters of a request's query that its audit event has; the others are left out, and "" leaves
+        /// out all [default: those of a kubelet's exec, attach, portForward and containerLogs except for
+        /// the command]
+        #[arg(long, value_name = "NAMES", env = "TUNNEL_AGENT_AUDIT_LOG_QUERY", help_heading = "Process")]
+        #[serde(deserialize_with = "yaml::text_or_list")]
+        pub audit_log_query: Option<String>,
+
+        /// Record the command of a kubelet's exec and run in audit events, too. Commands can have
+        /// passwords [default: false]
+        #[arg(long, value_name = "BOOL", env = "TUNNEL_AGENT_AUDIT_LOG_COMMAND", num_args = 0..=1, default_missing_value = "true", require_equals = true, help_heading = "Process")]
+        pub audit_log_command: Option<String>,
+
         /// Limits and timers, set in the file only; see [`LIMITS`](super::LIMITS).
         #[arg(skip)]
         pub limits: Option<RawLimits>,

@@ -6,14 +6,17 @@ use std::fmt::{self, Write as _};
 use std::net::IpAddr;
 use std::sync::Arc;
 
+use http::{Request, StatusCode};
 use tokio::time::Instant;
 use tokio_util::sync::CancellationToken;
 use tunnel_process::conn_limiter::source;
 use tunnel_process::shutdown::Shutdown;
-use tunnel_process::telemetry::{LineForm, StreamLines, StreamStage};
-use tunnel_proto::stream_record::{OpenRecord, RecordSinks, StreamEnd, StreamRecord};
+use tunnel_process::telemetry::{LineForm, StreamLines, StreamStage, non_empty};
+use tunnel_proto::audit::{self, ANONYMOUS};
+use tunnel_proto::open_record::{OpenRecord, RecordSinks};
+use tunnel_proto::stream_record::{StreamEnd, StreamRecord};
 use tunnel_proto::transport::ByteCount;
-use tunnel_proto::wire::header::one_line;
+use tunnel_proto::wire::header::{AuditId, StreamHeader, one_line};
 use tunnel_proto::wire::name::{NodeName, Port};
 
 use super::peer::{CallerAddr, CallerIdentity};
@@ -47,7 +50,6 @@ struct IngressSinks {
     source: IpAddr,
     metrics: Metrics,
     open: Option<GaugeGuard>,
-    is_unreadable: bool,
     /// A stream or a dialed connection carries the request.
     has_reached_target: bool,
     recent: Option<Arc<RecentRequests>>,
@@ -57,6 +59,7 @@ struct IngressSinks {
 
 impl RecordSinks<Outcome> for IngressSinks {
     const DROPPED: Outcome = Outcome::CallerGone;
+    const REPORTER: &'static str = "server";
 
     fn end(&self, record: &mut StreamRecord<Outcome>) -> Option<LineForm> {
         if record.end == Outcome::Cut && self.drained.is_cancelled() {
@@ -70,7 +73,7 @@ impl RecordSinks<Outcome> for IngressSinks {
         }
         // A caller cannot cause requests that reach a target faster than the target answers, but
         // refusals cost it nothing.
-        let stage = if self.is_unreadable {
+        let stage = if record.is_unread {
             StreamStage::Unknown
         } else if self.has_reached_target {
             StreamStage::Opened {
@@ -96,7 +99,6 @@ impl AccessLog {
             source: source(peer.source()),
             metrics: metrics.clone(),
             open: None,
-            is_unreadable: false,
             has_reached_target: false,
             recent: None,
             drained: CancellationToken::new(),
@@ -119,6 +121,27 @@ impl AccessLog {
     /// Records the caller's identity, as far as the caller has proved it.
     pub fn caller(&mut self, caller: &CallerIdentity) {
         self.0.caller = one_line(&caller.to_string());
+    }
+
+    /// Records the head of an HTTP request for the audit log.
+    pub fn head<B>(&mut self, request: &Request<B>) {
+        self.0.head = audit::head(request);
+    }
+
+    /// Sets what the records of other ends have in common with this one.
+    pub fn identify(&self, header: &mut StreamHeader) {
+        header.audit_id = Some(self.0.audit_id);
+        header.caller = non_empty(&self.0.caller).unwrap_or(ANONYMOUS).to_owned();
+    }
+
+    /// Returns what the audit events of the request have in common at all ends.
+    pub fn audit_id(&self) -> AuditId {
+        self.0.audit_id
+    }
+
+    /// Records that the tunnel of a TCP service is open.
+    pub fn started(&mut self) {
+        self.0.started();
     }
 
     /// Records that a connection which the server dialed carries the request.
@@ -163,8 +186,13 @@ impl AccessLog {
         }
     }
 
-    /// Records the stream that carries the request. The stream may have carried earlier requests.
-    pub fn carried(&mut self, via: Option<Via>, bytes: ByteCount) {
+    /// Records the stream of an earlier request, which carries this one.
+    pub fn reused(&mut self, via: Option<Via>, bytes: ByteCount, audit_id: Option<AuditId>) {
+        self.carried(via, bytes);
+        self.0.stream = audit_id;
+    }
+
+    fn carried(&mut self, via: Option<Via>, bytes: ByteCount) {
         (self.0.session, self.0.via) = match via {
             Some(Via::Local(session)) => (Some(session), None),
             Some(Via::Replica(replica)) => (None, Some(replica)),
@@ -175,8 +203,10 @@ impl AccessLog {
         self.0.sinks.open = Some(self.0.sinks.metrics.stream());
     }
 
-    pub fn status(&mut self, status: http::StatusCode) {
+    /// Records the status of the response, which begins.
+    pub fn status(&mut self, status: StatusCode) {
         self.0.status = Some(status.as_u16());
+        self.0.started();
     }
 
     /// Records how the request or stream ended.
@@ -184,9 +214,10 @@ impl AccessLog {
         self.0.end = outcome;
     }
 
-    /// Records that the request cannot be read. Only a sample of such records has a line.
+    /// Records that the request cannot be read. Only a sample of such records has a line, and none an
+    /// audit event.
     pub fn unreadable(&mut self) {
-        self.0.sinks.is_unreadable = true;
+        self.0.is_unread = true;
     }
 
     /// Records the request in `recent` as well when it ends, if it is one of a node.

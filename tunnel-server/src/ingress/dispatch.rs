@@ -232,7 +232,8 @@ pub(super) async fn open_tunnel(
         }
     };
     access_log.destination(&destination);
-    let request = stream_request(ingress, &destination, params.key, params.trace_parent);
+    let mut request = stream_request(ingress, &destination, params.key, params.trace_parent);
+    access_log.identify(&mut request.header);
     let mut attempt = TunnelAttempt {
         awaits_reply: params.awaits_reply,
         target_label: destination.to_string(),

@@ -515,6 +515,7 @@ impl Caller {
             &subject,
             &self.ingress.metrics,
         );
+        access_log.head(&request);
         access_log.caller(&self.identity);
         access_log.ends_with(&self.ingress.shutdown);
         let is_of_kubelet = KubeletPath::of(request.uri().path()) != KubeletPath::Other;

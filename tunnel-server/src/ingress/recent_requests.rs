@@ -230,7 +230,7 @@ mod tests {
     use tokio::time::Instant;
     use tunnel_proto::stream_record::{RecordedPeer, StreamEnd};
     use tunnel_proto::wire::code::RefusalCode;
-    use tunnel_proto::wire::header::{StreamKind, Target};
+    use tunnel_proto::wire::header::{StreamHeader, StreamKind, Target};
 
     use super::*;
 
@@ -284,11 +284,11 @@ mod tests {
         let store = RecentRequests::new(RecentRequestLimits::default());
         let mut record = StreamRecord::start(Instant::now(), StreamEnd::ServerStopping);
         record.peer = Some(RecordedPeer::Server("server-2".parse().unwrap()));
-        record.asked(&StreamKind::Forward {
+        record.asked(&StreamHeader::new(StreamKind::Forward {
             node: node(1),
             target: Target::Node(Port::new(9100).unwrap()),
             is_verified: true,
-        });
+        }));
         record.fail(StreamEnd::Refused(RefusalCode::Policy), "no");
         store.record(&record);
         let [request] = &store.of_node(&node(1))[..] else {

@@ -43,7 +43,10 @@ pub async fn serve(
         &mut exchange_guard.access_log,
     ));
     match opening.await {
-        Ok(tunnel) => relay_tunnel(caller, Box::new(tunnel), exchange_guard).await,
+        Ok(tunnel) => {
+            exchange_guard.access_log.started();
+            relay_tunnel(caller, Box::new(tunnel), exchange_guard).await;
+        }
         Err(failure) => exchange_guard.access_log.fail(&failure),
     }
 }

@@ -68,6 +68,7 @@ impl AdminTunnels {
             &subject(&request),
             &self.ingress.metrics,
         );
+        access_log.head(&request);
         let opened = Box::pin(self.open(&request, user, &mut access_log)).await;
         let (tunnel, permit) = match opened {
             Ok(opened) => opened,

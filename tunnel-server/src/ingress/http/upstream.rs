@@ -18,7 +18,7 @@ use tokio_rustls::TlsConnector;
 use tunnel_proto::egress::TargetSocket;
 use tunnel_proto::tls;
 use tunnel_proto::transport::{Stream, source_number};
-use tunnel_proto::wire::header::{StreamHeader, StreamKind};
+use tunnel_proto::wire::header::{AuditId, StreamHeader, StreamKind};
 
 use super::request_body::RequestBody;
 use crate::config::Limit;
@@ -98,7 +98,7 @@ impl UpstreamRequest<'_> {
         {
             let carrier = &upstream.carrier;
             let via = carrier.via.clone();
-            access_log.carried(via.clone(), carrier.bytes.clone());
+            access_log.reused(via.clone(), carrier.bytes.clone(), carrier.audit_id);
             let mut error = match self.send(&mut upstream, sent, replay).await {
                 Ok(response) => return Ok((response, upstream)),
                 Err(error) => error,
@@ -112,9 +112,13 @@ impl UpstreamRequest<'_> {
                 failed = (attempts.resent() == Some(ResendCause::SessionLost)).then_some(error);
             }
         }
-        let trace_parent = self.trace_parent.clone();
-        let stream_request =
-            stream_request(self.ingress, self.destination, self.caller, trace_parent);
+        let mut stream_request = stream_request(
+            self.ingress,
+            self.destination,
+            self.caller,
+            self.trace_parent.clone(),
+        );
+        access_log.identify(&mut stream_request.header);
         let mut attempt = SendAttempt {
             upstream: self,
             request,
@@ -153,12 +157,14 @@ impl UpstreamRequest<'_> {
         opened: OpenStream,
         request: Request<SentBody>,
         replay: Replay,
+        audit_id: AuditId,
     ) -> Result<(Response<Incoming>, Upstream), Box<SendError>> {
         let via = opened.via.clone();
         let carrier = Carrier {
             via: Some(opened.via),
             bytes: opened.stream.bytes(),
             watch: Some(opened.stream.watch()),
+            audit_id: Some(audit_id),
         };
         let unsent = unsent_for_long(&carrier, true);
         let mut upstream = tokio::select! {
@@ -303,7 +309,10 @@ impl Attempt for SendAttempt<'_> {
             Some(Request::from_parts(self.head.clone()?, empty))
         };
         let sent = match self.request.take().or_else(again) {
-            Some(request) => upstream.send_over(opened, request, replay).await,
+            Some(request) => {
+                let audit_id = self.access_log.audit_id();
+                upstream.send_over(opened, request, replay, audit_id).await
+            }
             None => Err(SendError::moved(upstream.destination)),
         };
         sent.map_err(|error| upstream.failed(*error, Some(&via), replay, false))
@@ -331,9 +340,9 @@ pub(in crate::ingress) fn stream_request<'a>(
     StreamRequest {
         node: &destination.node,
         header: StreamHeader {
-            kind: StreamKind::Target(destination.target.clone()),
             trace_parent,
             source: source_number(caller),
+            ..StreamHeader::new(StreamKind::Target(destination.target.clone()))
         },
         caller,
         limit: ingress.limits.open_timeout,
@@ -371,6 +380,7 @@ pub(super) async fn exchange_direct(
         via: None,
         bytes: socket.bytes(),
         watch: None,
+        audit_id: None,
     };
     let mut upstream =
         Upstream::start(TargetConn::Direct(socket), carrier, ingress, target_label).await?;

@@ -5,7 +5,8 @@ use tokio::sync::Semaphore;
 use tokio::time::{Instant, timeout};
 use tracing::debug;
 use tunnel_process::telemetry::{LineForm, StreamLines};
-use tunnel_proto::stream_record::{OpenRecord, RecordSinks, RecordedPeer, StreamEnd, StreamRecord};
+use tunnel_proto::open_record::{OpenRecord, RecordSinks};
+use tunnel_proto::stream_record::{RecordedPeer, StreamEnd, StreamRecord};
 use tunnel_proto::stream_server::{Dialed, DialedTarget, Refused, StreamServer, serve_accepted};
 use tunnel_proto::transport::{IncomingStream, Stream};
 use tunnel_proto::wire::code::RefusalCode;
@@ -82,8 +83,7 @@ impl StreamServer for PeerStream<'_> {
             node: node.clone(),
             header: StreamHeader {
                 kind: StreamKind::Target(target.clone()),
-                trace_parent: header.trace_parent.clone(),
-                source: header.source,
+                ..header.clone()
             },
             caller: CallerKey::Replica {
                 replica: self.replica.clone(),
@@ -119,10 +119,14 @@ static LINES: StreamLines<ReplicaId> = StreamLines::new(
 
 impl RecordSinks for PeerStream<'_> {
     const DROPPED: StreamEnd = StreamEnd::ServerStopping;
+    const REPORTER: &'static str = "server";
 
-    fn end(&self, record: &mut StreamRecord) -> Option<LineForm> {
+    fn describe(&self, record: &mut StreamRecord) {
         record.listener = Some("peers");
         record.peer = Some(RecordedPeer::Server(self.replica.clone()));
+    }
+
+    fn end(&self, record: &mut StreamRecord) -> Option<LineForm> {
         // A refusal of the agent has passed through, as bytes of a stream that was forwarded.
         let forwarded = match record.end {
             StreamEnd::Refused(_) if record.bytes_in > 0 => ForwardResult::Ok,
@@ -131,7 +135,8 @@ impl RecordSinks for PeerStream<'_> {
         let peers = &self.endpoint.peers;
         peers.count(ForwardDirection::In, forwarded);
         (self.endpoint.on_stream)(record);
-        LINES.admit(record.end.stage(), record.end.label(), self.replica.clone())
+        let (stage, code) = (record.end.stage(), record.end.label());
+        LINES.admit(stage, code, self.replica.clone())
     }
 }
 

@@ -19,6 +19,7 @@ use tokio::time::{Instant, timeout};
 use tokio_util::task::{AbortOnDropHandle, TaskTracker};
 use tracing::debug;
 use tunnel_proto::transport::{ByteCount, StreamCut, StreamWatch, find_cause};
+use tunnel_proto::wire::header::AuditId;
 
 use super::target_io::{TargetConn, TargetIo, TargetTraffic};
 use crate::ingress::context::IngressContext;
@@ -62,6 +63,8 @@ pub(crate) struct Carrier {
     pub(crate) bytes: ByteCount,
     /// Observes the stream. `None` for a connection that the server dialed directly.
     pub(crate) watch: Option<StreamWatch>,
+    /// The audit id of the request that opened the stream.
+    pub(crate) audit_id: Option<AuditId>,
 }
 
 /// Drives a connection until it ends.
