@@ -50,6 +50,28 @@ pub enum StreamEnd {
 }
 
 impl StreamEnd {
+    /// Ends that a stream has at both ends of a session, whatever its target is. A metric has a series
+    /// for each from the start on.
+    const COMMON: [Self; 11] = [
+        Self::Ok,
+        Self::ReaderClosed,
+        Self::CutByPeer,
+        Self::ReaderStalled,
+        Self::Refused(RefusalCode::BadHeader),
+        Self::Refused(RefusalCode::Policy),
+        Self::Refused(RefusalCode::TargetRefused),
+        Self::Refused(RefusalCode::TargetTimeout),
+        Self::Refused(RefusalCode::TooManyStreams),
+        Self::Refused(RefusalCode::Draining),
+        Self::Refused(RefusalCode::Internal),
+    ];
+
+    /// Returns the labels of the ends that all streams can have, and of those that only some can.
+    pub fn labels(others: &[Self]) -> impl Iterator<Item = &'static str> {
+        let ends = Self::COMMON.iter().chain(others);
+        ends.map(|end| end.label())
+    }
+
     /// Returns the word for metrics and logs.
     pub fn label(self) -> &'static str {
         match self {

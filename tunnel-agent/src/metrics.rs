@@ -38,9 +38,7 @@ tunnel_process::metrics! {
 
         streams_open: Gauge = "streams_open", "Streams that are being served";
         streams: Family<StreamLabels, Counter> = "streams", "Streams that ended, by result",
-            with_series(STREAM_ENDS.map(|end| StreamLabels {
-                result: StaticLabel(end.label()),
-            }));
+            with_series(stream_labels(&STREAM_ENDS));
         stream_bytes: Family<DirectionLabels, Counter> = "stream_bytes",
             "Bytes relayed to and from targets",
             with_series(Direction::ALL.iter().map(|&direction| DirectionLabels { direction }));
@@ -48,9 +46,7 @@ tunnel_process::metrics! {
             "Connections to listeners for targets of the cloud that are being served";
         cloud_streams: Family<StreamLabels, Counter> = "cloud_streams",
             "Connections to listeners for targets of the cloud that ended, by result",
-            with_series(CLOUD_STREAM_ENDS.map(|end| StreamLabels {
-                result: StaticLabel(end.label()),
-            }));
+            with_series(stream_labels(&CLOUD_STREAM_ENDS));
         dials: Family<DialLabels, Counter> = "dials",
             "Attempts to connect to an address of a target, by result",
             with_series(DialResult::ALL.iter().map(|&result| DialLabels { result }));
@@ -263,41 +259,25 @@ fn renewal_results() -> impl Iterator<Item = &'static str> {
     decided.into_iter().chain(EnrollCode::labels())
 }
 
-/// Every end of a stream that the agent serves. The other codes of refusals are those of
-/// servers.
-const STREAM_ENDS: [StreamEnd; 13] = [
-    StreamEnd::Ok,
-    StreamEnd::ReaderClosed,
-    StreamEnd::CutByPeer,
+fn stream_labels(ends: &[StreamEnd]) -> impl Iterator<Item = StreamLabels> {
+    StreamEnd::labels(ends).map(|label| StreamLabels {
+        result: StaticLabel(label),
+    })
+}
+
+/// Ends that only a stream that the agent serves has. The other codes of refusals are those of servers.
+const STREAM_ENDS: [StreamEnd; 3] = [
     StreamEnd::CutByTarget,
-    StreamEnd::ReaderStalled,
+    StreamEnd::AgentStopping,
     StreamEnd::NoHeader,
-    StreamEnd::Refused(RefusalCode::BadHeader),
-    StreamEnd::Refused(RefusalCode::Policy),
-    StreamEnd::Refused(RefusalCode::TargetRefused),
-    StreamEnd::Refused(RefusalCode::TargetTimeout),
-    StreamEnd::Refused(RefusalCode::TooManyStreams),
-    StreamEnd::Refused(RefusalCode::Draining),
-    StreamEnd::Refused(RefusalCode::Internal),
 ];
 
-/// Every end of a connection to a target of the cloud.
-const CLOUD_STREAM_ENDS: [StreamEnd; 16] = [
-    StreamEnd::Ok,
-    StreamEnd::ReaderClosed,
-    StreamEnd::CutByPeer,
+/// Ends that only a connection to a target of the cloud has.
+const CLOUD_STREAM_ENDS: [StreamEnd; 5] = [
     StreamEnd::CutByCaller,
     StreamEnd::AgentStopping,
-    StreamEnd::ReaderStalled,
     StreamEnd::NoSession,
     StreamEnd::NoReply,
-    StreamEnd::Refused(RefusalCode::BadHeader),
-    StreamEnd::Refused(RefusalCode::Policy),
-    StreamEnd::Refused(RefusalCode::TargetRefused),
-    StreamEnd::Refused(RefusalCode::TargetTimeout),
-    StreamEnd::Refused(RefusalCode::TooManyStreams),
-    StreamEnd::Refused(RefusalCode::Draining),
-    StreamEnd::Refused(RefusalCode::Internal),
     StreamEnd::Refused(RefusalCode::UnknownTarget),
 ];
 
