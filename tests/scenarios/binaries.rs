@@ -53,10 +53,11 @@ impl Stack {
         // The exporter occupies the port on this host, so the server cannot listen on it.
         let ports = ["--http-proxy-ports", &port, "--proxy-port-listen", "off"];
         let setup = ServerSetup::on_loopback(&scratch.path().join("server"));
-        let server = setup.args(&ports).args(server_arguments).start().await?;
+        let setup = setup.audited().args(&ports).args(server_arguments);
+        let server = setup.start().await?;
         let folder = scratch.path().join("agent");
         let agent_setup = server.agent_setup(NODE, &folder).await?;
-        let agent_setup = agent_setup.args(agent_arguments);
+        let agent_setup = agent_setup.audited().args(agent_arguments);
         let agent = agent_setup.start()?;
         let stack = Self {
             agent_setup,

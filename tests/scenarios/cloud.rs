@@ -6,6 +6,7 @@ use std::time::Duration;
 use anyhow::{Context, Result, ensure};
 use serde_json::Value;
 use tokio::time::timeout;
+use tunnel_tests::audit_events::AuditEvents;
 use tunnel_tests::checks::{ensure_contains, ensure_reset, get_ok};
 use tunnel_tests::client::{BodyEnd, ByteStream, RawRequest, request};
 use tunnel_tests::eventually::{eventually, scaled};
@@ -58,12 +59,13 @@ impl Edge {
         let target = Exporter::start(HOST).await?;
         let setup = ServerSetup::on_loopback(&scratch.path().join("server"));
         let setup = setup.args(&["--cloud-apiserver", &target.addr().to_string()]);
-        let server = setup.args(arguments).start().await?;
+        let server = setup.audited().args(arguments).start().await?;
         let address = next_loopback();
         let local = Listener::Cloud.on(address);
         let unknown = SocketAddr::from((address, UNKNOWN_PORT));
         let folder = scratch.path().join("agent");
         let agent = (server.agent_setup(NODE, &folder).await?)
+            .audited()
             .args(&["--transport", transport])
             .args(&["--cloud-listen", &format!("apiserver={local}")])
             .args(&["--cloud-listen", &format!("registry={unknown}")])
@@ -98,6 +100,25 @@ async fn edge_to_cloud(transport: &str) -> Result<()> {
     let dialed = edge.target.addr().to_string();
     ensure!(line["dialed"] == dialed.as_str(), "{line}");
     ensure!(!edge.agent.log().contains(&dialed), "{}", edge.agent);
+    eventually("the event of each end", CONNECT, async || {
+        let event = |events: &AuditEvents| {
+            let events = events.all().into_iter();
+            let events = events.filter(|event| event.is_complete());
+            events.rfind(|event| event.annotation("end") == "ok")
+        };
+        let of_agent = event(edge.agent.audit()).context("no event of the agent")?;
+        let of_server = event(edge.server.audit()).context("no event of the server")?;
+        ensure!(
+            of_agent.audit_id == of_server.audit_id,
+            "{of_agent:?} {of_server:?}"
+        );
+        let user = of_server.user.username.as_deref();
+        ensure!(user == Some("agent:worker-1"), "{of_server:?}");
+        ensure!(of_server.annotation("name") == "apiserver" && of_server.verb == "connect");
+        ensure!(of_server.object_ref.is_none(), "{of_server:?}");
+        Ok(())
+    })
+    .await;
     let streams = "tunnel_server_cloud_streams_total{result=\"ok\"}";
     ensure!(edge.server.metric(streams).await? >= 1);
     Ok(())

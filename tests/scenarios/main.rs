@@ -14,6 +14,7 @@ macro_rules! tests_of {
 mod abuse;
 mod addresses;
 mod answers;
+mod audit;
 mod binaries;
 mod cloud;
 mod cluster;

@@ -53,6 +53,7 @@ impl Servers {
         for (number, arguments) in arguments.iter().enumerate() {
             let status = peering.address(number, Listener::Status).to_string();
             let mut setup = (peering.setup(number)?)
+                .audited()
                 .args(&["--status-listen", &status])
                 .args(&["--proxy-port-listen", "off"])
                 .args(arguments);
@@ -91,7 +92,8 @@ impl Servers {
 
     /// Like [`Servers::agent_at`], with further arguments of the agent.
     async fn agent_with(&self, server: usize, arguments: &[&str]) -> Result<Process> {
-        let agent = self.agent(server).await?.args(&["--replicas", "1"]);
+        let agent = self.agent(server).await?.audited();
+        let agent = agent.args(&["--replicas", "1"]);
         let agent = agent.args(arguments).start()?;
         for (number, other) in self.servers.iter().enumerate() {
             if number != server {

@@ -26,6 +26,7 @@ use tunnel_server::config::{Config as ServerConfig, RawConfig, RawLimits};
 use tunnel_server::routing::registry::Registry;
 use tunnel_store::known_nodes::KnownNodes;
 
+use crate::audit_events::AuditEvents;
 use crate::client::{ClientTls, Endpoint, HttpReply, RawRequest, request};
 use crate::eventually::{eventually, scaled};
 use crate::metrics::metric;
@@ -127,6 +128,7 @@ impl TestEnv {
     }
 
     async fn start_server(&mut self) -> Result<()> {
+        AuditEvents::of_process()?;
         let shutdown = Shutdown::new();
         let starting = tunnel_server::app::App::start(self.config.clone(), shutdown.clone());
         let app = Box::pin(starting).await?;

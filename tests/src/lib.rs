@@ -5,6 +5,7 @@
 
 pub mod access_lines;
 pub mod apiserver;
+pub mod audit_events;
 pub mod ca;
 pub mod checks;
 pub mod client;

@@ -9,6 +9,7 @@ use futures_util::future::try_join_all;
 use serde_json::Value;
 use tokio::io::{AsyncReadExt, AsyncWriteExt};
 use tokio::time::timeout;
+use tunnel_tests::audit_events::{AuditEvent, AuditEvents};
 use tunnel_tests::checks::{ensure_contains, ensure_refused, ensure_reset, ensure_status};
 use tunnel_tests::client::{
     BodyEnd, ByteStream, EgressDialer, Exchange, KeepAliveClient, RawRequest, UpgradeClient,
@@ -50,6 +51,60 @@ async fn every_listener(transport: &str) -> Result<()> {
         Ok(())
     })
     .await;
+    eventually("an event of each stream at each end", CONNECT, async || {
+        events_agree(&hop)
+    })
+    .await;
+    Ok(())
+}
+
+/// Checks that each stream has one event at the server that its caller asked, at the one with the
+/// session, and at the agent, with one id, and that the latter two name the caller as they were told.
+fn events_agree(hop: &Hop) -> Result<()> {
+    let ended = |events: &AuditEvents| {
+        let events = events.all().into_iter();
+        events.filter(AuditEvent::is_complete).collect::<Vec<_>>()
+    };
+    let [first, second] = [0, 1].map(|server| ended(hop.servers.servers[server].audit()));
+    let agent = ended(hop.agent.audit());
+    let mut opened: Vec<_> = (second.iter())
+        .filter(|event| event.annotation("hop-to") == "s0" && event.annotation("stream").is_empty())
+        .collect();
+    let listeners: BTreeSet<_> = opened
+        .iter()
+        .map(|event| event.annotation("listener"))
+        .collect();
+    ensure!(listeners == BTreeSet::from(["connect", "http", "service"]));
+    for event in &opened {
+        let same = |events: &[AuditEvent]| {
+            let mut events = events
+                .iter()
+                .filter(|other| other.audit_id == event.audit_id);
+            let one = events
+                .next()
+                .cloned()
+                .with_context(|| format!("no other of {event:?}"))?;
+            ensure!(events.next().is_none(), "two others of {event:?}");
+            Ok(one)
+        };
+        let (forwarded, dialed) = (same(&first)?, same(&agent)?);
+        ensure!(forwarded.annotation("hop-from") == "s1", "{forwarded:?}");
+        for claimed in [&forwarded, &dialed] {
+            let user = claimed.user.username.as_deref();
+            ensure!(user == Some("system:anonymous"), "{claimed:?}");
+        }
+        ensure!(
+            forwarded.annotation("user-claimed-by") == "s1",
+            "{forwarded:?}"
+        );
+        ensure!(
+            dialed.annotation("user-claimed-by") == "server",
+            "{dialed:?}"
+        );
+    }
+    opened.retain(|event| event.annotation("end") != "ok");
+    let ends: BTreeSet<_> = opened.iter().map(|event| event.annotation("end")).collect();
+    ensure!(ends.len() >= 2, "refused and cut: {ends:?}");
     Ok(())
 }
 
@@ -123,7 +178,7 @@ struct Hop {
     half_close: HalfCloseTarget,
     /// A target that the agent's dial policy forbids.
     denied: EchoTarget,
-    _agent: Process,
+    agent: Process,
     _reset: ResetTarget,
     _scratch: ScratchDir,
 }
@@ -159,7 +214,7 @@ impl Hop {
             echo,
             half_close,
             denied,
-            _agent: agent,
+            agent,
             _reset: reset,
             _scratch: scratch,
         })

@@ -10,6 +10,7 @@ use anyhow::{Context, Result, ensure};
 use serde_json::Value;
 
 use super::{Log, Process, Program, next_loopback};
+use crate::audit_events::AuditEvents;
 use crate::checks::get_ok;
 use crate::client::HttpReply;
 use crate::eventually::eventually;
@@ -54,6 +55,11 @@ impl<P> Setup<P> {
             data_dir,
             own_group: false,
         }
+    }
+
+    /// Checks each audit event of the program, see [`AuditEvents`].
+    pub fn audited(self) -> Self {
+        self.args(&["--audit-log", "stdout"])
     }
 
     pub fn arguments(&self) -> &[String] {
@@ -198,6 +204,11 @@ impl Server {
 
     pub fn log(&self) -> &Log {
         self.process.log()
+    }
+
+    /// Returns the audit events that the server has written to its standard output.
+    pub fn audit(&self) -> &AuditEvents {
+        self.process.audit()
     }
 
     pub fn process(&mut self) -> &mut Process {

@@ -7,6 +7,8 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use tokio::io::{AsyncBufReadExt, AsyncRead, BufReader};
 use tokio::sync::watch;
 
+use crate::audit_events::AuditEvents;
+
 /// The lines that a process has written to its standard output and error, in the order they were
 /// read.
 ///
@@ -57,8 +59,8 @@ impl Log {
         }
     }
 
-    /// Adds each line of `source` until its end.
-    pub(crate) async fn fill_from(self, source: impl AsyncRead + Unpin) {
+    /// Adds each line of `source` until its end, or passes it to `audit` if it is an audit event.
+    pub(crate) async fn fill_from(self, source: impl AsyncRead + Unpin, audit: AuditEvents) {
         let mut source = BufReader::new(source);
         let mut line = Vec::new();
         while source
@@ -66,7 +68,10 @@ impl Log {
             .await
             .is_ok_and(|n| n > 0)
         {
-            self.push(String::from_utf8_lossy(&line).trim_end().to_owned());
+            let text = String::from_utf8_lossy(&line);
+            if !audit.take(text.trim_end()) {
+                self.push(text.trim_end().to_owned());
+            }
             line.clear();
         }
     }

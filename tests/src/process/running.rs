@@ -13,6 +13,7 @@ use tokio::task::JoinSet;
 use tokio::time::timeout;
 
 use super::{Log, Terminal};
+use crate::audit_events::AuditEvents;
 use crate::eventually::scaled;
 use crate::netns::Namespace;
 use crate::tools::{Skip, Tool, bin_dir};
@@ -137,18 +138,19 @@ impl Program {
 
     /// Collects the output of the pipes that `child` still has.
     fn logged(self, mut child: Child) -> Process {
-        let log = Log::new();
+        let (log, audit) = (Log::new(), AuditEvents::default());
         let mut readers = JoinSet::new();
         if let Some(out) = child.stdout.take() {
-            readers.spawn(log.clone().fill_from(out));
+            readers.spawn(log.clone().fill_from(out, audit.clone()));
         }
         if let Some(err) = child.stderr.take() {
-            readers.spawn(log.clone().fill_from(err));
+            readers.spawn(log.clone().fill_from(err, audit.clone()));
         }
         Process {
             label: self.label,
             child,
             log,
+            audit,
             readers,
         }
     }
@@ -257,6 +259,7 @@ pub struct Process {
     label: String,
     child: Child,
     log: Log,
+    audit: AuditEvents,
     readers: JoinSet<()>,
 }
 
@@ -268,6 +271,11 @@ impl Process {
 
     pub fn log(&self) -> &Log {
         &self.log
+    }
+
+    /// Returns the audit events that the process has written to its standard output.
+    pub fn audit(&self) -> &AuditEvents {
+        &self.audit
     }
 
     /// Waits for a line for which `look` returns a value.

@@ -1,0 +1,354 @@
+//! The audit log: one event for each stream of every listener at each end, without secrets, and what
+//! becomes of it when its output is full, rotates or stands still.
+
+use std::fs;
+use std::path::Path;
+use std::time::Duration;
+
+use anyhow::{Context, Result, ensure};
+use tokio::io::{AsyncBufReadExt as _, AsyncWriteExt as _, BufReader};
+use tokio::time::timeout;
+use tunnel_server::config::RawTcpService;
+use tunnel_tests::audit_events::{AuditEvent, AuditEvents, CANARY};
+use tunnel_tests::checks::{ensure_contains, ensure_refused, ensure_reset, ensure_status};
+use tunnel_tests::client::{ByteStream, Endpoint, RawRequest, UpgradeClient, request};
+use tunnel_tests::env::{TestEnv, WAIT_TIMEOUT};
+use tunnel_tests::eventually::{eventually, scaled};
+use tunnel_tests::metrics::meta_page;
+use tunnel_tests::process::{Listener, ScratchDir, Server, ServerSetup};
+use tunnel_tests::targets::{EchoTarget, Exporter, FakeKubelet};
+use tunnel_tests::tools::or_skip;
+
+use super::credentials::disk::SmallDisk;
+
+/// Time limit for the start of processes.
+const START: Duration = Duration::from_secs(15);
+
+/// Requests with a secret in every part that may have one.
+fn with_secrets(host: &str, path: &str) -> RawRequest {
+    RawRequest::new(
+        "POST",
+        &format!("{path}?token={CANARY}&tailLines=3&command={CANARY}"),
+        host,
+    )
+    .header("Connection", "close")
+    .header("User-Agent", "audit-test/1")
+    .header("Authorization", &format!("Bearer {CANARY}"))
+    .header("Proxy-Authorization", &format!("Basic {CANARY}"))
+    .header("Cookie", &format!("session={CANARY}"))
+    .body(CANARY)
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn streams_of_every_listener_have_one_event_at_each_end() -> Result<()> {
+    let (echo, exporter) = (
+        EchoTarget::start().await?,
+        Exporter::start("worker-1").await?,
+    );
+    let (kubelet, tls) = (
+        FakeKubelet::plain("worker-1").await?,
+        FakeKubelet::start("worker-1").await?,
+    );
+    let scratch = ScratchDir::new()?;
+    let passwords = scratch.file("passwords", format!("ops:{CANARY}\n"))?;
+    let env = TestEnv::start_with(|settings| {
+        settings.connect_listen = Some("127.0.0.1:0".to_owned());
+        settings.connect_auth = Some(passwords.to_string_lossy().into_owned());
+        settings.services = vec![RawTcpService {
+            name: "raw".into(),
+            listen: "127.0.0.1:0".into(),
+            node: "worker-1".into(),
+            target: echo.addr().port().to_string(),
+            protocol: None,
+        }];
+    })
+    .await?;
+    let _agent = env.agent("worker-1").await?;
+    let host = |port: u16| format!("worker-1:{port}");
+
+    let ok = request(
+        env.http(),
+        &with_secrets(&host(exporter.addr().port()), "/upload"),
+    )
+    .await?;
+    ensure_status(&ok, 200)?;
+    let refused = request(env.http(), &with_secrets(&host(22), "/")).await?;
+    ensure_refused(&refused, 403, "refused_by_policy")?;
+    let unknown = request(env.http(), &with_secrets("nobody:9100", "/")).await?;
+    ensure_refused(&unknown, 400, "unknown_node")?;
+    let cut = RawRequest::get(&host(exporter.addr().port()), "/reset-mid-body");
+    let _cut = request(env.http(), &cut).await;
+    let get = RawRequest::get(&host(tls.addr().port()), "/healthz");
+    ensure_status(&request(env.https("worker-1")?, &get).await?, 200)?;
+    let exec = format!("/exec/default/pod/c?script=reset&tty=1&command={CANARY}");
+    let exec = UpgradeClient::spdy(&host(kubelet.addr().port()), &exec);
+    let mut exec = exec.connect(env.http()).await?.switched()?;
+    exec.send(b"x").await?;
+    ensure_reset(&exec.read_to_end().await.ended)?;
+    let mut service = ByteStream::connect(Endpoint::plain(env.bound().services[0].1)).await?;
+    service.send(CANARY.as_bytes()).await?;
+    ensure!(service.receive(CANARY.len()).await? == CANARY.as_bytes());
+    service.reset().await?;
+    let connect = Endpoint::plain(env.bound().connect.context("no CONNECT listener")?);
+    let target = host(echo.addr().port());
+    for password in [CANARY, "wrong"] {
+        let credentials = base64_of(&format!("ops:{password}"));
+        let mut tunnel = ByteStream::connect(connect.clone()).await?;
+        let head = RawRequest::new("CONNECT", &target, &target)
+            .header("Proxy-Authorization", &format!("Basic {credentials}"));
+        tunnel.send(&head.bytes()).await?;
+        tunnel.finish().await?;
+        tunnel.read_to_end().await;
+    }
+
+    let events = AuditEvents::of_process()?;
+    // Listener, verb, URI, status, end, events at the agent.
+    let expected = [
+        ("http", "create", "/upload?tailLines=3", Some(200), "ok", 1),
+        (
+            "http",
+            "create",
+            "/?tailLines=3",
+            Some(403),
+            "refused_by_policy",
+            0,
+        ),
+        (
+            "http",
+            "create",
+            "/?tailLines=3",
+            Some(400),
+            "unknown_node",
+            0,
+        ),
+        ("http", "get", "/reset-mid-body", Some(200), "cut", 1),
+        ("https", "get", "/healthz", Some(200), "ok", 1),
+        (
+            "http",
+            "get",
+            "/exec/default/pod/c?tty=1",
+            Some(101),
+            "cut",
+            1,
+        ),
+        ("service", "connect", "", None, "caller_gone", 1),
+        ("connect", "connect", &*target, Some(200), "ok", 1),
+        (
+            "connect",
+            "connect",
+            &*target,
+            Some(407),
+            "proxy_auth_required",
+            0,
+        ),
+    ];
+    for (listener, verb, uri, status, end, at_agent) in expected {
+        let what = format!("the events of {listener} {verb} {uri} {end}");
+        let event = eventually(&what, WAIT_TIMEOUT, async || {
+            let all = complete(&events);
+            let is_meant = |event: &&AuditEvent| {
+                event.annotation("listener") == listener
+                    && (&*event.verb, &*event.request_uri) == (verb, uri)
+                    && (event.response_status.code, event.annotation("end")) == (status, end)
+            };
+            let meant: Vec<_> = all.iter().filter(is_meant).collect();
+            ensure!(meant.len() == 1, "{all:#?}");
+            let of_agent = all.iter().filter(|event| {
+                event.audit_id == meant[0].audit_id && event.annotation("reporter") == "agent"
+            });
+            ensure!(of_agent.count() == at_agent, "{all:#?}");
+            Ok(meant[0].clone())
+        })
+        .await;
+        let user = event.user.username.as_deref().unwrap_or_default();
+        let expected = match (listener, end) {
+            ("connect", "ok") => "user:ops",
+            (_, _) => "system:anonymous",
+        };
+        ensure!(user == expected, "{event:?}");
+        ensure!(
+            event.source_ips.iter().all(|ip| ip.is_loopback()),
+            "{event:?}"
+        );
+        ensure!(event.source_ips.len() == 1, "{event:?}");
+        if let Some(object) = &event.object_ref {
+            ensure!(object["name"] == "worker-1", "{event:?}");
+            ensure!(object["resource"] == "nodes" && object["subresource"] == "proxy");
+        } else {
+            ensure!(
+                ["unknown_node", "proxy_auth_required"].contains(&end),
+                "{event:?}"
+            );
+        }
+    }
+    let claimed = complete(&events).into_iter().find(|event| {
+        event.annotation("user-claimed-by") == "server"
+            && event.user.username.as_deref() == Some("user:ops")
+    });
+    ensure!(
+        claimed.is_some(),
+        "the agent names the caller as the server says"
+    );
+    Ok(())
+}
+
+fn complete(events: &AuditEvents) -> Vec<AuditEvent> {
+    let events = events.all().into_iter();
+    events.filter(AuditEvent::is_complete).collect()
+}
+
+fn base64_of(text: &str) -> String {
+    use base64::Engine as _;
+    base64::engine::general_purpose::STANDARD.encode(text)
+}
+
+/// Sends requests for a node that does not exist at once, and waits for all refusals. The event of each
+/// has about 1 KiB.
+async fn refused(server: &Server, requests: usize) -> Result<()> {
+    let path = "x".repeat(400);
+    let request = format!("GET /{path} HTTP/1.1\r\nHost: nobody:9100\r\n\r\n");
+    let mut caller = ByteStream::connect(server.address(Listener::Http)).await?;
+    let (reader, mut writer) = tokio::io::split(&mut caller);
+    let mut answers = BufReader::new(reader).lines();
+    let read = async {
+        let mut refused = 0;
+        while refused < requests {
+            let line = answers.next_line().await?.context("the connection ended")?;
+            refused += usize::from(line.starts_with("HTTP/1.1 400"));
+        }
+        anyhow::Ok(())
+    };
+    let requests = request.repeat(requests);
+    let written = async { writer.write_all(requests.as_bytes()).await.context("send") };
+    tokio::try_join!(read, written)?;
+    Ok(())
+}
+
+/// Starts a server with this audit log.
+async fn start(scratch: &ScratchDir, audit: &Path, arguments: &[&str]) -> Result<Server> {
+    let setup = ServerSetup::on_loopback(&scratch.path().join("server"));
+    let setup = setup.args(&["--audit-log", &audit.to_string_lossy()]);
+    setup.args(arguments).start().await
+}
+
+/// Returns the number of events in a file, each of which must be whole.
+fn events_in(file: &Path) -> Result<usize> {
+    let text = fs::read_to_string(file).with_context(|| file.display().to_string())?;
+    for line in text.lines() {
+        let event: AuditEvent = serde_json::from_str(line).with_context(|| line.to_owned())?;
+        ensure!(event.is_complete(), "{event:?}");
+    }
+    Ok(text.lines().count())
+}
+
+const LOST: &str = "tunnel_server_log_lines_dropped_total{kind=\"audit\"}";
+
+async fn condition(server: &Server) -> Result<String> {
+    meta_page(server.address(Listener::Meta), "/readyz?verbose").await
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn full_disk_stops_no_request_is_a_condition_and_leaves_whole_events() -> Result<()> {
+    let scratch = ScratchDir::new()?;
+    let folder = scratch.path().join("disk");
+    let Some(disk) = or_skip(SmallDisk::new(&folder, 512)) else {
+        return Ok(());
+    };
+    let file = folder.join("audit.log");
+    let server = start(&scratch, &file, &[]).await?;
+    refused(&server, 20).await?;
+    eventually("events", START, async || {
+        ensure!(events_in(&file)? == 20);
+        Ok(())
+    })
+    .await;
+    let filler = disk.fill();
+    refused(&server, 1_000).await?;
+    eventually("the condition", START, async || {
+        ensure!(server.metric(LOST).await? > 0, "nothing was lost");
+        let lost = [
+            "[!] audit: audit events are lost",
+            "No space left on device",
+        ];
+        ensure_contains(&condition(&server).await?, &lost)
+    })
+    .await;
+    let before = events_in(&file)?;
+    ensure!(before < 1_020, "{before} events");
+    fs::remove_file(filler)?;
+    refused(&server, 10).await?;
+    eventually("events after there is space", START, async || {
+        let (now, lost) = (events_in(&file)?, server.metric(LOST).await?);
+        ensure!(now >= before + 10, "{now} events after {before}");
+        ensure!(now as u64 + lost == 1_030, "{now} events, {lost} lost");
+        let log = server.log();
+        ensure!(log.contains("audit events were lost"), "{log}");
+        Ok(())
+    })
+    .await;
+    Ok(())
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn reader_that_stands_still_stops_no_request_and_4_mib_wait_for_it() -> Result<()> {
+    let scratch = ScratchDir::new()?;
+    let fifo = scratch.path().join("audit.fifo");
+    let made = std::process::Command::new("mkfifo").arg(&fifo).status()?;
+    ensure!(made.success(), "mkfifo");
+    // Open at both ends, since the server's end opens once there is a reader.
+    let held = fs::File::options().read(true).write(true).open(&fifo)?;
+    let server = start(&scratch, &fifo, &[]).await?;
+    refused(&server, 2_000).await?;
+    ensure!(server.metric(LOST).await? == 0, "they wait");
+    refused(&server, 4_000).await?;
+    let lost = server.metric(LOST).await?;
+    ensure!(
+        (1_000..4_000).contains(&lost),
+        "{lost} of 6,000 events were lost"
+    );
+    ensure_contains(
+        &condition(&server).await?,
+        &["[!] audit: audit events were lost"],
+    )?;
+    let reading = std::thread::spawn(move || {
+        let lines = std::io::BufRead::lines(std::io::BufReader::new(held));
+        let lines = lines.take(6_000 - usize::try_from(lost).unwrap_or_default());
+        lines.map_while(Result::ok).count()
+    });
+    let reported = server
+        .log()
+        .find(|line| line.contains("audit events were lost").then_some(()));
+    timeout(scaled(START), reported).await.context("no line")?;
+    let events = tokio::task::spawn_blocking(move || reading.join()).await?;
+    let events = events.ok().context("the reader panicked")?;
+    ensure!(events as u64 + lost == 6_000, "{events} events");
+    Ok(())
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn full_file_begins_again_and_the_last_ones_are_retained() -> Result<()> {
+    let scratch = ScratchDir::new()?;
+    let file = scratch.path().join("audit.log");
+    let rotation = [
+        "--audit-log-max-size",
+        "1MiB",
+        "--audit-log-max-backups",
+        "2",
+    ];
+    let server = start(&scratch, &file, &rotation).await?;
+    let backup = |number: u32| scratch.path().join(format!("audit.log.{number}"));
+    for _ in 0..5 {
+        refused(&server, 1_000).await?;
+    }
+    // The last event is written before the process ends.
+    server.into_process().stop(START).await?;
+    let mut events = 0;
+    for file in [file, backup(1), backup(2)] {
+        let length = fs::metadata(&file)?.len();
+        ensure!(length <= 1 << 20, "{length} bytes");
+        events += events_in(&file)?;
+    }
+    ensure!((1_500..4_000).contains(&events), "{events} events");
+    ensure!(!backup(3).exists(), "a third full file");
+    Ok(())
+}
