@@ -18,6 +18,7 @@ pub mod meta;
 pub mod metrics;
 pub mod name_list;
 pub mod panics;
+pub mod query;
 pub mod secrets;
 pub mod serve_bounded;
 pub mod settings;

@@ -37,6 +37,7 @@ use self::documents::Documents;
 use super::accept::RetryingListener;
 use super::conn_limiter::{ConnLimits, source};
 use super::metrics::exposition::Exposition;
+use super::query::parameters;
 use super::serve_bounded::serve_bounded;
 use super::shutdown::Shutdown;
 use super::telemetry::audit_condition;
@@ -387,9 +388,7 @@ impl MetaState {
 /// Returns whether a query has the key `verbose`, with or without a value. The proxy of kube-apiserver
 /// sends `verbose=` for `verbose`.
 fn is_verbose(query: Option<&str>) -> bool {
-    let keys = query.unwrap_or_default().split('&');
-    keys.map(|pair| pair.split_once('=').map_or(pair, |(key, _)| key))
-        .any(|key| key == "verbose")
+    parameters(query.unwrap_or_default()).any(|(key, _)| key == "verbose")
 }
 
 /// Returns the address at which this host reaches a listener on `address`: loopback if the listener

@@ -4,6 +4,7 @@
 use std::collections::BTreeMap;
 
 use serde::Serialize;
+use tunnel_process::query::{RepeatedParameter, parameters, set_once};
 use tunnel_proto::wire::name::{Port, PortError, ReplicaId};
 
 use crate::admin::status::NodeStatus;
@@ -32,8 +33,8 @@ pub enum DiscoveryError {
     InvalidScheme,
     #[error("parameter connected is not valid; use true or false")]
     InvalidConnected,
-    #[error("parameter {0} occurs twice")]
-    Repeated(&'static str),
+    #[error(transparent)]
+    Repeated(#[from] RepeatedParameter),
     /// The name comes from the caller and is not repeated.
     #[error("unknown parameter; use port, scheme and connected")]
     Unknown,
@@ -47,8 +48,7 @@ impl DiscoveryQuery {
     /// Returns a [`DiscoveryError`] for the first parameter that is not valid.
     pub fn parse(query: &str) -> Result<Self, DiscoveryError> {
         let (mut port, mut scheme, mut connected) = (None, None, None);
-        for parameter in query.split('&').filter(|parameter| !parameter.is_empty()) {
-            let (name, value) = parameter.split_once('=').unwrap_or((parameter, ""));
+        for (name, value) in parameters(query) {
             match name {
                 "port" => {
                     let number = value.parse::<Port>();
@@ -82,13 +82,6 @@ impl DiscoveryQuery {
     /// Returns the [`PortPolicyError`] of the listeners.
     pub fn authorize(&self, policy: &PortPolicy) -> Result<(), PortPolicyError> {
         policy.entry(self.port).map(drop)
-    }
-}
-
-fn set_once<T>(slot: &mut Option<T>, value: T, name: &'static str) -> Result<(), DiscoveryError> {
-    match slot.replace(value) {
-        None => Ok(()),
-        Some(_) => Err(DiscoveryError::Repeated(name)),
     }
 }
 
@@ -276,7 +269,10 @@ mod tests {
             ("port=0", DiscoveryError::InvalidPort(PortError)),
             ("port=65536", DiscoveryError::InvalidPort(PortError)),
             ("port=%39100", DiscoveryError::InvalidPort(PortError)),
-            ("port=9100&port=9100", DiscoveryError::Repeated("port")),
+            (
+                "port=9100&port=9100",
+                DiscoveryError::Repeated(RepeatedParameter("port")),
+            ),
             ("port=9100&scheme=ftp", DiscoveryError::InvalidScheme),
             ("port=9100&connected=yes", DiscoveryError::InvalidConnected),
             ("port=9100&job=a", DiscoveryError::Unknown),

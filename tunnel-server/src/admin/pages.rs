@@ -6,6 +6,7 @@ use std::io;
 use std::ops::Bound;
 
 use serde::{Deserialize, Serialize};
+use tunnel_process::query::{RepeatedParameter, parameters, set_once};
 use tunnel_proto::wire::name::{NameError, NodeName};
 
 use super::RevocationInfo;
@@ -28,8 +29,8 @@ pub enum PageError {
     Limit,
     #[error("parameter continue is not a token of a list; begin again without it")]
     Continue,
-    #[error("parameter {0} occurs twice")]
-    Repeated(&'static str),
+    #[error(transparent)]
+    Repeated(#[from] RepeatedParameter),
     #[error("unknown parameter; use limit and continue")]
     Unknown,
 }
@@ -51,8 +52,7 @@ impl PageQuery {
     /// Returns a [`PageError`] for the first parameter that is not valid.
     pub fn parse(query: &str) -> Result<Self, PageError> {
         let (mut limit, mut after) = (None, None);
-        for parameter in query.split('&').filter(|parameter| !parameter.is_empty()) {
-            let (name, value) = parameter.split_once('=').unwrap_or((parameter, ""));
+        for (name, value) in parameters(query) {
             match name {
                 "limit" => {
                     let number = value.parse::<u64>().ok().filter(|number| *number > 0);
@@ -82,13 +82,6 @@ impl PageQuery {
 
     fn bound(&self) -> Bound<&NodeName> {
         (self.after.as_ref()).map_or(Bound::Unbounded, Bound::Excluded)
-    }
-}
-
-fn set_once<T>(slot: &mut Option<T>, value: T, name: &'static str) -> Result<(), PageError> {
-    match slot.replace(value) {
-        None => Ok(()),
-        Some(_) => Err(PageError::Repeated(name)),
     }
 }
 

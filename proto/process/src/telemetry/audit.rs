@@ -19,6 +19,7 @@ use super::log_writer::{BatchWriter, Flusher, LineKind, LogReporter};
 use super::output::LogOutput;
 use super::sanitize::Sanitizer;
 use crate::limits::{count, size};
+use crate::query::parameters;
 use crate::settings::ConfigErrors;
 
 /// The settings of the audit log.
@@ -231,11 +232,14 @@ impl AuditLog {
     /// Returns the parameters of a query that events have, with their `?`.
     pub fn query(&self, query: &str) -> String {
         let mut kept = String::new();
-        for parameter in query.split('&') {
-            let (name, _value) = parameter.split_once('=').unwrap_or((parameter, ""));
+        for (name, value) in parameters(query) {
             if self.settings.has_parameter(name) {
                 kept.push(if kept.is_empty() { '?' } else { '&' });
-                kept.push_str(parameter);
+                kept.push_str(name);
+                if !value.is_empty() {
+                    kept.push('=');
+                    kept.push_str(value);
+                }
             }
         }
         kept

@@ -60,10 +60,13 @@ fn queries_are_parsed_bounded_and_refused() {
         ("continue=", Err(PageError::Continue)),
         ("continue=%2e%2e", Err(PageError::Continue)),
         ("continue=a_b", Err(PageError::Continue)),
-        ("limit=1&limit=1", Err(PageError::Repeated("limit"))),
+        (
+            "limit=1&limit=1",
+            Err(PageError::Repeated(RepeatedParameter("limit"))),
+        ),
         (
             "continue=a&continue=a",
-            Err(PageError::Repeated("continue")),
+            Err(PageError::Repeated(RepeatedParameter("continue"))),
         ),
         ("job=a", Err(PageError::Unknown)),
     ] {
