@@ -150,7 +150,7 @@ pub fn has_supported_coding(headers: &HeaderMap) -> bool {
 /// field, or its Connection field contains "upgrade" anywhere, which is enough for kube-apiserver
 /// (`IsUpgradeRequest` of `staging/src/k8s.io/apimachinery/pkg/util/httpstream`). This test matches
 /// more requests than an HTTP server treats as upgrades, since what it matches is refused.
-fn may_be_upgrade(headers: &HeaderMap) -> bool {
+pub(crate) fn may_be_upgrade(headers: &HeaderMap) -> bool {
     let has_upgrade = |value: &[u8]| {
         let mut windows = value.windows(b"upgrade".len());
         windows.any(|window| window.eq_ignore_ascii_case(b"upgrade"))

@@ -6,6 +6,7 @@ pub mod decision;
 pub mod destination;
 pub mod dial_policy;
 pub mod directory;
+pub mod operation;
 pub mod pod;
 pub mod policy;
 pub mod routes;
