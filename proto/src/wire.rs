@@ -8,6 +8,7 @@ pub mod enroll;
 pub mod frame;
 pub mod header;
 pub mod name;
+pub mod name_pattern;
 pub mod order;
 pub mod peer;
 pub mod ports;

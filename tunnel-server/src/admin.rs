@@ -52,8 +52,8 @@ pub mod verbs;
 
 pub use client::{AdminClient, AdminError};
 pub use message::{
-    AgentCommand, CreateToken, CreatedToken, ErrorBody, ForgetOutcome, NodesOrder, OrderOutcome,
-    RevocationInfo, RunningServer, agent_command,
+    AgentCommand, ApproveOutcome, CreateToken, CreatedToken, ErrorBody, ForgetOutcome, NodesOrder,
+    OrderOutcome, RevocationInfo, RunningServer, TokenNodes, agent_command,
 };
 #[cfg(feature = "test-util")]
 pub use node_metrics::ExampleNodeMetrics;
@@ -212,6 +212,11 @@ async fn answer(
             let page = move |state: Arc<AdminState>| state.sources.page_of(&names, PAGE_MAX);
             value(StatusCode::OK, &blocking(state, page).await?)
         }
+        ("POST", ["nodes", "approve"]) => {
+            let names = node_names(&read::<NamedNodes>(request, NAMES_MAX_BYTES).await?.nodes)?;
+            let approve = move |state: Arc<AdminState>| approve_nodes(&state, &names);
+            value(StatusCode::OK, &blocking(state, approve).await??)
+        }
         ("POST", ["nodes", "forget"]) => {
             let names = node_names(&read::<NamedNodes>(request, NAMES_MAX_BYTES).await?.nodes)?;
             let forget = move |state: Arc<AdminState>| forget_nodes(&state, &names);
@@ -265,26 +270,24 @@ fn create_token(
             node = token_request.node
         )));
     }
-    let ttl = Duration::from_secs(token_request.ttl_seconds);
     let now = SystemTime::now();
-    let order = state.revocations.of_node(&token_request.node);
-    let token = state
-        .tokens
+    let token = token_request
         .create(
-            &NodeOrder::new(&token_request.node, order),
-            ttl,
-            token_request.ips.clone(),
+            &state.tokens,
+            &state.nodes,
+            &state.revocations,
             state.ca.spki_sha256(),
             now,
         )
         .map_err(|error| match error {
-            CreateTokenError::InvalidTtl => RequestError::bad_request(error.to_string()),
+            CreateTokenError::InvalidTtl
+            | CreateTokenError::InvalidUses
+            | CreateTokenError::Options(_) => RequestError::bad_request(error.to_string()),
             CreateTokenError::Revoked(_) => RequestError::conflict(&error),
             CreateTokenError::File(_) | CreateTokenError::Token(_) => {
                 RequestError::internal(&error)
             }
         })?;
-    state.nodes.record(&token_request.node, &token_request.ips);
     state
         .nodes
         .save()
@@ -293,9 +296,19 @@ fn create_token(
     Ok(CreatedToken::new(
         &token,
         &token_request.node,
-        now + ttl,
+        now + token_request.ttl(),
         &state.advertised,
     ))
+}
+
+/// Admits nodes that wait for it. Blocks the thread.
+fn approve_nodes(state: &AdminState, names: &[NodeName]) -> Result<ApproveOutcome, RequestError> {
+    let approved = state.tokens.approve(names);
+    let approved = approved.map_err(|error| RequestError::internal(&error))?;
+    for node in &approved {
+        info!(%node, "node approved");
+    }
+    Ok(ApproveOutcome::of(names, &approved))
 }
 
 /// Revokes a token. Blocks the thread.

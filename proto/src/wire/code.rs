@@ -167,6 +167,8 @@ codes! {
         NotOffered = 11 "not_offered",
         /// The requester did not prove that it holds the key of the certificate to renew.
         BadProof = 12 "bad_proof",
+        /// An operator has to approve the node first. Retry later.
+        Pending = 13 "pending",
     }
 }
 
@@ -195,7 +197,7 @@ impl EnrollCode {
     /// Returns whether the same request may succeed later without an operator.
     pub fn is_retryable(self) -> bool {
         match self {
-            Self::RateLimited | Self::Unavailable | Self::Unknown(_) => true,
+            Self::RateLimited | Self::Unavailable | Self::Pending | Self::Unknown(_) => true,
             Self::BadRequest
             | Self::BadToken
             | Self::TokenExpired

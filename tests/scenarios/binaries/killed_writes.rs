@@ -137,6 +137,8 @@ impl Writer {
                 let request = CreateToken {
                     // No order is about this node, so that no token is void.
                     node: format!("{}-new", self.node).parse()?,
+                    uses: None,
+                    needs_approval: false,
                     ttl_seconds: 3600,
                     ips: Vec::new(),
                 };

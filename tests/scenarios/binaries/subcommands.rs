@@ -352,13 +352,17 @@ const HELP: &[(&str, &str, &str)] = &[
     ),
     (SERVER, "check-config", "--config"),
     (SERVER, "token", "create list revoke"),
-    (SERVER, "token create", "--node --ttl --ip --offline"),
+    (
+        SERVER,
+        "token create",
+        "--node --uses --approve --ttl --ip --offline",
+    ),
     (SERVER, "token list", "--data-dir"),
     (SERVER, "token revoke", "--data-dir"),
     (
         SERVER,
         "nodes",
-        "--output table wide json name --away --watch revoke unrevoke reissue revocations forget",
+        "--output table wide json name --away --watch revoke unrevoke reissue approve revocations forget",
     ),
     (SERVER, "nodes forget", "--data-dir"),
     (

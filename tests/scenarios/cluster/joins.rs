@@ -55,7 +55,7 @@ async fn real_joins_cost_little_in_etcd_and_in_watches_and_servers_answer_meanwh
     let at_rest = servers.each_ref().map(Observed::resident);
     let before = Cost::so_far(&cluster_env).await?;
     let began = Instant::now();
-    let joiner = Joiner::new(&servers).await?;
+    let joiner = Arc::new(Joiner::new(&servers).await?);
     let joining = joiner.join_all(joins);
     tokio::pin!(joining);
     let (mut answers, mut slowest) = (0, BTreeMap::<_, Duration>::new());
@@ -103,6 +103,69 @@ async fn real_joins_cost_little_in_etcd_and_in_watches_and_servers_answer_meanwh
     ensure!(peak <= SERVER_MAX_KIB, "{peaks:?}");
     drop(agents);
     Ok(())
+}
+
+/// Machines that the cluster does not know join by one token, which admits one fewer than come.
+#[tokio::test(flavor = "multi_thread")]
+async fn new_nodes_join_by_one_token_over_two_servers() -> Result<()> {
+    let Some(cluster_env) = ClusterEnv::start(Kind::FakeApiServer).await? else {
+        return Ok(());
+    };
+    let joins: u32 = Gear::current().pick(40, 2_000);
+    raise_descriptor_limit()?;
+    cluster_env.create_service(GUIDE_IP).await?;
+    add_nodes(&cluster_env, 1).await?;
+    let servers = [
+        Observed::start(&cluster_env, "a").await?,
+        Observed::start(&cluster_env, "b").await?,
+    ];
+    let mut joiner = Joiner::new(&servers).await?;
+    let create = CreateToken {
+        uses: Some(joins),
+        ..token_for("cam-*")?
+    };
+    let created = joiner.tokens[0].create_token(&create).await?;
+    joiner.pattern = Some(created.token.clone());
+    let began = Instant::now();
+    let agents = Arc::new(joiner).join_all(joins as usize).await?;
+    report_figure(&format!(
+        "{joins} joins by one token in {:?}",
+        began.elapsed()
+    ));
+    for server in &servers {
+        let connected = server.server.metric("tunnel_server_agents").await?;
+        ensure!(connected == u64::from(joins), "{connected} sessions");
+    }
+    let late = AgentCredential::enroll(
+        servers[1].server.address(Listener::Agents),
+        &created.token,
+        "cam-late",
+    );
+    let refused = late.await.err().context("a use too many")?.to_string();
+    ensure!(refused.contains("cannot be used more often"), "{refused}");
+    let listed = servers[1]
+        .server
+        .verb(&["token", "list"])?
+        .run()
+        .await?
+        .ok()?;
+    ensure!(
+        listed.contains(&format!("cam-* ({joins} of {joins})")),
+        "{listed}"
+    );
+    drop(agents);
+    Ok(())
+}
+
+/// Returns the request for a token for a node, or for a pattern of nodes.
+fn token_for(nodes: &str) -> Result<CreateToken> {
+    Ok(CreateToken {
+        node: nodes.parse()?,
+        uses: None,
+        needs_approval: false,
+        ttl_seconds: 3600,
+        ips: Vec::new(),
+    })
 }
 
 /// Creates edge nodes, each with an address of its own.
@@ -212,20 +275,23 @@ impl Observed {
 struct Joiner {
     tokens: [AdminClient; 2],
     agents: [SocketAddr; 2],
+    /// A token for all nodes, in place of one for each.
+    pattern: Option<String>,
 }
 
 impl Joiner {
-    async fn new(servers: &[Observed; 2]) -> Result<Arc<Self>> {
+    async fn new(servers: &[Observed; 2]) -> Result<Self> {
         let client = async |server: &Observed| {
             let dir = DataDir::open_existing(Path::new(server.server.data_dir()))?;
             let client = AdminClient::connect(&dir).await?;
             client.context("no server")
         };
         let [one, other] = servers;
-        Ok(Arc::new(Self {
+        Ok(Self {
             tokens: [client(one).await?, client(other).await?],
             agents: [one, other].map(|server| server.server.address(Listener::Agents)),
-        }))
+            pattern: None,
+        })
     }
 
     async fn join_all(self: Arc<Self>, count: usize) -> Result<Vec<[ScriptedAgent; 2]>> {
@@ -249,13 +315,13 @@ impl Joiner {
     }
 
     async fn join(&self, number: usize) -> Result<[ScriptedAgent; 2]> {
-        let node = name(number);
-        let create = CreateToken {
-            node: node.parse()?,
-            ttl_seconds: 3600,
-            ips: Vec::new(),
+        let (node, token) = match &self.pattern {
+            Some(token) => (format!("cam-{number:05}"), token.clone()),
+            None => {
+                let created = self.tokens[number % 2].create_token(&token_for(&name(number))?);
+                (name(number), created.await?.token)
+            }
         };
-        let token = self.tokens[number % 2].create_token(&create).await?.token;
         let other = self.agents[(number + 1) % 2];
         let credential = AgentCredential::enroll(other, &token, &node).await?;
         let connect = async |server| {

@@ -3,15 +3,17 @@
 
 use std::ffi::OsString;
 use std::path::Path;
+use std::time::Duration;
 
 use anyhow::{Context, Result, ensure};
 use serde_json::{Value, json};
 use tunnel_server::config::EDGE_LABEL;
 use tunnel_tests::cluster::{Cluster, Kind, Node, Objects};
+use tunnel_tests::eventually::eventually;
 use tunnel_tests::guides::{blocks, links, page, pages, script};
 use tunnel_tests::manifests::repository;
 use tunnel_tests::netns::Namespace;
-use tunnel_tests::process::{Program, ScratchDir};
+use tunnel_tests::process::{AgentSetup, Listener, Program, ScratchDir, ServerSetup};
 use tunnel_tests::tools::{Skip, Tool, bin_dir, or_skip, require};
 
 use crate::cluster::kustomizers;
@@ -39,6 +41,7 @@ const GUIDES: &[&str] = &[
     "docs/how-to/egress-selector.md",
     "docs/how-to/harden.md",
     "docs/how-to/helm.md",
+    "docs/how-to/join-many.md",
     "docs/how-to/kube-apiserver.md",
     "docs/how-to/kubelet-certificate.md",
     "docs/how-to/managed-clusters.md",
@@ -62,6 +65,8 @@ const GUIDES: &[&str] = &[
     "docs/tutorials/cluster.md",
 ];
 const STANDALONE: &str = "docs/tutorials/standalone.md";
+
+const LISTED: Duration = Duration::from_secs(20);
 
 /// What the same takes with yurt-tunnel's DNS mode, for `kubectl logs` alone.
 const OLD_ACTIONS: usize = 16;
@@ -157,6 +162,48 @@ async fn standalone_tutorial_runs_as_it_stands() -> Result<()> {
     ensure!(shown.contains("tunnel_agent_sessions_connected"), "{shown}");
     let folder = scratch.path().join("tunnel");
     ensure!(!folder.exists(), "it leaves its folder");
+    Ok(())
+}
+
+/// A machine joins by the token of the guide, and one whose token needs an approval waits for it.
+#[tokio::test(flavor = "multi_thread")]
+async fn machines_join_by_one_token_as_the_guide_says() -> Result<()> {
+    if or_skip(require(&[Tool::Bash])).is_none() {
+        return Ok(());
+    }
+    let scratch = ScratchDir::new()?;
+    let server = ServerSetup::on_loopback(&scratch.path().join("server"));
+    let server = server.start().await?;
+    let text = script(&blocks(&page("docs/how-to/join-many.md")?));
+    let data_dir = [("TUNNEL_SERVER_DATA_DIR", server.data_dir().into())];
+    let printed = bash(&text, scratch.path(), &data_dir)?.run().await?.ok()?;
+    ensure!(printed.contains("cam-* (0 of 500)"), "{printed}");
+    let join = |node: &str, token: &str| {
+        let token = scratch.path().join(token).display().to_string();
+        let agents = server.address(Listener::Agents);
+        let setup = AgentSetup::on_loopback(node, agents, &scratch.path().join(node));
+        setup.args(&["--token-file", &token]).start()
+    };
+    let _joined = join("cam-17", "cam.token")?;
+    server.wait_until_connected(&["cam-17"]).await;
+    let create = "token create --node cam-* --uses 5 --approve";
+    let create = create.split(' ').collect::<Vec<_>>();
+    let token = server.verb(&create)?.run().await?.ok()?;
+    scratch.file("approved.token", &token)?;
+    let _waits = join("cam-18", "approved.token")?;
+    eventually("a node that waits", LISTED, async || {
+        let listed = server.verb(&["token", "list"])?.run().await?.ok()?;
+        ensure!(listed.contains("pending"), "{listed}");
+        anyhow::Ok(())
+    })
+    .await;
+    let approved = server.verb(&["nodes", "approve", "cam-18", "cam-19"])?;
+    let approved = approved.run().await?;
+    ensure!(approved.code() == Some(0), "{approved}");
+    let approved = approved.to_string();
+    ensure!(approved.contains("node cam-18 approved"), "{approved}");
+    ensure!(approved.contains("not waiting for an approval: cam-19"), "{approved}");
+    server.wait_until_connected(&["cam-17", "cam-18"]).await;
     Ok(())
 }
 

@@ -4,12 +4,12 @@ use std::net::SocketAddr;
 
 use anyhow::{Context, Result, ensure};
 use tunnel_agent::config::{HttpProxy, ServerAddress};
-use tunnel_dns::NamePattern;
 use tunnel_process::networks::Cidr;
 use tunnel_process::settings::{parse_address, parse_duration, parse_size};
 use tunnel_process::yaml;
 use tunnel_proto::wire::enroll::decode_hex;
 use tunnel_proto::wire::name::{NodeName, Port};
+use tunnel_proto::wire::name_pattern::NamePattern;
 use tunnel_proto::wire::ports::PortSet;
 use tunnel_routing::dial_policy::DirectTarget;
 use tunnel_server::ingress::connect::basic_auth::BasicAuthUsers;

@@ -154,6 +154,7 @@ fn account_advice(code: EnrollCode) -> &'static str {
         | EnrollCode::BadProof
         | EnrollCode::RateLimited
         | EnrollCode::Unavailable
+        | EnrollCode::Pending
         | EnrollCode::Unknown(_) => "",
     }
 }
@@ -183,6 +184,7 @@ fn advice(code: EnrollCode, node: &NodeName) -> String {
             "; the stored certificate cannot be used with this server: remove agent.crt and enroll with a new token".to_owned()
         }
         EnrollCode::BadRequest => "; agent and server may be of different versions".to_owned(),
+        EnrollCode::Pending => format!("; on the server: tunnel-server nodes approve {node}"),
         EnrollCode::RateLimited | EnrollCode::Unavailable | EnrollCode::Unknown(_) => String::new(),
     }
 }

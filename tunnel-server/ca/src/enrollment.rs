@@ -21,11 +21,11 @@ use tunnel_proto::wire::order::Order;
 use tunnel_store::known_nodes::{EnrollmentKind, KnownNodes};
 use zeroize::Zeroize as _;
 
-use crate::AgentCsr;
 use crate::attestation::{AttestedToken, Attestor, KeyBinding, ServiceAccountToken};
 use crate::renewal::{EnrollRefusal, Renewals, refusal, revoked};
 use crate::revocation::is_issued_before;
 use crate::tokens::TokenStore;
+use crate::{AgentCsr, IsKnown};
 
 mod forwarded;
 mod peers;
@@ -36,7 +36,7 @@ pub use peers::EnrollmentPeers;
 static REFUSED: LogRateLimit = LogRateLimit::new("enrollments refused");
 
 /// The services that enrollments use. Clones share them.
-#[derive(Debug, Clone)]
+#[derive(Clone)]
 pub struct Enrollment {
     /// Issuer of the certificates. `None` if the operator provides the agents' certificates.
     pub renewals: Option<Arc<Renewals>>,
@@ -44,10 +44,18 @@ pub struct Enrollment {
     pub tokens: Arc<TokenStore>,
     /// Known nodes, to which enrolled nodes are added.
     pub nodes: Arc<KnownNodes>,
+    /// Whether a name is taken, by a Node object or otherwise. No token for a pattern enrolls it.
+    pub is_known: IsKnown,
     /// Client for the review of ServiceAccount tokens. `None` outside a cluster.
     pub attestor: Option<Attestor>,
     /// Other servers, which may have created a join token. `None` in a cluster.
     pub peers: Option<Arc<dyn EnrollmentPeers>>,
+}
+
+impl std::fmt::Debug for Enrollment {
+    fn fmt(&self, formatter: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        formatter.debug_struct("Enrollment").finish_non_exhaustive()
+    }
 }
 
 impl Enrollment {
@@ -270,6 +278,7 @@ impl Enrollment {
             &request.token,
             &request.node_name,
             certificate_request.key_sha256(),
+            &|node| self.nodes.knows(node) || (self.is_known)(node),
             now,
         )?;
         if grant.order.is_before(order) {
@@ -399,6 +408,7 @@ mod tests {
                 renewals: Some(renewals),
                 tokens: Arc::new(tokens),
                 nodes: Arc::new(KnownNodes::open(&scratch.0).unwrap()),
+                is_known: Arc::new(|_| false),
                 attestor: None,
                 peers: None,
             };

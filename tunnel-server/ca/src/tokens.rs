@@ -1,6 +1,7 @@
 //! Join tokens, each of which is an object of its own: a row of the store of the data directory, or a
 //! Secret that all servers of a cluster can read. A token is created for one node and bound to the
-//! first key that uses it, by compare-and-swap on its object alone. Only the hash of its secret is
+//! first key that uses it, by compare-and-swap on its object alone; or for a number of new nodes
+//! whose names match a pattern, and then each use is an object, too. Only the hash of its secret is
 //! stored.
 
 use std::collections::HashMap;
@@ -21,19 +22,23 @@ use tunnel_proto::identity::sha256;
 use tunnel_proto::wire::code::EnrollCode;
 use tunnel_proto::wire::enroll::{JoinToken, TOKEN_ID_LEN, TOKEN_SECRET_BYTES, TokenError, hex};
 use tunnel_proto::wire::name::NodeName;
+use tunnel_proto::wire::name_pattern::NamePattern;
 use tunnel_proto::wire::order::{NodeOrder, Order};
-use tunnel_store::data_dir::{DataDir, name_text, random, rfc3339, time_text, whole_seconds};
+use tunnel_store::data_dir::{DataDir, random, rfc3339, time_text, whole_seconds};
 
 use super::LocalCa;
+use crate::renewal::EnrollRefusal;
 
 mod object;
 mod pace;
 mod rows;
+mod uses;
 
-use object::LIFE_MAX;
+use object::{LIFE_MAX, TokenScope};
 pub use object::{StoredToken, TokenObject, TokenObjects};
 use pace::LookupPace;
 use rows::TokenRows;
+use uses::TokenUse;
 
 /// The join tokens of a data directory or of a cluster. Calls block the thread, unless they are
 /// asynchronous.
@@ -43,6 +48,9 @@ pub struct TokenStore {
     failures: Mutex<Failures>,
     lookups: Arc<Semaphore>,
     pace: Mutex<LookupPace>,
+    /// Held while a use of a token for a pattern is counted, so that the uses at this server do not
+    /// conflict with each other.
+    counting: Mutex<()>,
     /// The CA whose key marks the tokens that this store creates.
     ca: Option<Arc<LocalCa>>,
 }
@@ -53,9 +61,14 @@ pub struct TokenStore {
 pub struct TokenInfo {
     /// The public part of the token.
     pub id: String,
-    /// Node that may use the token.
-    #[serde(with = "name_text")]
-    pub node: NodeName,
+    /// Node that may use the token, or the pattern of their names.
+    pub node: String,
+    /// Uses of a token for a pattern.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub uses: Option<u32>,
+    /// How many nodes may use a token for a pattern.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub uses_max: Option<u32>,
     /// Addresses that the operator gave for the node.
     pub ips: Vec<IpAddr>,
     #[serde(with = "time_text")]
@@ -78,6 +91,19 @@ pub enum TokenState {
     /// The token has expired without being used.
     Expired,
     Revoked,
+    /// A node has used the token for a pattern that has this id before its `-`, and waits until an
+    /// operator approves it.
+    Pending,
+}
+
+/// The nodes that a token for a pattern enrolls.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct NewNodes {
+    pub pattern: NamePattern,
+    /// How many of them.
+    pub uses_max: u32,
+    /// Whether an operator has to approve each.
+    pub needs_approval: bool,
 }
 
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -101,6 +127,11 @@ pub enum CreateTokenError {
     /// The requested lifetime is out of range.
     #[error("a token's life must be between 1 second and 365 days")]
     InvalidTtl,
+    #[error("a token can be used 1 to {USES_MAX} times")]
+    InvalidUses,
+    /// The options of a token for one node are given for a pattern, or the reverse.
+    #[error("{0}")]
+    Options(&'static str),
     /// A file cannot be created or saved; the text names the file.
     #[error("{0}")]
     File(#[from] io::Error),
@@ -135,6 +166,7 @@ impl TokenStore {
             failures: Mutex::default(),
             lookups: Arc::new(Semaphore::new(LOOKUPS_MAX)),
             pace: Mutex::default(),
+            counting: Mutex::default(),
             ca: None,
         }
     }
@@ -169,7 +201,7 @@ impl TokenStore {
     ///
     /// # Errors
     /// Returns the refusal of a source that has presented too many unknown tokens.
-    pub(crate) async fn admit(&self, source: IpAddr) -> Result<Duration, (EnrollCode, String)> {
+    pub(crate) async fn admit(&self, source: IpAddr) -> Result<Duration, EnrollRefusal> {
         let wait = self.pace.lock().admit(source, Instant::now());
         let wait = wait.ok_or_else(|| bad_token(false))?;
         tokio::time::sleep(wait).await;
@@ -196,11 +228,47 @@ impl TokenStore {
         ca_hash: [u8; 32],
         now: SystemTime,
     ) -> Result<JoinToken, CreateTokenError> {
-        if ttl < Duration::from_secs(1) || ttl > LIFE_MAX {
-            return Err(CreateTokenError::InvalidTtl);
-        }
         if order.is_revoked {
             return Err(CreateTokenError::Revoked(node.clone()));
+        }
+        let scope = TokenScope::Node(node.clone());
+        self.insert(scope, *order, ttl, ips, ca_hash, now)
+    }
+
+    /// Creates a token for new nodes. Only the result contains the secret.
+    ///
+    /// # Errors
+    /// Returns a [`CreateTokenError`].
+    pub fn create_for_pattern(
+        &self,
+        nodes: NewNodes,
+        ttl: Duration,
+        ca_hash: [u8; 32],
+        now: SystemTime,
+    ) -> Result<JoinToken, CreateTokenError> {
+        if !(1..=USES_MAX).contains(&nodes.uses_max) {
+            return Err(CreateTokenError::InvalidUses);
+        }
+        let scope = TokenScope::Pattern {
+            pattern: nodes.pattern,
+            uses_max: nodes.uses_max,
+            uses: 0,
+            needs_approval: nodes.needs_approval,
+        };
+        self.insert(scope, Order::default(), ttl, Vec::new(), ca_hash, now)
+    }
+
+    fn insert(
+        &self,
+        scope: TokenScope,
+        order: Order,
+        ttl: Duration,
+        ips: Vec<IpAddr>,
+        ca_hash: [u8; 32],
+        now: SystemTime,
+    ) -> Result<JoinToken, CreateTokenError> {
+        if ttl < Duration::from_secs(1) || ttl > LIFE_MAX {
+            return Err(CreateTokenError::InvalidTtl);
         }
         let id = hex(&random::<{ TOKEN_ID_LEN / 2 }>()?);
         let mut secret = random::<TOKEN_SECRET_BYTES>()?;
@@ -210,7 +278,7 @@ impl TokenStore {
         }
         let token = JoinToken::new(&id, &secret, Some(ca_hash))?;
         let stored = StoredToken {
-            node: node.clone(),
+            scope,
             secret_sha256: hex(&sha256(&secret)),
             ips,
             counter: order.counter,
@@ -220,7 +288,9 @@ impl TokenStore {
             used_by: None,
             revoked: false,
         };
-        self.objects.create(&id, &stored)?;
+        if !self.objects.create(&id, &stored)? {
+            return Err(io::Error::other("a token has this id; try again").into());
+        }
         Ok(token)
     }
 
@@ -232,13 +302,15 @@ impl TokenStore {
         Ok(self.objects.get(id)?.is_some())
     }
 
-    /// Returns all tokens, oldest first.
+    /// Returns all tokens, oldest first, and the nodes that wait for an approval.
     ///
     /// # Errors
     /// Returns an error if the tokens cannot be read.
     pub fn list(&self, now: SystemTime) -> io::Result<Vec<TokenInfo>> {
         let tokens = self.objects.list()?.into_iter();
-        let mut tokens: Vec<_> = tokens.map(|(id, stored)| stored.info(&id, now)).collect();
+        let mut tokens: Vec<_> = tokens
+            .filter_map(|(id, stored)| stored.info(&id, now))
+            .collect();
         tokens.sort_by(|one, other| (one.created, &one.id).cmp(&(other.created, &other.id)));
         Ok(tokens)
     }
@@ -264,7 +336,8 @@ impl TokenStore {
     /// Accepts or refuses a token for a node and a key (SHA-256 of its SubjectPublicKeyInfo). The
     /// first key that uses a token may repeat it until the token expires, because an answer may be
     /// lost. Failures are rate-limited per token and, for unknown ids, globally. A valid token is
-    /// accepted regardless of the failures of others.
+    /// accepted regardless of the failures of others. A token for a pattern admits no node that
+    /// `is_known`.
     ///
     /// # Errors
     /// Returns the code and a message for the operator. The message never contains the secret.
@@ -273,8 +346,9 @@ impl TokenStore {
         token_text: &str,
         node: &NodeName,
         csr_public_key_sha256: [u8; 32],
+        is_known: &dyn Fn(&NodeName) -> bool,
         now: SystemTime,
-    ) -> Result<TokenGrant, (EnrollCode, String)> {
+    ) -> Result<TokenGrant, EnrollRefusal> {
         let key = hex(&csr_public_key_sha256);
         for _ in 0..CONFLICTS_MAX {
             let Ok(token) = token_text.parse::<JoinToken>() else {
@@ -292,7 +366,33 @@ impl TokenStore {
             if verify_slices_are_equal(presented.as_bytes(), stored).is_err() {
                 return Err(self.failures.lock().wrong_secret(token.id(), now));
             }
-            object.token.check(node, &key, now)?;
+            object.token.check(&key, now)?;
+            let order = Order {
+                counter: object.token.counter,
+                generation: object.token.generation,
+                ..Order::default()
+            };
+            match &object.token.scope {
+                TokenScope::Use { .. } => return Err(self.failures.lock().unknown(now)),
+                TokenScope::Node(expected) if expected != node => {
+                    let detail = format!("the token is for the node {expected}, not {node}");
+                    return Err((EnrollCode::WrongNode, detail));
+                }
+                TokenScope::Node(_) => {}
+                TokenScope::Pattern { pattern, .. } => {
+                    if !pattern.matches(node) || node.as_str().parse::<IpAddr>().is_ok() {
+                        let detail = format!("the token is for nodes {pattern}, not {node}");
+                        return Err((EnrollCode::WrongNode, detail));
+                    }
+                    let token_use = TokenUse {
+                        token: token.id(),
+                        node,
+                        key: &key,
+                    };
+                    self.use_pattern(&token_use, object, is_known(node), now)?;
+                    return self.granted(token.id(), node, order);
+                }
+            }
             if object.token.used_by.is_none() {
                 object.token.used_by = Some(key.clone());
                 let replaced = self.objects.replace(token.id(), &object);
@@ -300,20 +400,26 @@ impl TokenStore {
                     continue;
                 }
             }
-            // Another request with this key may not have saved the use yet.
-            let confirmed = self.objects.confirm();
-            confirmed.map_err(|error| unavailable(&error))?;
-            return Ok(TokenGrant {
-                id: token.id().to_owned(),
-                node: object.token.node,
-                order: Order {
-                    counter: object.token.counter,
-                    generation: object.token.generation,
-                    ..Order::default()
-                },
-            });
+            return self.granted(token.id(), node, order);
         }
         Err(unavailable(&io::Error::other("the token keeps changing")))
+    }
+
+    /// Returns the grant as soon as all uses are saved: another request with this key may not have
+    /// saved its use yet.
+    fn granted(
+        &self,
+        id: &str,
+        node: &NodeName,
+        order: Order,
+    ) -> Result<TokenGrant, EnrollRefusal> {
+        let confirmed = self.objects.confirm();
+        confirmed.map_err(|error| unavailable(&error))?;
+        Ok(TokenGrant {
+            id: id.to_owned(),
+            node: node.clone(),
+            order,
+        })
     }
 }
 
@@ -327,11 +433,11 @@ struct Failures {
 }
 
 impl Failures {
-    fn unknown(&mut self, now: SystemTime) -> (EnrollCode, String) {
+    fn unknown(&mut self, now: SystemTime) -> EnrollRefusal {
         bad_token(self.unknown.count(now, UNKNOWN_PER_MINUTE))
     }
 
-    fn wrong_secret(&mut self, id: &str, now: SystemTime) -> (EnrollCode, String) {
+    fn wrong_secret(&mut self, id: &str, now: SystemTime) -> EnrollRefusal {
         self.by_token.retain(|_, window| window.is_current(now));
         let window = self.by_token.entry(id.to_owned()).or_default();
         bad_token(window.count(now, FAILURES_PER_MINUTE))
@@ -341,48 +447,63 @@ impl Failures {
 impl StoredToken {
     /// Checks the token for a sender that has proved its possession, so that the answer may name the
     /// reason.
-    fn check(
-        &self,
-        node: &NodeName,
-        key: &str,
-        now: SystemTime,
-    ) -> Result<(), (EnrollCode, String)> {
+    fn check(&self, key: &str, now: SystemTime) -> Result<(), EnrollRefusal> {
         if self.revoked {
             return Err((EnrollCode::Revoked, REVOKED.to_owned()));
-        }
-        if self.node != *node {
-            let detail = format!("the token is for the node {}, not {node}", self.node);
-            return Err((EnrollCode::WrongNode, detail));
         }
         if self.expires() <= now {
             let detail = format!("the token ended at {}", rfc3339(self.expires()));
             return Err((EnrollCode::TokenExpired, detail));
         }
         if self.used_by.as_ref().is_some_and(|first| first != key) {
-            return Err((EnrollCode::TokenUsed, USED.to_owned()));
+            let detail = match &self.scope {
+                TokenScope::Use { node, .. } => format!(
+                    "another key has enrolled {node} with this token: a cloned disk, or a second machine of this name"
+                ),
+                TokenScope::Node(_) | TokenScope::Pattern { .. } => USED.to_owned(),
+            };
+            return Err((EnrollCode::TokenUsed, detail));
         }
         Ok(())
     }
 
-    fn info(&self, id: &str, now: SystemTime) -> TokenInfo {
+    /// Returns the token for a list. A use has no line, unless it waits for an approval.
+    fn info(&self, id: &str, now: SystemTime) -> Option<TokenInfo> {
+        let is_spent = match &self.scope {
+            TokenScope::Node(_) => self.used_by.is_some(),
+            TokenScope::Pattern { uses, uses_max, .. } => uses >= uses_max,
+            TokenScope::Use { is_approved, .. } if *is_approved => return None,
+            TokenScope::Use { .. } => false,
+        };
         let state = if self.revoked {
             TokenState::Revoked
-        } else if self.used_by.is_some() {
+        } else if is_spent {
             TokenState::Used
         } else if self.expires() <= now {
             TokenState::Expired
+        } else if matches!(self.scope, TokenScope::Use { .. }) {
+            TokenState::Pending
         } else {
             TokenState::Active
         };
-        TokenInfo {
+        let uses = match &self.scope {
+            TokenScope::Pattern { uses, uses_max, .. } => Some((*uses, *uses_max)),
+            TokenScope::Node(_) | TokenScope::Use { .. } => None,
+        };
+        Some(TokenInfo {
             id: id.to_owned(),
-            node: self.node.clone(),
+            node: match &self.scope {
+                TokenScope::Node(node) | TokenScope::Use { node, .. } => node.to_string(),
+                TokenScope::Pattern { pattern, .. } => pattern.to_string(),
+            },
+            uses: uses.map(|(uses, _)| uses),
+            uses_max: uses.map(|(_, uses_max)| uses_max),
             ips: self.ips.clone(),
             created: self.created,
             expires: self.expires(),
             used_by: self.used_by.clone(),
             state,
-        }
+        })
     }
 }
 
@@ -427,7 +548,7 @@ impl FailureWindow {
     }
 }
 
-fn bad_token(is_within_limit: bool) -> (EnrollCode, String) {
+fn bad_token(is_within_limit: bool) -> EnrollRefusal {
     if is_within_limit {
         let detail = "the token is unknown or damaged; create a new one";
         (EnrollCode::BadToken, detail.to_owned())
@@ -437,7 +558,7 @@ fn bad_token(is_within_limit: bool) -> (EnrollCode, String) {
     }
 }
 
-pub(super) fn unavailable(error: &io::Error) -> (EnrollCode, String) {
+pub(super) fn unavailable(error: &io::Error) -> EnrollRefusal {
     static FAILED: LogRateLimit = LogRateLimit::new("join tokens cannot be used");
     if FAILED.admit() {
         warn!(%error, "cannot use a join token");
@@ -450,6 +571,8 @@ pub(super) fn unavailable(error: &io::Error) -> (EnrollCode, String) {
 const MARK_BYTES: usize = 8;
 /// Tokens of agents that are looked up at a time. Others wait.
 const LOOKUPS_MAX: usize = 16;
+/// Nodes that one token can enroll.
+pub const USES_MAX: u32 = 100_000;
 /// Changes of a token by others during one use.
 const CONFLICTS_MAX: usize = 8;
 const REVOKED: &str = "the token was revoked";

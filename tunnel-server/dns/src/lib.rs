@@ -21,7 +21,6 @@ mod limiter;
 mod listeners;
 mod loop_detection;
 mod names;
-mod pattern;
 mod response_time;
 mod server;
 mod tcp;
@@ -32,7 +31,6 @@ pub use answer::{AnswerContext, ClientQuery, Decision, QueryOutcome, Transport, 
 pub use host_resolvers::is_this_server;
 pub use listeners::{Dns, DnsInputs, DnsSockets};
 pub use names::{NameResolution, Names};
-pub use pattern::{NamePattern, NamePatternError};
 pub use response_time::response_times;
 pub use server::DnsMetrics;
 pub use udp::DnsSocket;

@@ -14,7 +14,8 @@ use tunnel_process::meta::send_request;
 use tunnel_proto::wire::name::{NameError, NodeName};
 
 use super::{
-    CreateToken, CreatedToken, ErrorBody, ForgetOutcome, NodesOrder, OrderOutcome, RunningServer,
+    ApproveOutcome, CreateToken, CreatedToken, ErrorBody, ForgetOutcome, NodesOrder, OrderOutcome,
+    RunningServer,
 };
 use crate::admin::pages::{NamedNodes, NodesPage, PageQuery, RevocationsPage};
 use tunnel_ca::rotation::{RotationAction, RotationStatus};
@@ -117,6 +118,11 @@ impl AdminClient {
     /// Returns the keys of the Nodes' labels that the server stores.
     pub async fn node_labels(&self) -> Result<Vec<String>, AdminError> {
         parse(&self.call(Method::GET, "/node-labels", Vec::new()).await?)
+    }
+
+    /// Admits at most 1,000 nodes that used a token for a pattern and wait.
+    pub async fn approve_nodes(&self, names: &[NodeName]) -> Result<ApproveOutcome, AdminError> {
+        self.post("/nodes/approve", &named(names)).await
     }
 
     /// Removes at most 1,000 nodes from the known nodes.

@@ -2,7 +2,8 @@
 
 use std::fmt::{self, Write as _};
 use std::net::{IpAddr, Ipv4Addr, SocketAddr};
-use std::time::SystemTime;
+use std::str::FromStr;
+use std::time::{Duration, SystemTime};
 
 use serde::{Deserialize, Serialize};
 use tunnel_process::host::primary_address;
@@ -11,21 +12,132 @@ use tunnel_process::telemetry::recent_lines;
 use tunnel_proto::wire::PORT_AGENTS;
 use tunnel_proto::wire::enroll::JoinToken;
 use tunnel_proto::wire::name::NodeName;
+use tunnel_proto::wire::name_pattern::{NamePattern, NamePatternError};
+use tunnel_proto::wire::order::NodeOrder;
 
-use tunnel_ca::revocation::{OrderAction, RevocationInForce};
+use tunnel_ca::revocation::{OrderAction, RevocationInForce, Revocations};
+use tunnel_ca::tokens::{CreateTokenError, NewNodes, TokenStore};
 use tunnel_store::data_dir::{name_text, time_text};
+use tunnel_store::known_nodes::KnownNodes;
 
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "camelCase", deny_unknown_fields)]
 pub struct CreateToken {
-    /// Node that may use the token.
-    #[serde(with = "name_text")]
-    pub node: NodeName,
+    /// Who may use the token.
+    pub node: TokenNodes,
+    /// How many nodes may use a token for a pattern.
+    #[serde(default)]
+    pub uses: Option<u32>,
+    /// Whether an operator has to approve each node that uses a token for a pattern.
+    #[serde(default)]
+    pub needs_approval: bool,
     /// Lifetime of the token in seconds.
     pub ttl_seconds: u64,
     /// Addresses of the node, if requests by address should select it.
     #[serde(default)]
     pub ips: Vec<IpAddr>,
+}
+
+impl CreateToken {
+    pub fn ttl(&self) -> Duration {
+        Duration::from_secs(self.ttl_seconds)
+    }
+
+    /// Creates the token, and records its node as known. Blocks the thread.
+    ///
+    /// # Errors
+    /// Returns a [`CreateTokenError`].
+    pub(super) fn create(
+        &self,
+        tokens: &TokenStore,
+        nodes: &KnownNodes,
+        orders: &Revocations,
+        ca_hash: [u8; 32],
+        now: SystemTime,
+    ) -> Result<JoinToken, CreateTokenError> {
+        let pattern = match &self.node {
+            TokenNodes::Pattern(_) if !self.ips.is_empty() => {
+                return Err(CreateTokenError::Options(NO_ADDRESSES));
+            }
+            TokenNodes::Pattern(pattern) => pattern,
+            TokenNodes::Node(_) if self.uses.is_some() || self.needs_approval => {
+                return Err(CreateTokenError::Options(ONE_NODE));
+            }
+            TokenNodes::Node(node) => {
+                let order = NodeOrder::new(node, orders.of_node(node));
+                let token = tokens.create(&order, self.ttl(), self.ips.clone(), ca_hash, now)?;
+                nodes.record(node, &self.ips);
+                return Ok(token);
+            }
+        };
+        let new_nodes = NewNodes {
+            pattern: pattern.clone(),
+            uses_max: self.uses.unwrap_or(1),
+            needs_approval: self.needs_approval,
+        };
+        tokens.create_for_pattern(new_nodes, self.ttl(), ca_hash, now)
+    }
+}
+
+/// The node that a token is for, or the pattern of the names of new nodes. A text with a `*` is a
+/// pattern.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(try_from = "String", into = "String")]
+pub enum TokenNodes {
+    Node(NodeName),
+    Pattern(NamePattern),
+}
+
+impl FromStr for TokenNodes {
+    type Err = NamePatternError;
+
+    fn from_str(text: &str) -> Result<Self, NamePatternError> {
+        if text.contains('*') {
+            return text.parse().map(Self::Pattern);
+        }
+        Ok(Self::Node(text.parse()?))
+    }
+}
+
+impl TryFrom<String> for TokenNodes {
+    type Error = NamePatternError;
+
+    fn try_from(text: String) -> Result<Self, NamePatternError> {
+        text.parse()
+    }
+}
+
+impl From<TokenNodes> for String {
+    fn from(nodes: TokenNodes) -> Self {
+        nodes.to_string()
+    }
+}
+
+impl fmt::Display for TokenNodes {
+    fn fmt(&self, formatter: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::Node(node) => node.fmt(formatter),
+            Self::Pattern(pattern) => pattern.fmt(formatter),
+        }
+    }
+}
+
+/// What became of nodes that an operator approves.
+#[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
+pub struct ApproveOutcome {
+    pub approved: Vec<String>,
+    /// Nodes that do not wait for an approval.
+    pub others: Vec<String>,
+}
+
+impl ApproveOutcome {
+    pub(super) fn of(asked: &[NodeName], approved: &[NodeName]) -> Self {
+        let others = asked.iter().filter(|node| !approved.contains(node));
+        Self {
+            approved: approved.iter().map(ToString::to_string).collect(),
+            others: others.map(ToString::to_string).collect(),
+        }
+    }
 }
 
 /// An order of an operator about nodes.
@@ -123,7 +235,7 @@ impl CreatedToken {
     /// Creates the response for a token, with the command that uses it.
     pub fn new(
         token: &JoinToken,
-        node: &NodeName,
+        node: &TokenNodes,
         expires: SystemTime,
         advertised: &[String],
     ) -> Self {
@@ -165,7 +277,7 @@ pub struct AgentCommand {
 /// Returns the command that joins a node. The token is not in it, because every user of a host can
 /// read its command lines. Without advertised addresses the command contains
 /// the address that this host uses for outgoing connections, and the hint says so.
-pub fn agent_command(advertised: &[String], node: &NodeName) -> AgentCommand {
+pub fn agent_command(advertised: &[String], node: &TokenNodes) -> AgentCommand {
     let mut hint = None;
     let mut command = "tunnel-agent join".to_owned();
     if advertised.is_empty() {
@@ -179,9 +291,18 @@ pub fn agent_command(advertised: &[String], node: &NodeName) -> AgentCommand {
     for address in advertised {
         let _infallible = write!(command, " --server {address}");
     }
-    let _infallible = write!(command, " --node-name {node} --token-file -");
+    // The names of new nodes differ; each takes that of its host.
+    if let TokenNodes::Node(node) = node {
+        let _infallible = write!(command, " --node-name {node}");
+    }
+    command.push_str(" --token-file -");
     AgentCommand { command, hint }
 }
+
+/// The reason why a token for a pattern has no addresses.
+const NO_ADDRESSES: &str = "--ip is for a token of one node";
+/// The reason why a token for one node has no number of uses.
+const ONE_NODE: &str = "--uses and --approve are for a pattern of names, as in --node 'cam-*'; a token for one node is bound to the first key";
 
 #[cfg(test)]
 mod tests {

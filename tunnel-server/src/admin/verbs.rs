@@ -56,6 +56,8 @@ pub enum VerbError {
     UnknownToken(String),
     #[error("no node has the name {0}; 'tunnel-server nodes' lists the known nodes")]
     UnknownNodes(NameList),
+    #[error("not waiting for an approval: {0}; 'tunnel-server token list' shows who waits")]
+    NotPending(NameList),
     #[error("connected: {0}; stop the agent first")]
     ConnectedNodes(NameList),
     #[error(transparent)]
@@ -137,7 +139,11 @@ impl VerbError {
     /// Returns 64 if the arguments are invalid, else 1.
     pub fn exit_code(&self) -> u8 {
         match self {
-            Self::Token(CreateTokenError::InvalidTtl)
+            Self::Token(
+                CreateTokenError::InvalidTtl
+                | CreateTokenError::InvalidUses
+                | CreateTokenError::Options(_),
+            )
             | Self::UnknownLabel(_)
             | Self::NamesFile(_) => 64,
             Self::Server(AdminError::Refused { status, .. })
@@ -152,6 +158,7 @@ impl VerbError {
             | Self::Server(_)
             | Self::UnknownToken(_)
             | Self::UnknownNodes(_)
+            | Self::NotPending(_)
             | Self::ConnectedNodes(_)
             | Self::NotRevoked(_)
             | Self::NotReady(_)
@@ -184,6 +191,8 @@ impl TokenVerb {
         match self {
             Self::Create {
                 node,
+                uses,
+                approve,
                 ttl,
                 ips,
                 offline,
@@ -192,6 +201,8 @@ impl TokenVerb {
                 let dir = open_dir(&data_dir.data_dir, offline)?;
                 let token_request = CreateToken {
                     node,
+                    uses,
+                    needs_approval: approve,
                     ttl_seconds: ttl.as_secs(),
                     ips,
                 };
@@ -285,22 +296,13 @@ async fn create_token(
     let created = if let Some(server) = AdminClient::connect(dir).await? {
         server.create_token(&token_request).await?
     } else {
-        let CreateToken { node, ips, .. } = token_request;
         let ca = load_ca(require_standalone(dir)?, offline)?;
+        let (tokens, nodes) = (TokenStore::open(dir)?, KnownNodes::open(dir)?);
+        let orders = Revocations::open(dir, true)?;
         let now = SystemTime::now();
-        let order = Revocations::open(dir, true)?.of_node(&node);
-        let tokens = TokenStore::open(dir)?;
-        let token = tokens.create(
-            &NodeOrder::new(&node, order),
-            ttl,
-            ips.clone(),
-            ca.spki_sha256(),
-            now,
-        )?;
-        let nodes = KnownNodes::open(dir)?;
-        nodes.record(&node, &ips);
+        let token = token_request.create(&tokens, &nodes, &orders, ca.spki_sha256(), now)?;
         nodes.save()?;
-        CreatedToken::new(&token, &node, now + ttl, &dir.advertised()?)
+        CreatedToken::new(&token, &token_request.node, now + ttl, &dir.advertised()?)
     };
     let hint = created.hint.map(|hint| format!("note: {hint}\n"));
     Ok(VerbOutput {

@@ -21,6 +21,7 @@ use crate::routing::Routing;
 use crate::routing::peers::{PeerLimits, PeerMetrics, Peers};
 use crate::routing::registry::{Registry, RegistryLimits};
 use crate::routing::routes::Routes;
+use tunnel_ca::IsKnown;
 use tunnel_dns::Records;
 use tunnel_routing::dial_policy::LiveClusterNetworks;
 use tunnel_routing::policy::SharedPortPolicy;
@@ -110,6 +111,12 @@ impl ProcessContext {
 }
 
 impl ServerContext {
+    /// Returns whether a name is that of a known node, for handshakes and enrollments.
+    pub(super) fn is_known(&self) -> IsKnown {
+        let routes = self.routes.clone();
+        Arc::new(move |name| routes.load().knows(name))
+    }
+
     /// Creates the state and loads the known nodes. The routes follow the known nodes, and have the
     /// names of the nodes that other servers hold.
     pub(super) fn build(

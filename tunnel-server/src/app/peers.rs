@@ -127,6 +127,7 @@ fn on_enroll(
         renewals: agents.renewals.clone(),
         tokens: authority.tokens.clone(),
         nodes: context.nodes.clone(),
+        is_known: context.is_known(),
         attestor: None,
         peers: None,
     };

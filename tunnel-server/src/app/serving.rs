@@ -111,13 +111,7 @@ fn serving_certificates(
             watch_pair(CERTIFICATE, pair, &context.watcher, record_expiry)
                 .context("--https-cert-file, --https-key-file")?
         }
-        None => {
-            let routes = context.routes.clone();
-            ca.serving_resolver(
-                Arc::new(move |name| routes.load().knows(name)),
-                names.clone(),
-            )
-        }
+        None => ca.serving_resolver(context.is_known(), names.clone()),
     })
 }
 

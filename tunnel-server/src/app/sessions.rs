@@ -47,6 +47,7 @@ pub(super) fn start(inputs: SessionInputs<'_>, context: &ServerContext) -> anyho
             renewals: agents.renewals.clone(),
             tokens: authority.tokens.clone(),
             nodes: context.nodes.clone(),
+            is_known: context.is_known(),
             attestor: inputs.attestor,
             peers: (context.config.kubernetes.is_none()).then(|| context.peers.clone() as _),
         },

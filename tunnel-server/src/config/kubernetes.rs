@@ -7,7 +7,7 @@ use tunnel_process::settings::{ConfigErrors, parse_quoted};
 
 use super::RawConfig;
 use super::label_key::{self, LabelKey, is_object_name};
-use tunnel_dns::NamePattern;
+use tunnel_proto::wire::name_pattern::NamePattern;
 
 /// Environment variable that is set in every container of a cluster.
 const CLUSTER_VARIABLE: &str = "KUBERNETES_SERVICE_HOST";

@@ -7,13 +7,15 @@ use std::time::{Duration, SystemTime};
 
 use serde::{Deserialize, Serialize};
 use tunnel_proto::wire::name::NodeName;
+use tunnel_proto::wire::name_pattern::NamePattern;
 use tunnel_store::data_dir::{name_text, time_text, whole_seconds};
 
 /// The objects of the join tokens. Calls block the thread.
 pub trait TokenObjects: fmt::Debug + Send + Sync {
     fn get(&self, id: &str) -> io::Result<Option<TokenObject>>;
 
-    fn create(&self, id: &str, token: &StoredToken) -> io::Result<()>;
+    /// Creates an object. Returns `false` if one with this id exists.
+    fn create(&self, id: &str, token: &StoredToken) -> io::Result<bool>;
 
     /// Replaces an object as it was read. Returns `false` if it has changed since then.
     fn replace(&self, id: &str, object: &TokenObject) -> io::Result<bool>;
@@ -39,8 +41,7 @@ pub struct TokenObject {
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "camelCase")]
 pub struct StoredToken {
-    #[serde(with = "name_text")]
-    pub(super) node: NodeName,
+    pub(super) scope: TokenScope,
     pub(super) secret_sha256: String,
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub(super) ips: Vec<IpAddr>,
@@ -54,6 +55,52 @@ pub struct StoredToken {
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub(super) used_by: Option<String>,
     pub(super) revoked: bool,
+}
+
+/// What an object admits.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "camelCase", rename_all_fields = "camelCase")]
+pub(super) enum TokenScope {
+    /// One node.
+    Node(#[serde(with = "name_text")] NodeName),
+    /// Each new node whose name matches, up to a number. Each use is an object of its own.
+    Pattern {
+        #[serde(with = "pattern_text")]
+        pattern: NamePattern,
+        uses_max: u32,
+        /// Uses so far. One that was counted and not saved is lost.
+        uses: u32,
+        /// Whether an operator has to approve each node.
+        needs_approval: bool,
+    },
+    /// The use of a token for a pattern by one node. Nobody can present it.
+    Use {
+        #[serde(with = "name_text")]
+        node: NodeName,
+        /// The token that was used.
+        token: String,
+        is_approved: bool,
+    },
+}
+
+/// Patterns as texts.
+mod pattern_text {
+    use serde::{Deserialize as _, Deserializer, Serializer, de};
+    use tunnel_proto::wire::name_pattern::NamePattern;
+
+    pub(super) fn serialize<S: Serializer>(
+        pattern: &NamePattern,
+        serializer: S,
+    ) -> Result<S::Ok, S::Error> {
+        serializer.collect_str(pattern)
+    }
+
+    pub(super) fn deserialize<'de, D: Deserializer<'de>>(
+        deserializer: D,
+    ) -> Result<NamePattern, D::Error> {
+        let text = String::deserialize(deserializer)?;
+        text.parse().map_err(de::Error::custom)
+    }
 }
 
 impl StoredToken {

@@ -76,11 +76,11 @@ impl TokenObjects for TokenRows {
     }
 
     /// Creates a token. One that cannot be saved is undone: nobody has seen its secret.
-    fn create(&self, id: &str, token: &StoredToken) -> io::Result<()> {
+    fn create(&self, id: &str, token: &StoredToken) -> io::Result<bool> {
         if !self.set_if(id, None, Some(token.clone())) {
-            return Err(io::Error::other("a token has this id"));
+            return Ok(false);
         }
-        let saved = self.store.flush(Table::Tokens);
+        let saved = self.store.flush(Table::Tokens).map(|()| true);
         saved.inspect_err(|_unsaved| {
             self.set_if(id, Some(token), None);
         })
@@ -164,7 +164,7 @@ mod tests {
         );
         let text = token.unwrap().reveal();
         let far = now + 40 * DAY;
-        let refused = store.redeem(&text, &node(), [1; 32], far);
+        let refused = store.redeem(&text, &node(), [1; 32], &|_| false, far);
         assert!(refused.unwrap_err().1.contains("ended at"));
         let mut old = OldTokens::new();
         rows.clean(&mut old, far, instant);
@@ -172,7 +172,11 @@ mod tests {
         // The clock is right again.
         rows.clean(&mut old, now, instant + DAY);
         rows.clean(&mut old, far, instant + 2 * DAY);
-        assert!(store.redeem(&text, &node(), [1; 32], now).is_ok());
+        assert!(
+            store
+                .redeem(&text, &node(), [1; 32], &|_| false, now)
+                .is_ok()
+        );
         rows.clean(&mut old, far, instant + 3 * DAY);
         assert!(store.list(now).unwrap().is_empty());
         drop((rows, store));

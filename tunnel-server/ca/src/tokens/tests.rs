@@ -7,6 +7,9 @@ const CA: [u8; 32] = [7; 32];
 const KEY: [u8; 32] = [1; 32];
 const OTHER_KEY: [u8; 32] = [2; 32];
 
+/// No node is known.
+const NEW: fn(&NodeName) -> bool = |_| false;
+
 fn name(text: &str) -> NodeName {
     text.parse().unwrap()
 }
@@ -48,7 +51,7 @@ impl Fixture {
 
     fn try_text(&self, text: &str, key: [u8; 32], seconds: u64) -> Result<TokenGrant, EnrollCode> {
         self.store
-            .redeem(text, &name("worker-1"), key, at(seconds))
+            .redeem(text, &name("worker-1"), key, &NEW, at(seconds))
             .map_err(|(code, _)| code)
     }
 
@@ -85,9 +88,13 @@ fn use_survives_a_restart_and_the_secret_is_not_on_disk() {
     fixture.redeem(KEY, 10).unwrap();
     let again = fixture.open_again();
     let text = fixture.token.reveal();
-    let other = again.redeem(&text, &name("worker-1"), OTHER_KEY, at(20));
+    let other = again.redeem(&text, &name("worker-1"), OTHER_KEY, &NEW, at(20));
     assert_eq!(other.unwrap_err().0, EnrollCode::TokenUsed);
-    assert!(again.redeem(&text, &name("worker-1"), KEY, at(20)).is_ok());
+    assert!(
+        again
+            .redeem(&text, &name("worker-1"), KEY, &NEW, at(20))
+            .is_ok()
+    );
     let stored = std::fs::read(fixture.scratch.0.state()).unwrap();
     let stored = String::from_utf8_lossy(&stored);
     assert!(stored.contains(fixture.token.id()));
@@ -99,7 +106,7 @@ fn use_survives_a_restart_and_the_secret_is_not_on_disk() {
 fn token_is_for_one_node() {
     let fixture = Fixture::new();
     let (store, token) = (&fixture.store, fixture.token.reveal());
-    let wrong = store.redeem(&token, &name("worker-2"), KEY, at(1));
+    let wrong = store.redeem(&token, &name("worker-2"), KEY, &NEW, at(1));
     let (code, detail) = wrong.unwrap_err();
     assert_eq!(code, EnrollCode::WrongNode);
     assert!(detail.contains("worker-1") && detail.contains("worker-2"));
@@ -112,7 +119,9 @@ fn unknown_ids_and_wrong_secrets_get_the_same_answer() {
     let fixture = Fixture::new();
     let wrong = fixture.with_wrong_secret();
     let answers = [wrong, forged("zzzzzzzzzzzz"), "nonsense".into()].map(|text| {
-        let answer = fixture.store.redeem(&text, &name("worker-1"), KEY, at(1));
+        let answer = fixture
+            .store
+            .redeem(&text, &name("worker-1"), KEY, &NEW, at(1));
         answer.unwrap_err()
     });
     assert_eq!(answers[0].0, EnrollCode::BadToken);
@@ -199,7 +208,7 @@ fn of_keys_that_use_a_token_at_once_one_gets_it() {
             threads.spawn(move || {
                 fixture
                     .store
-                    .redeem(&text, &name("worker-1"), [key; 32], at(1))
+                    .redeem(&text, &name("worker-1"), [key; 32], &NEW, at(1))
                     .is_ok()
             })
         });
@@ -271,4 +280,128 @@ fn revocation_of_a_token_that_cannot_be_saved_is_in_force_and_saved_later() {
     let listed = fixture.open_again().list(at(3)).unwrap();
     assert_eq!(listed.len(), 1);
     assert_eq!(listed[0].state, TokenState::Revoked);
+}
+
+fn for_cams(store: &TokenStore, uses_max: u32, needs_approval: bool) -> JoinToken {
+    let nodes = NewNodes {
+        pattern: "cam-*".parse().unwrap(),
+        uses_max,
+        needs_approval,
+    };
+    let hour = Duration::from_secs(3600);
+    store.create_for_pattern(nodes, hour, CA, at(0)).unwrap()
+}
+
+#[test]
+fn token_for_a_pattern_enrolls_new_matching_nodes_as_often_as_it_may() {
+    let fixture = Fixture::new();
+    let (store, token) = (&fixture.store, for_cams(&fixture.store, 2, false));
+    let enroll = |node: &str, key: u8, seconds| {
+        let is_known = |name: &NodeName| name.as_str() == "cam-known";
+        let granted = store.redeem(
+            &token.reveal(),
+            &name(node),
+            [key; 32],
+            &is_known,
+            at(seconds),
+        );
+        granted.map(|grant| grant.node).map_err(|(code, _)| code)
+    };
+    for (node, refused) in [
+        ("worker-1", EnrollCode::WrongNode),
+        ("cam-a.site", EnrollCode::WrongNode),
+        ("cam-known", EnrollCode::WrongNode),
+    ] {
+        assert_eq!(enroll(node, 9, 1), Err(refused), "{node}");
+    }
+    assert_eq!(enroll("cam-1", 1, 1), Ok(name("cam-1")));
+    // A lost answer is repeated; a second machine of the name is none of its uses.
+    assert_eq!(enroll("cam-1", 1, 2), Ok(name("cam-1")));
+    assert_eq!(enroll("cam-1", 2, 2), Err(EnrollCode::TokenUsed));
+    let listed = store.list(at(2)).unwrap();
+    let token_row = listed.iter().find(|row| row.id == token.id()).unwrap();
+    assert_eq!((token_row.uses, token_row.uses_max), (Some(1), Some(2)));
+    assert_eq!(
+        (&*token_row.node, token_row.state),
+        ("cam-*", TokenState::Active)
+    );
+    assert_eq!(listed.len(), 2, "uses are no tokens");
+    assert_eq!(enroll("cam-2", 2, 3), Ok(name("cam-2")));
+    assert_eq!(enroll("cam-3", 3, 3), Err(EnrollCode::TokenUsed));
+    assert_eq!(enroll("cam-2", 2, 4), Ok(name("cam-2")));
+    assert_eq!(enroll("cam-2", 2, 3600), Err(EnrollCode::TokenExpired));
+    // A restarted server knows the uses.
+    let again = fixture.open_again();
+    let other = again.redeem(&token.reveal(), &name("cam-3"), KEY, &NEW, at(5));
+    assert_eq!(other.unwrap_err().0, EnrollCode::TokenUsed);
+    assert!(store.revoke(token.id()).unwrap());
+    assert_eq!(enroll("cam-1", 1, 6), Err(EnrollCode::Revoked));
+}
+
+#[test]
+fn address_matches_no_pattern_and_use_is_no_token() {
+    let fixture = Fixture::new();
+    let nodes = NewNodes {
+        pattern: "*.1.1.*".parse().unwrap(),
+        uses_max: 5,
+        needs_approval: false,
+    };
+    let hour = Duration::from_secs(3600);
+    let store = &fixture.store;
+    let token = store.create_for_pattern(nodes, hour, CA, at(0)).unwrap();
+    let enroll = |node| store.redeem(&token.reveal(), &name(node), KEY, &NEW, at(1));
+    assert_eq!(enroll("10.1.1.7").unwrap_err().0, EnrollCode::WrongNode);
+    assert!(enroll("a.1.1.b").is_ok());
+    for (id, _) in store.objects.list().unwrap() {
+        assert!(
+            id.len() == TOKEN_ID_LEN
+                || JoinToken::new(&id, &[0; TOKEN_SECRET_BYTES], None).is_err()
+        );
+    }
+}
+
+#[test]
+fn node_waits_until_it_is_approved() {
+    let fixture = Fixture::new();
+    let (store, token) = (&fixture.store, for_cams(&fixture.store, 2, true));
+    let enroll = || {
+        let granted = store.redeem(&token.reveal(), &name("cam-1"), KEY, &NEW, at(1));
+        granted.map(|_| ()).map_err(|(code, _)| code)
+    };
+    assert_eq!(store.approve(&[name("cam-1")]).unwrap(), []);
+    assert_eq!(enroll(), Err(EnrollCode::Pending));
+    assert_eq!(enroll(), Err(EnrollCode::Pending));
+    let states = |id_part: &str| {
+        let listed = store.list(at(1)).unwrap().into_iter();
+        let listed = listed.filter(|row| row.id.contains(id_part));
+        listed.map(|row| (row.node, row.state)).collect::<Vec<_>>()
+    };
+    assert_eq!(states("-"), [("cam-1".to_owned(), TokenState::Pending)]);
+    assert_eq!(
+        store.approve(&[name("cam-2"), name("cam-1")]).unwrap(),
+        [name("cam-1")]
+    );
+    assert_eq!(enroll(), Ok(()));
+    assert_eq!(states("-"), []);
+}
+
+#[test]
+fn uses_at_once_are_counted_exactly() {
+    let fixture = Fixture::new();
+    let token = for_cams(&fixture.store, 5, false);
+    let granted = std::thread::scope(|threads| {
+        let nodes = (0..12).map(|number: u8| {
+            let (store, text) = (&fixture.store, token.reveal());
+            threads.spawn(move || {
+                let node = name(&format!("cam-{number}"));
+                store
+                    .redeem(&text, &node, [number; 32], &NEW, at(1))
+                    .is_ok()
+            })
+        });
+        let nodes: Vec<_> = nodes.collect();
+        let granted = nodes.into_iter().map(|node| node.join().unwrap());
+        granted.filter(|is_granted| *is_granted).count()
+    });
+    assert_eq!(granted, 5);
 }

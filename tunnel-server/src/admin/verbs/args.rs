@@ -8,6 +8,7 @@ use tunnel_proto::wire::PORT_SERVER_META;
 use tunnel_proto::wire::name::NodeName;
 
 use super::selector::LabelSelector;
+use crate::admin::TokenNodes;
 use tunnel_ca::client::CallerName;
 
 /// The argument that names the data directory.
@@ -52,11 +53,17 @@ pub enum TokenVerb {
     /// Create a token; prints only the token on standard output, and the full agent command on
     /// standard error
     Create {
-        /// Node that the token is for
+        /// Node that the token is for, or a pattern as 'cam-*' for new nodes; * is a part of a label
         #[arg(long, value_name = "NAME")]
-        node: NodeName,
+        node: TokenNodes,
+        /// How many new nodes may use a token for a pattern
+        #[arg(long, value_name = "NUMBER")]
+        uses: Option<u32>,
+        /// Admit a node that uses a token for a pattern only after nodes approve NAME
+        #[arg(long)]
+        approve: bool,
         /// Time for which the token can be used, as in 30m, 1h or 7d
-        #[arg(long, value_name = "TIME", default_value = "1h", value_parser = humantime::parse_duration)]
+        #[arg(long, visible_alias = "expires", value_name = "TIME", default_value = "1h", value_parser = humantime::parse_duration)]
         ttl: Duration,
         /// Address by which requests may name the node; repeatable
         #[arg(long = "ip", value_name = "IP")]
@@ -169,6 +176,12 @@ pub enum NodesVerb {
     /// Refuse the certificates and tokens that nodes have; new tokens admit them again
     Reissue {
         /// Nodes of the order.
+        #[command(flatten)]
+        names: NodeNames,
+    },
+    /// Admit nodes that used a token created with --approve; token list shows which wait
+    Approve {
+        /// Nodes to admit.
         #[command(flatten)]
         names: NodeNames,
     },

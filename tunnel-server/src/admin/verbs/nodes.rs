@@ -18,8 +18,11 @@ use super::{
 };
 use crate::admin::pages::{NodesPage, PAGE_MAX, PageQuery, RevocationsPage, revocations_page};
 use crate::admin::status::{NodeSources, NodeStatus, NodeTotals};
-use crate::admin::{AdminClient, AdminError, ForgetOutcome, NodesOrder, OrderOutcome};
+use crate::admin::{
+    AdminClient, AdminError, ApproveOutcome, ForgetOutcome, NodesOrder, OrderOutcome,
+};
 use tunnel_ca::revocation::{OrderAction, Revocations};
+use tunnel_ca::tokens::TokenStore;
 use tunnel_store::data_dir::DataDir;
 use tunnel_store::known_nodes::KnownNodes;
 
@@ -83,6 +86,9 @@ impl NodesArgs {
             None => return self.list(&dir, server, out).await,
             Some(NodesVerb::Revocations { output }) => {
                 return revocations(&dir, server, *output, out).await;
+            }
+            Some(NodesVerb::Approve { names }) => {
+                return approve(&dir, server, &load(names)?).await;
             }
             Some(NodesVerb::Forget { names }) => return forget(&dir, server, &load(names)?).await,
             Some(NodesVerb::Revoke { names }) => (OrderAction::Revoke, names),
@@ -463,6 +469,40 @@ async fn revocations(
 }
 
 /// Forgets the nodes that are known and not connected, and names the others.
+/// Admits nodes that wait for it. Without a running server its store is changed, outside a cluster.
+async fn approve(
+    dir: &DataDir,
+    server: Option<AdminClient>,
+    names: &[NodeName],
+) -> Result<VerbOutput, VerbError> {
+    let mut outcome = ApproveOutcome::default();
+    if let Some(server) = server {
+        for names in names.chunks(PAGE_MAX) {
+            let more = server.approve_nodes(names).await?;
+            outcome.approved.extend(more.approved);
+            outcome.others.extend(more.others);
+        }
+    } else {
+        let tokens = TokenStore::open(require_standalone(dir)?)?;
+        outcome = ApproveOutcome::of(names, &tokens.approve(names)?);
+    }
+    let refusal = VerbError::NotPending(NameList::of(&outcome.others));
+    if outcome.approved.is_empty() {
+        return Err(refusal);
+    }
+    let approved = outcome.approved.iter();
+    Ok(VerbOutput {
+        out: approved
+            .map(|name| format!("node {name} approved\n"))
+            .collect(),
+        err: if outcome.others.is_empty() {
+            String::new()
+        } else {
+            format!("note: {refusal}\n")
+        },
+    })
+}
+
 async fn forget(
     dir: &DataDir,
     server: Option<AdminClient>,

@@ -239,6 +239,12 @@ pub(super) fn tokens(tokens: &[TokenInfo]) -> String {
             TokenState::Used => "used",
             TokenState::Expired => "expired",
             TokenState::Revoked => "revoked",
+            TokenState::Pending => "pending",
+        };
+        let uses = token.uses.zip(token.uses_max);
+        let node = match uses {
+            Some((uses, most)) => format!("{} ({uses} of {most})", clean(&token.node)),
+            None => clean(&token.node),
         };
         let key = token
             .used_by
@@ -246,7 +252,7 @@ pub(super) fn tokens(tokens: &[TokenInfo]) -> String {
             .and_then(|key| key.get(..KEY_SHOWN));
         rows.push(vec![
             clean(&token.id),
-            token.node.to_string(),
+            node,
             state.to_owned(),
             rfc3339(token.expires),
             optional(key),
@@ -519,7 +525,9 @@ worker-3  no         -         -          -        -        -      -          - 
     fn tokens_are_shown_without_their_secret() {
         let token = TokenInfo {
             id: "abcdef012345".into(),
-            node: "worker-1".parse().unwrap(),
+            node: "worker-1".to_owned(),
+            uses: None,
+            uses_max: None,
             ips: vec![],
             created: SystemTime::UNIX_EPOCH,
             expires: SystemTime::UNIX_EPOCH + Duration::from_secs(60),

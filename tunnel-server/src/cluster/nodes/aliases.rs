@@ -10,7 +10,7 @@ use std::collections::BTreeMap;
 use tunnel_proto::wire::name::NodeName;
 use tunnel_tables::SharedSet;
 
-use tunnel_dns::NamePattern;
+use tunnel_proto::wire::name_pattern::NamePattern;
 
 /// Owner nodes by alias.
 pub(in crate::cluster) type AliasOwners = BTreeMap<Box<str>, Box<str>>;

@@ -140,16 +140,13 @@ impl TokenObjects for TokenSecrets {
         })
     }
 
-    fn create(&self, id: &str, token: &StoredToken) -> io::Result<()> {
+    fn create(&self, id: &str, token: &StoredToken) -> io::Result<bool> {
         let (secrets, secret) = (self.secrets.clone(), secret(id, token)?);
         let metrics = self.cluster.metrics.clone();
         self.wait(async move {
             let parameters = PostParams::default();
             let created = with_limit(CALL_LIMIT, secrets.create(&parameters, &secret)).await;
-            match count_write(&metrics, Object::Tokens, created)? {
-                Some(_created) => Ok(()),
-                None => Err(ApiError::new(ApiErrorKind::Conflict, "the id is in use")),
-            }
+            Ok(count_write(&metrics, Object::Tokens, created)?.is_some())
         })
     }
 

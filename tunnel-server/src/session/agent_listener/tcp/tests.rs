@@ -60,6 +60,7 @@ impl Listener {
                 renewals: None,
                 tokens: Arc::new(TokenStore::open(&scratch.0).unwrap()),
                 nodes: Arc::new(KnownNodes::open(&scratch.0).unwrap()),
+                is_known: Arc::new(|_| false),
                 attestor: None,
                 peers: None,
             },

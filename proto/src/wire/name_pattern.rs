@@ -1,9 +1,9 @@
-//! Pure patterns for names that an operator allows as aliases of nodes.
+//! Patterns of names that an operator writes.
 
 use std::fmt;
 use std::str::FromStr;
 
-use tunnel_proto::wire::name::{NameError, NodeName};
+use super::name::{NameError, NodeName};
 
 /// A name pattern such as `*.edge.example.com`. A `*` matches one or more characters of a label.
 /// Each label may contain at most one `*`.
@@ -15,6 +15,7 @@ pub enum NamePatternError {
     /// A label contains more than one `*`.
     #[error("a label may have one '*'")]
     Stars,
+    /// The last label would be a number, as in an address.
     #[error("names in DNS do not end in a number")]
     Number,
     /// The text is not a valid name after each `*` is replaced by a letter.
@@ -23,6 +24,12 @@ pub enum NamePatternError {
 }
 
 impl NamePattern {
+    /// Returns whether the pattern has a `*`.
+    pub fn has_star(&self) -> bool {
+        self.0.contains('*')
+    }
+
+    /// Returns whether each label of the name matches its label of the pattern.
     pub fn matches(&self, name: &NodeName) -> bool {
         let (wanted, labels) = (self.0.split('.'), name.as_str().split('.'));
         wanted.clone().count() == labels.clone().count()

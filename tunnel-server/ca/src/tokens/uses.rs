@@ -1,0 +1,189 @@
+//! Uses of tokens for patterns. Each use is an object of its own, named after token and node, so the
+//! creation of the object is the compare-and-swap on the node.
+
+use std::time::SystemTime;
+
+use tunnel_proto::identity::sha256;
+use tunnel_proto::wire::code::EnrollCode;
+use tunnel_proto::wire::enroll::hex;
+use tunnel_proto::wire::name::NodeName;
+use tunnel_store::data_dir::whole_seconds;
+
+use super::object::{StoredToken, TokenObject, TokenScope};
+use super::{CONFLICTS_MAX, TokenStore, unavailable};
+use crate::renewal::EnrollRefusal;
+
+/// The use of a token by the key of a node.
+pub(super) struct TokenUse<'a> {
+    /// Public part of the token.
+    pub(super) token: &'a str,
+    pub(super) node: &'a NodeName,
+    pub(super) key: &'a str,
+}
+
+impl TokenStore {
+    /// Lets a node use a token for a pattern that matches its name. The same key may repeat the use.
+    /// A node that is known has no use of its own: somebody else could take its name.
+    ///
+    /// # Errors
+    /// Returns the code and a message for the operator.
+    pub(super) fn use_pattern(
+        &self,
+        token_use: &TokenUse<'_>,
+        object: TokenObject,
+        is_known: bool,
+        now: SystemTime,
+    ) -> Result<(), EnrollRefusal> {
+        let id = token_use.id();
+        let _counting = self.counting.lock();
+        let found = self.objects.get(&id).map_err(|error| unavailable(&error))?;
+        let used = match found {
+            Some(used) => used.token,
+            None if is_known => {
+                let detail = format!(
+                    "the node {} is known already, and a token for a pattern enrolls new nodes only; create a token for this node",
+                    token_use.node
+                );
+                return Err((EnrollCode::WrongNode, detail));
+            }
+            None => self.add_use(token_use, &id, object, now)?,
+        };
+        used.check(token_use.key, now)?;
+        match used.scope {
+            TokenScope::Use {
+                is_approved: false, ..
+            } => {
+                let detail = format!("the node {} waits for an approval", token_use.node);
+                Err((EnrollCode::Pending, detail))
+            }
+            _ => Ok(()),
+        }
+    }
+
+    /// Counts a use, and creates its object. Returns the use, which may be that of another key.
+    fn add_use(
+        &self,
+        token_use: &TokenUse<'_>,
+        id: &str,
+        object: TokenObject,
+        now: SystemTime,
+    ) -> Result<StoredToken, EnrollRefusal> {
+        let token = self.count_use(token_use, object, now)?;
+        let left = token.expires().duration_since(now).unwrap_or_default();
+        let needs_approval = matches!(
+            token.scope,
+            TokenScope::Pattern {
+                needs_approval: true,
+                ..
+            }
+        );
+        let used = StoredToken {
+            scope: TokenScope::Use {
+                node: token_use.node.clone(),
+                token: token_use.token.to_owned(),
+                is_approved: !needs_approval,
+            },
+            secret_sha256: String::new(),
+            created: whole_seconds(now),
+            ttl_seconds: left.as_secs(),
+            used_by: Some(token_use.key.to_owned()),
+            ..token
+        };
+        if self
+            .objects
+            .create(id, &used)
+            .map_err(|error| unavailable(&error))?
+        {
+            return Ok(used);
+        }
+        // Another server created it.
+        let found = self.objects.get(id).map_err(|error| unavailable(&error))?;
+        let gone = || {
+            unavailable(&std::io::Error::other(
+                "the use of the token keeps changing",
+            ))
+        };
+        found.map(|found| found.token).ok_or_else(gone)
+    }
+
+    /// Counts a use before it is granted, so that a token is never used more often than it may be. A
+    /// crash behind it loses this use.
+    fn count_use(
+        &self,
+        token_use: &TokenUse<'_>,
+        mut object: TokenObject,
+        now: SystemTime,
+    ) -> Result<StoredToken, EnrollRefusal> {
+        for _ in 0..CONFLICTS_MAX {
+            object.token.check(token_use.key, now)?;
+            if let TokenScope::Pattern { uses, uses_max, .. } = &mut object.token.scope {
+                if *uses >= *uses_max {
+                    let detail = format!(
+                        "the token was used {uses} times, and cannot be used more often; create a new one"
+                    );
+                    return Err((EnrollCode::TokenUsed, detail));
+                }
+                *uses += 1;
+            }
+            let replaced = self.objects.replace(token_use.token, &object);
+            if replaced.map_err(|error| unavailable(&error))? {
+                return Ok(object.token);
+            }
+            let found = self.objects.get(token_use.token);
+            object = found
+                .map_err(|error| unavailable(&error))?
+                .ok_or_else(|| unavailable(&std::io::Error::other("the token was removed")))?;
+        }
+        Err(unavailable(&std::io::Error::other(
+            "the token keeps changing",
+        )))
+    }
+
+    /// Approves the uses of tokens by these nodes that wait for it. Returns the nodes that were
+    /// approved.
+    ///
+    /// # Errors
+    /// Returns an error if the tokens cannot be read or saved.
+    pub fn approve(&self, nodes: &[NodeName]) -> std::io::Result<Vec<NodeName>> {
+        let mut approved = Vec::new();
+        for (id, token) in self.objects.list()? {
+            let TokenScope::Use {
+                node,
+                is_approved: false,
+                ..
+            } = token.scope
+            else {
+                continue;
+            };
+            if !nodes.contains(&node) {
+                continue;
+            }
+            // Nothing else changes a use but its revocation, and that has the last word.
+            while let Some(mut object) = self.objects.get(&id)? {
+                if let TokenScope::Use { is_approved, .. } = &mut object.token.scope {
+                    *is_approved = true;
+                }
+                if self.objects.replace(&id, &object)? {
+                    approved.push(node);
+                    break;
+                }
+            }
+        }
+        Ok(approved)
+    }
+}
+
+impl TokenUse<'_> {
+    /// Returns the id of the object. No token has such an id.
+    fn id(&self) -> String {
+        let node = hex(&sha256(self.node.as_str().as_bytes()));
+        format!(
+            "{}-{}",
+            self.token,
+            node.get(..NODE_HASH_LEN).unwrap_or(&node)
+        )
+    }
+}
+
+/// Hexadecimal digits of the hash of a node's name in the id of a use.
+const NODE_HASH_LEN: usize = 32;
