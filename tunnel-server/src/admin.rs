@@ -25,7 +25,6 @@ use tunnel_process::shutdown::Shutdown;
 use tunnel_process::timers::sleep_coalesced;
 use tunnel_process::unix_socket::{self, SocketFile, SocketPermissions};
 use tunnel_proto::wire::name::{NodeName, ReplicaId};
-use tunnel_proto::wire::order::NodeOrder;
 
 use crate::admin::pages::{NamedNodes, PAGE_MAX, PageQuery, revocations_page};
 use crate::admin::status::NodeSources;

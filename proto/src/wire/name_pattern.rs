@@ -10,6 +10,7 @@ use super::name::{NameError, NodeName};
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct NamePattern(Box<str>);
 
+/// The reason why a text is not a name pattern.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 pub enum NamePatternError {
     /// A label contains more than one `*`.

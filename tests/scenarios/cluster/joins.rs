@@ -318,8 +318,9 @@ impl Joiner {
         let (node, token) = match &self.pattern {
             Some(token) => (format!("cam-{number:05}"), token.clone()),
             None => {
-                let created = self.tokens[number % 2].create_token(&token_for(&name(number))?);
-                (name(number), created.await?.token)
+                let create = token_for(&name(number))?;
+                let created = self.tokens[number % 2].create_token(&create).await?;
+                (name(number), created.token)
             }
         };
         let other = self.agents[(number + 1) % 2];

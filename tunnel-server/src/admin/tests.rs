@@ -84,7 +84,7 @@ fn token_request() -> CreateToken {
     CreateToken {
         uses: None,
         needs_approval: false,
-        node: node("worker-1"),
+        node: TokenNodes::Node(node("worker-1")),
         ttl_seconds: 60,
         ips: vec!["192.168.33.221".parse().unwrap()],
     }

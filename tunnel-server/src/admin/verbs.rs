@@ -6,7 +6,6 @@ use std::path::{Path, PathBuf};
 use std::time::{Duration, SystemTime};
 
 use tunnel_process::name_list::NameList;
-use tunnel_proto::wire::order::NodeOrder;
 
 use crate::admin::{AdminClient, AdminError, CreateToken, CreatedToken};
 use tunnel_ca::revocation::Revocations;

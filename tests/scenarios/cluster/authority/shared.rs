@@ -67,9 +67,13 @@ async fn a_token_of_one_server_is_good_at_another_within_a_second() -> Result<()
     ensure!(other.tokens().revoke(token.id())?);
     let node = "worker-1".parse()?;
     eventually("the first to refuse it", WAIT_TIMEOUT, async || {
-        let refused = one
-            .tokens()
-            .redeem(&token.reveal(), &node, [1; 32], SystemTime::now());
+        let refused = one.tokens().redeem(
+            &token.reveal(),
+            &node,
+            [1; 32],
+            &|_| false,
+            SystemTime::now(),
+        );
         ensure!(refused.is_err_and(|(code, _)| code == EnrollCode::Revoked));
         Ok(())
     })
@@ -88,7 +92,7 @@ async fn r09_of_two_keys_that_use_a_token_at_two_servers_at_once_one_is_refused(
         let text = token.reveal();
         let redeem = |env: &TestEnv, key: u8| {
             env.tokens()
-                .redeem(&text, &node, [key; 32], SystemTime::now())
+                .redeem(&text, &node, [key; 32], &|_| false, SystemTime::now())
         };
         let results = std::thread::scope(|threads| {
             let first = threads.spawn(|| redeem(&one, 1));
