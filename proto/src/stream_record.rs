@@ -260,6 +260,7 @@ impl<E: EndCode> StreamRecord<E> {
         self.audit_id = header.audit_id.unwrap_or(self.audit_id);
         self.trace_parent.clone_from(&header.trace_parent);
         self.caller.clone_from(&header.caller);
+        self.operation = (!header.operation.is_empty()).then(|| header.operation.clone().into());
         self.is_claimed = true;
         match &header.kind {
             StreamKind::Target(target) => {

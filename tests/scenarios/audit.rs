@@ -14,6 +14,7 @@ use tunnel_tests::checks::{ensure_contains, ensure_refused, ensure_reset, ensure
 use tunnel_tests::client::{ByteStream, Endpoint, RawRequest, UpgradeClient, request};
 use tunnel_tests::env::{TestEnv, WAIT_TIMEOUT};
 use tunnel_tests::eventually::{eventually, scaled};
+use tunnel_tests::gear::Gear;
 use tunnel_tests::metrics::meta_page;
 use tunnel_tests::process::{Listener, ScratchDir, Server, ServerSetup};
 use tunnel_tests::targets::{EchoTarget, Exporter, FakeKubelet};
@@ -54,13 +55,7 @@ async fn streams_of_every_listener_have_one_event_at_each_end() -> Result<()> {
     let env = TestEnv::start_with(|settings| {
         settings.connect_listen = Some("127.0.0.1:0".to_owned());
         settings.connect_auth = Some(passwords.to_string_lossy().into_owned());
-        settings.services = vec![RawTcpService {
-            name: "raw".into(),
-            listen: "127.0.0.1:0".into(),
-            node: "worker-1".into(),
-            target: echo.addr().port().to_string(),
-            protocol: None,
-        }];
+        settings.services = service(&echo);
     })
     .await?;
     let _agent = env.agent("worker-1").await?;
@@ -97,7 +92,9 @@ async fn streams_of_every_listener_have_one_event_at_each_end() -> Result<()> {
         let head = RawRequest::new("CONNECT", &target, &target)
             .header("Proxy-Authorization", &format!("Basic {credentials}"));
         tunnel.send(&head.bytes()).await?;
-        tunnel.finish().await?;
+        // A half-close before the answer is one of a caller that is gone.
+        tunnel.receive("HTTP/1.1 200".len()).await?;
+        let _closed = tunnel.finish().await;
         tunnel.read_to_end().await;
     }
 
@@ -125,7 +122,7 @@ async fn streams_of_every_listener_have_one_event_at_each_end() -> Result<()> {
         ("https", "get", "/healthz", Some(200), "ok", 1),
         (
             "http",
-            "get",
+            "create",
             "/exec/default/pod/c?tty=1",
             Some(101),
             "cut",
@@ -190,6 +187,57 @@ async fn streams_of_every_listener_have_one_event_at_each_end() -> Result<()> {
         "the agent names the caller as the server says"
     );
     Ok(())
+}
+
+/// Each end writes the event when its stream is a minute old, so the test takes the full gear.
+#[tokio::test(flavor = "multi_thread")]
+async fn stream_that_is_open_for_a_minute_has_an_event_at_each_end_meanwhile() -> Result<()> {
+    if Gear::current() == Gear::Quick {
+        return Ok(());
+    }
+    let echo = EchoTarget::start().await?;
+    let env = TestEnv::start_with(|settings| settings.services = service(&echo)).await?;
+    let _agent = env.agent("worker-1").await?;
+    let events = AuditEvents::of_process()?;
+    let mut stream = ByteStream::connect(Endpoint::plain(env.bound().services[0].1)).await?;
+    stream.send(b"x").await?;
+    ensure!(stream.receive(1).await? == b"x");
+    let ids = |stage: &str| {
+        let all = events.all().into_iter();
+        let of_stage = all.filter(|event| event.stage == stage && event.verb == "connect");
+        of_stage.map(|event| event.audit_id).collect::<Vec<_>>()
+    };
+    eventually(
+        "the events of the open stream",
+        Duration::from_secs(75),
+        async || {
+            let started = ids("ResponseStarted");
+            ensure!(
+                started.len() == 2 && started[0] == started[1],
+                "{started:?}"
+            );
+            Ok(())
+        },
+    )
+    .await;
+    ensure!(ids("ResponseComplete").is_empty(), "the stream is open");
+    drop(stream);
+    eventually("the events of its end", WAIT_TIMEOUT, async || {
+        ensure!(ids("ResponseComplete") == ids("ResponseStarted"));
+        Ok(())
+    })
+    .await;
+    Ok(())
+}
+
+fn service(target: &EchoTarget) -> Vec<RawTcpService> {
+    vec![RawTcpService {
+        name: "raw".into(),
+        listen: "127.0.0.1:0".into(),
+        node: "worker-1".into(),
+        target: target.addr().port().to_string(),
+        protocol: None,
+    }]
 }
 
 fn complete(events: &AuditEvents) -> Vec<AuditEvent> {

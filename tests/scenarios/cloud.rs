@@ -103,7 +103,7 @@ async fn edge_to_cloud(transport: &str) -> Result<()> {
     eventually("the event of each end", CONNECT, async || {
         let event = |events: &AuditEvents| {
             let events = events.all().into_iter();
-            let events = events.filter(|event| event.is_complete());
+            let mut events = events.filter(|event| event.is_complete());
             events.rfind(|event| event.annotation("end") == "ok")
         };
         let of_agent = event(edge.agent.audit()).context("no event of the agent")?;

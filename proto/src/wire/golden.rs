@@ -93,12 +93,13 @@ fn source_of_a_stream_is_as_captured() {
 }
 
 #[test]
-fn audit_id_and_caller_of_a_stream_are_as_captured() {
+fn audit_id_operation_and_caller_of_a_stream_are_as_captured() {
     let id = Some(AuditId::new([0x11; 16]));
     let target = Target::Node(Port::new(10250).unwrap());
     let header = |kind, caller: &str| StreamHeader {
         audit_id: id,
         caller: caller.to_owned(),
+        operation: "exec".to_owned(),
         ..StreamHeader::new(kind)
     };
     let forward = StreamKind::Forward {
@@ -110,11 +111,12 @@ fn audit_id_and_caller_of_a_stream_are_as_captured() {
     check(
         &[
             (
-                format!("20 120c 0801 188a50 2a05 75736572 31 {field}").as_str(),
+                format!("26 1212 0801 188a50 2204 65786563 2a05 7573657231 {field}").as_str(),
                 header(StreamKind::Target(target), "user1"),
             ),
             (
-                format!("25 2a11 0a0177 120c 0801 188a50 2a05 7573657231 {field}").as_str(),
+                format!("2b 2a17 0a0177 1212 0801 188a50 2204 65786563 2a05 7573657231 {field}")
+                    .as_str(),
                 header(forward, "user1"),
             ),
         ],

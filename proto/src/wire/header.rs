@@ -34,6 +34,8 @@ pub struct StreamHeader {
     /// line of at most 512 bytes. Only headers of [`StreamKind::Target`] and [`StreamKind::Forward`]
     /// carry it.
     pub caller: String,
+    /// What the caller wants to do at the target, in the same form and for the same kinds.
+    pub operation: String,
 }
 
 /// A random number that the audit events of one stream have in common. Displayed as a UUID.
@@ -121,7 +123,7 @@ impl fmt::Display for Target {
 }
 
 impl StreamHeader {
-    /// Returns a header without trace context, source, audit id and caller.
+    /// Returns a header with nothing but its kind.
     pub fn new(kind: StreamKind) -> Self {
         Self {
             kind,
@@ -129,6 +131,7 @@ impl StreamHeader {
             source: 0,
             audit_id: None,
             caller: String::new(),
+            operation: String::new(),
         }
     }
 
@@ -189,7 +192,7 @@ impl StreamHeader {
                     .map_err(|_length| FrameError::Invalid("audit id"))?,
             )),
         };
-        let mut caller = String::new();
+        let (mut caller, mut operation) = (String::new(), String::new());
         let kind = match message
             .kind
             .ok_or(FrameError::Invalid("stream without a kind"))?
@@ -199,7 +202,7 @@ impl StreamHeader {
                 version_max: control.version_max,
             },
             pb::stream_header::Kind::Target(target) => {
-                caller = one_line(&target.caller);
+                (caller, operation) = (one_line(&target.caller), one_line(&target.operation));
                 StreamKind::Target(decode_target(target)?)
             }
             pb::stream_header::Kind::Cloud(cloud) => StreamKind::Cloud(
@@ -210,7 +213,7 @@ impl StreamHeader {
             ),
             pb::stream_header::Kind::Forward(forward) => {
                 let target = forward.target.ok_or(FrameError::Invalid("target"))?;
-                caller = one_line(&target.caller);
+                (caller, operation) = (one_line(&target.caller), one_line(&target.operation));
                 StreamKind::Forward {
                     node: forward
                         .node
@@ -228,6 +231,7 @@ impl StreamHeader {
             source: message.source,
             audit_id,
             caller,
+            operation,
         })
     }
 
@@ -242,6 +246,7 @@ impl StreamHeader {
             host: host.to_owned(),
             port: target.port().get().into(),
             caller: self.caller.clone(),
+            operation: self.operation.clone(),
         }
     }
 }
@@ -365,7 +370,7 @@ mod tests {
                 class,
                 host: host.into(),
                 port,
-                caller: String::new(),
+                ..pb::TargetStream::default()
             };
             let kind = Some(pb::stream_header::Kind::Target(target));
             let header = pb::StreamHeader {

@@ -267,6 +267,7 @@ pub(super) fn streams() -> Result<Vec<Vec<u8>>> {
             source: 0x0102_0304_0506_0708,
             audit_id: Some(AuditId::new([7; 16])),
             caller: "certificate:prometheus".into(),
+            operation: "metrics".into(),
         };
         corpus.push(content(STREAM_MESSAGE_MAX, |out| header.encode(out))?);
     }

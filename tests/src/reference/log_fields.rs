@@ -30,7 +30,8 @@ pub const LOG_FIELDS: &[(&str, &str)] = &[
     ("ca", "certificates of the CA, without keys"),
     (
         "caller",
-        "identity of the caller: name of its certificate, its password, or its user",
+        "identity of the caller: name of its certificate, its password, or its user; at an agent and behind a hop as the \
+         server says",
     ),
     (
         "callers",
@@ -65,6 +66,7 @@ pub const LOG_FIELDS: &[(&str, &str)] = &[
     ("ends", "end of a certificate"),
     ("epoch", "random number of the other server's process"),
     ("error", "error with its causes"),
+    ("events", "number of lost audit events"),
     ("failures", "number of failures before the success"),
     ("holder", "server that has the Lease"),
     ("ignored", "number of ignored orders about nodes"),

@@ -132,6 +132,8 @@ impl AccessLog {
     pub fn identify(&self, header: &mut StreamHeader) {
         header.audit_id = Some(self.0.audit_id);
         header.caller = non_empty(&self.0.caller).unwrap_or(ANONYMOUS).to_owned();
+        let operation = self.0.operation.as_deref().unwrap_or_default();
+        operation.clone_into(&mut header.operation);
     }
 
     /// Returns what the audit events of the request have in common at all ends.

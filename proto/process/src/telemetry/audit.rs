@@ -213,7 +213,7 @@ pub fn audit_log() -> Option<&'static AuditLog> {
     AUDIT.get()
 }
 
-/// Returns the condition of the audit log, if events were lost in the last ten minutes.
+/// Returns the condition of the audit log, if events were lost in the last hour.
 pub(crate) fn audit_condition() -> Option<String> {
     audit_log()?.condition(AUDIT_DROPPED.snapshot().other, Instant::now())
 }
@@ -294,8 +294,8 @@ impl<F: Fn(&AuditLog) + Send + 'static> LogReporter for AuditReporter<F> {
 const DEFAULT_MAX_BYTES: u64 = 100 << 20;
 /// Number of full files without `--audit-log-max-backups`.
 const DEFAULT_BACKUPS: u32 = 10;
-/// Time for which lost events are a condition.
-const LOST_SHOWN: Duration = Duration::from_secs(600);
+/// Time for which lost events are a condition: longer than alerts wait.
+const LOST_SHOWN: Duration = Duration::from_secs(3600);
 /// Parameters with the command of a kubelet's exec and run.
 const COMMANDS: [&str; 2] = ["command", "cmd"];
 /// Parameters without `--audit-log-query`: those of a kubelet's exec, attach, portForward and
@@ -393,7 +393,7 @@ mod tests {
     }
 
     #[test]
-    fn lost_events_are_a_condition_for_ten_minutes() {
+    fn lost_events_are_a_condition_for_an_hour() {
         let (log, start) = (log(AuditSettings::default()), Instant::now());
         assert_eq!(log.condition(0, start), None);
         let condition = log.condition(7, start).unwrap();
