@@ -113,6 +113,11 @@ impl ConnectorSet {
                 return;
             }
             let timeout = self.plan.poll_timeout();
+            let wanted_at = self.plan.wanted_at();
+            let wanted = async {
+                sleep_until(wanted_at.unwrap_or_else(Instant::now)).await;
+                context.cloud_sessions.wanted().await;
+            };
             let event = tokio::select! {
                 biased;
                 () = drain.cancelled(), if !is_draining => {
@@ -124,6 +129,7 @@ impl ConnectorSet {
                 Some(joined) = self.tasks.join_next_with_id() => self.ended(joined),
                 Ok(()) = updates.changed() => Some(Event::Renewed),
                 Ok(()) = lock_states.changed() => Some(Event::Lock(lock_states.borrow_and_update().clone())),
+                () = wanted, if wanted_at.is_some() => Some(Event::Wanted),
                 () = sleep_until(timeout.unwrap_or_else(Instant::now)), if timeout.is_some() => None,
             };
             self.update_credentials();

@@ -180,6 +180,9 @@ impl Ingress {
         let deadline = Instant::now() + OPEN_TIMEOUT;
         let mut failure = (None, OpenError::NoSession);
         let candidates = self.sessions.newest_first();
+        if candidates.is_empty() {
+            self.sessions.want();
+        }
         for (index, session) in candidates.iter().enumerate() {
             // A silent session must leave time for those after it.
             let left = deadline.saturating_duration_since(Instant::now());

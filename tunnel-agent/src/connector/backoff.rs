@@ -139,6 +139,14 @@ pub fn drain_wait(move_within: Duration, random: f64) -> Duration {
     spread.mul_f64(random)
 }
 
+/// Returns the pause between two dials that clients of the cloud make due; `random` is from 0 to 1.
+pub fn wanted_pause(random: f64) -> Duration {
+    WANTED_PAUSE.mul_f64(1.0 + random * JITTER)
+}
+
+/// Shortest pause between two dials that clients of the cloud make due. A dial asks again after 1
+/// and 3 s and ends after 5, so that a path that is back is found within about 2 s.
+const WANTED_PAUSE: Duration = Duration::from_secs(2);
 /// Time over which the first dials of further connectors are spread, since all agents learn of a
 /// new server in the same moment.
 pub const START_SPREAD: Duration = Duration::from_secs(2);

@@ -20,7 +20,7 @@ use super::assignment::{
     OTHER_ADDRESSES_MAX, assign_replicas, other_addresses, own_addresses, replicas_of_other_zones,
     wanted_replicas,
 };
-use super::backoff::START_SPREAD;
+use super::backoff::{START_SPREAD, wanted_pause};
 use super::distance::ZoneDistances;
 use super::member_addresses::ServerPolicy;
 use super::report::ConnectionLog;
@@ -53,6 +53,8 @@ pub(super) enum Event {
     /// New sessions should be dialed with newer credentials.
     Renewed,
     Lock(LockState),
+    /// A client of a listener for targets of the cloud has found no live session.
+    Wanted,
     /// The agent stops: no session is dialed any more.
     Drain,
 }
@@ -117,6 +119,7 @@ impl Plan {
             lock: LockState::None,
             transport: None,
             losses: 0,
+            wanted_at: now,
             has_other_live: false,
             is_changed: false,
             is_draining: false,
@@ -145,7 +148,8 @@ impl Plan {
         match event {
             Event::Session(id, session_event) => self.handle_session_event(id, session_event, now),
             Event::Ended(id, exit) => self.handle_exit(id, exit, now),
-            Event::Renewed | Event::Lock(_) | Event::Drain if shared.is_draining => {}
+            Event::Renewed | Event::Lock(_) | Event::Wanted | Event::Drain
+                if shared.is_draining => {}
             Event::Renewed => {
                 for connector in self.connectors.values_mut() {
                     connector.refresh(shared, now);
@@ -157,6 +161,7 @@ impl Plan {
                     connector.take_over(shared, now);
                 }
             }
+            Event::Wanted => self.dial_early(now),
             Event::Drain => {
                 shared.is_draining = true;
                 for connector in self.connectors.values_mut() {
@@ -172,6 +177,16 @@ impl Plan {
         let connectors = self.connectors.values();
         let next = connectors.filter_map(Connector::next_timeout).min();
         next.filter(|_| !self.shared.is_draining)
+    }
+
+    /// Returns from when on [`Event::Wanted`] makes the next dial due. Returns `None` while that
+    /// changes nothing: there is a session, a dial is in progress, or a server has refused.
+    pub(super) fn wanted_at(&self) -> Option<Instant> {
+        let mut connectors = self.connectors.values();
+        let is_useful = !self.shared.is_draining
+            && !self.is_ready()
+            && connectors.any(Connector::can_dial_early);
+        is_useful.then_some(self.shared.wanted_at)
     }
 
     pub(super) fn handle_timeout(&mut self, now: Instant) {
@@ -223,6 +238,18 @@ impl Plan {
         connectors
             .filter(|connector| connector.state() == Some(state))
             .count()
+    }
+
+    /// Makes the next dial of one connector due, since a client waits for a session.
+    fn dial_early(&mut self, now: Instant) {
+        if self.wanted_at().is_none_or(|at| at > now) {
+            return;
+        }
+        let mut connectors = self.connectors.values_mut();
+        if let Some(connector) = connectors.find(|one| one.can_dial_early()) {
+            connector.dial_early(now);
+            self.shared.wanted_at = now + wanted_pause(self.shared.random());
+        }
     }
 
     fn handle_session_event(&mut self, id: DialId, session_event: SessionEvent, now: Instant) {

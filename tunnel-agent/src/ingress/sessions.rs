@@ -13,7 +13,11 @@ use tunnel_proto::wire::name::SessionId;
 
 /// The registered sessions of an agent.
 #[derive(Debug, Default)]
-pub(crate) struct CloudSessions(Mutex<Registrations>);
+pub(crate) struct CloudSessions {
+    registrations: Mutex<Registrations>,
+    /// Notified of a client that finds no live session.
+    wanted: Notify,
+}
 
 #[derive(Debug, Default)]
 struct Registrations {
@@ -74,7 +78,7 @@ impl CloudSessions {
         session: Arc<dyn Session>,
     ) -> CloudSessionGuard {
         let opened = Arc::new(Notify::new());
-        let mut registrations = self.0.lock();
+        let mut registrations = self.registrations.lock();
         let key = registrations.next_key;
         registrations.next_key += 1;
         registrations.sessions.push(Registration {
@@ -95,9 +99,19 @@ impl CloudSessions {
 
     /// Returns the sessions that are live, the newest first.
     pub(super) fn newest_first(&self) -> Vec<CloudSession> {
-        let registrations = self.0.lock();
+        let registrations = self.registrations.lock();
         let live = registrations.sessions.iter().filter(|entry| entry.is_live);
         live.rev().map(|entry| entry.session.clone()).collect()
+    }
+
+    /// Records that a client needs a session.
+    pub(super) fn want(&self) {
+        self.wanted.notify_one();
+    }
+
+    /// Waits until a client has needed a session since the last call. Cancel-safe.
+    pub(crate) async fn wanted(&self) {
+        self.wanted.notified().await;
     }
 }
 
@@ -112,7 +126,7 @@ impl CloudSessions {
 impl CloudSessionGuard {
     /// Sets whether new streams may be opened over the session.
     pub(crate) fn set_live(&self, is_live: bool) {
-        let mut registrations = self.sessions.0.lock();
+        let mut registrations = self.sessions.registrations.lock();
         let sessions = registrations.sessions.iter_mut();
         for registration in sessions.filter(|entry| entry.key == self.key) {
             registration.is_live = is_live;
@@ -127,7 +141,7 @@ impl CloudSessionGuard {
 
 impl Drop for CloudSessionGuard {
     fn drop(&mut self) {
-        let mut registrations = self.sessions.0.lock();
+        let mut registrations = self.sessions.registrations.lock();
         registrations.sessions.retain(|entry| entry.key != self.key);
     }
 }

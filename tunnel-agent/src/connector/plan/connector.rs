@@ -58,16 +58,17 @@ pub(super) struct Connector {
 #[derive(Clone, Copy)]
 pub(super) struct Retry {
     pub(super) at: Instant,
-    /// Whether a change of the members may end the wait: the dial before reached no server, or a
-    /// replica of another connector. A refusal does not depend on the members.
-    pub(super) ends_with_members: bool,
+    /// Whether a change of the members, or a client that waits for a session, may end the wait: the
+    /// dial before reached no server, or a replica of another connector. The wait after a refusal
+    /// stays.
+    pub(super) may_end_early: bool,
 }
 
 impl Retry {
     pub(super) fn at(at: Instant) -> Self {
         Self {
             at,
-            ends_with_members: false,
+            may_end_early: false,
         }
     }
 }
@@ -201,6 +202,18 @@ impl Connector {
         if has_lock && self.current.is_none() && !self.is_dialing() {
             self.backoff = Backoff::new();
             self.retry = Some(Retry::at(now));
+        }
+    }
+
+    /// Returns whether the wait for the next dial may end early.
+    pub(super) fn can_dial_early(&self) -> bool {
+        !self.is_dialing() && self.retry.is_some_and(|retry| retry.may_end_early)
+    }
+
+    /// Makes the next dial due. Its transports and its position in the servers stay.
+    pub(super) fn dial_early(&mut self, now: Instant) {
+        if let Some(retry) = &mut self.retry {
+            retry.at = retry.at.min(now);
         }
     }
 

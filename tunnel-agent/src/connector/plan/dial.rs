@@ -186,7 +186,7 @@ impl Connector {
                 }
                 self.retry = Some(Retry {
                     at: now + retry_in,
-                    ends_with_members: reason.is_none(),
+                    may_end_early: reason.is_none(),
                 });
                 if is_standby {
                     STANDBY.clone_into(&mut self.missing_reason);

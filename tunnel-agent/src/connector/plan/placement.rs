@@ -49,7 +49,7 @@ impl Connector {
             let was_over = std::mem::take(&mut self.search).is_over();
             let is_over = match self.retry {
                 None => was_over,
-                Some(retry) => has_new_members && retry.ends_with_members,
+                Some(retry) => has_new_members && retry.may_end_early,
             };
             if is_over && !self.is_dialing() && self.needs_session() {
                 self.backoff.restart();
@@ -58,7 +58,7 @@ impl Connector {
                     at: self
                         .retry
                         .map_or(resume_at, |retry| retry.at.min(resume_at)),
-                    ends_with_members: true,
+                    may_end_early: true,
                 });
             }
         }
@@ -128,7 +128,7 @@ impl Connector {
         let wait = wait.or_else(|| is_addressed.then_some(ADDRESSED_INTERVAL));
         self.retry = wait.map(|wait| Retry {
             at: now + wait,
-            ends_with_members: true,
+            may_end_early: true,
         });
         "each server that answers has a session of this agent".clone_into(&mut self.missing_reason);
         if wait.is_none() {

@@ -6,6 +6,7 @@ use std::time::Duration;
 
 use rand::RngExt;
 use rand::rngs::SmallRng;
+use tokio::time::Instant;
 use tunnel_proto::wire::name::ReplicaId;
 
 use crate::config::Limit;
@@ -70,6 +71,8 @@ pub(super) struct Shared {
     pub(super) transport: Option<SessionTransport>,
     /// Number of sessions that connectors have lost.
     pub(super) losses: u64,
+    /// Time from which a client may make the next dial due.
+    pub(super) wanted_at: Instant,
     /// Whether a connector other than that of the event has a live session.
     pub(super) has_other_live: bool,
     /// Whether replicas must be assigned again.

@@ -24,6 +24,7 @@ use SessionTransport::{H2, Quic};
 mod changes;
 mod replicas;
 mod standby;
+mod wanted;
 
 const AUTO: TransportChoice = TransportChoice::Auto;
 /// Longer than any wait in a test.
@@ -52,6 +53,8 @@ struct Sim {
     credentials: Vec<(u64, CredentialOutcome)>,
     /// Whether a failure replaces the credentials.
     is_rotating: bool,
+    /// Whether clients of the cloud connect all the time.
+    is_wanted: bool,
 }
 
 struct PendingDial {
@@ -106,6 +109,7 @@ impl Sim {
             retired: HashSet::new(),
             credentials: Vec::new(),
             is_rotating: false,
+            is_wanted: false,
         }
     }
 
@@ -264,12 +268,18 @@ impl Sim {
     /// Goes on to the next timeout or packet. Returns `false` if there is none until then.
     fn step(&mut self, until: Instant) -> bool {
         let packets = self.pending.iter().map(|dial| dial.next);
-        let next = self.plan.poll_timeout().into_iter().chain(packets).min();
+        let wanted_at = self.plan.wanted_at().filter(|_| self.is_wanted);
+        let wanted_at = wanted_at.map(|at| at.max(self.now));
+        let timeouts = self.plan.poll_timeout().into_iter().chain(wanted_at);
+        let next = timeouts.chain(packets).min();
         let Some(next) = next.filter(|next| *next <= until) else {
             self.now = until;
             return false;
         };
         self.now = self.now.max(next);
+        if wanted_at.is_some_and(|at| at <= self.now) {
+            self.plan.handle_event(Event::Wanted, self.now);
+        }
         if self.plan.poll_timeout().is_some_and(|at| at <= self.now) {
             self.plan.handle_timeout(self.now);
         }
