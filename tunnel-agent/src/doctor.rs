@@ -15,6 +15,7 @@ mod checks;
 mod cloud;
 mod credential;
 mod facts;
+mod names;
 mod probe;
 mod report;
 
@@ -108,7 +109,7 @@ mod tests {
                 .contains("D19.resolve, D19.tcp")
         );
         assert_eq!(check_group("d19").as_deref(), Ok("D19"));
-        assert_eq!(check_group("d20").as_deref(), Ok("D20"));
+        assert_eq!(check_group("d21").as_deref(), Ok("D21"));
         assert!(check_group("D1").is_err());
     }
 

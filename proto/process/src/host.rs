@@ -5,7 +5,7 @@ use std::io;
 use std::net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr, UdpSocket};
 use std::path::Path;
 
-use nix::ifaddrs::getifaddrs;
+use nix::ifaddrs::{InterfaceAddress, getifaddrs};
 use nix::net::if_::InterfaceFlags;
 use rustix::process::{Resource, Rlimit, getrlimit, setrlimit};
 
@@ -97,6 +97,15 @@ fn reaches_itself(ip: IpAddr) -> bool {
     ip.is_ipv4() && UdpSocket::bind((ip, 0)).is_ok_and(|socket| socket.connect((ip, 9)).is_ok())
 }
 
+/// Returns the names of the interfaces that have the address, up or not.
+pub fn interfaces_of(ip: IpAddr) -> Vec<String> {
+    let interfaces = getifaddrs().into_iter().flatten();
+    let with_address = interfaces.filter(|interface| address_of(interface) == Some(ip));
+    with_address
+        .map(|interface| interface.interface_name)
+        .collect()
+}
+
 /// Returns the address of this host, IPv4 first.
 pub fn primary_address() -> Option<IpAddr> {
     main_address(IpFamily::V4).or_else(|| main_address(IpFamily::V6))
@@ -119,12 +128,13 @@ fn interface_addresses() -> Vec<IpAddr> {
         return Vec::new();
     };
     let up = interfaces.filter(|interface| interface.flags.contains(InterfaceFlags::IFF_UP));
-    let addresses = up.filter_map(|interface| {
-        let address = interface.address?;
-        let v4 = address.as_sockaddr_in().map(|address| address.ip().into());
-        v4.or_else(|| address.as_sockaddr_in6().map(|address| address.ip().into()))
-    });
-    addresses.collect()
+    up.filter_map(|interface| address_of(&interface)).collect()
+}
+
+fn address_of(interface: &InterfaceAddress) -> Option<IpAddr> {
+    let address = interface.address.as_ref()?;
+    let v4 = address.as_sockaddr_in().map(|address| address.ip().into());
+    v4.or_else(|| address.as_sockaddr_in6().map(|address| address.ip().into()))
 }
 
 /// The resource limits of the process. `None` means that there is no limit, or that it cannot be

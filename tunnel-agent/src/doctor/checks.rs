@@ -1,5 +1,6 @@
 //! The checks: pure functions from facts to faults. Those about the path to the servers are in
-//! [`network`], those about listeners for targets of the cloud in [`cloud`].
+//! [`network`], those about listeners for targets of the cloud in [`cloud`], and that of the node's
+//! names in [`names`].
 
 use std::time::Duration;
 
@@ -15,6 +16,7 @@ use crate::connector::status::{SESSION, SessionReport};
 use crate::ingress::listeners::CONDITION;
 
 mod cloud;
+mod names;
 mod network;
 
 const CHECKS: &[(&Explanation, Check<Facts>)] = &[
@@ -30,6 +32,7 @@ const CHECKS: &[(&Explanation, Check<Facts>)] = &[
     (&report::NAME, name),
     (&report::PORTS, ports),
     (&report::AGENT, agent),
+    (&report::NAMES, names::names),
     (&report::CLOUD_LISTEN, cloud::listen),
     (&report::CLOUD_ADDRESS, cloud::address),
     (&report::CLOUD_NFT, cloud::nft),

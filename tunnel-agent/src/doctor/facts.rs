@@ -19,6 +19,7 @@ use tunnel_proto::wire::name::{NodeName, Port};
 
 use super::cloud::{self, CloudFacts};
 use super::credential::{self, CredentialFacts, CredentialFault};
+use super::names::{self, NameFacts};
 use super::probe::{Prober, ServerFacts};
 use crate::config::{Config, TransportChoice};
 use crate::connector::endpoint::resolve;
@@ -46,6 +47,7 @@ pub(super) struct Facts {
     pub(super) capacity: String,
     pub(super) agent: AgentFacts,
     pub(super) cloud: CloudFacts,
+    pub(super) names: NameFacts,
 }
 
 /// A port of --port, and the address where the agent dials it, or its refusal.
@@ -92,7 +94,7 @@ pub(super) async fn gather(config: &Config, ports: &[Port], limit: Duration) -> 
     let now = SystemTime::now();
     let resources = Resources::of_process();
     let buffer_pool = config.limits.buffer_pool_bytes(resources);
-    let ((credential, servers), ports, host, agent, cloud) = tokio::join!(
+    let ((credential, servers), ports, host, agent, cloud, names) = tokio::join!(
         Box::pin(network(config, now, within)),
         Box::pin(dial_ports(config, ports, within)),
         Box::pin(HostFacts::gather(
@@ -103,6 +105,7 @@ pub(super) async fn gather(config: &Config, ports: &[Port], limit: Duration) -> 
         )),
         Box::pin(agent(config.meta_listen, within)),
         Box::pin(cloud::gather(&config.cloud_listeners, within)),
+        Box::pin(names::gather(!config.cloud_listeners.is_empty(), within)),
     );
     let streams = u64::from(config.limits.streams_per_agent);
     let sessions = u64::try_from(config.replicas).unwrap_or(u64::MAX);
@@ -126,6 +129,7 @@ pub(super) async fn gather(config: &Config, ports: &[Port], limit: Duration) -> 
         ),
         agent,
         cloud,
+        names,
     }
 }
 

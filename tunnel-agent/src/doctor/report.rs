@@ -94,6 +94,17 @@ pub(super) const AGENT: Explanation = Explanation {
     link: "docs/how-to/troubleshooting.md",
 };
 
+pub(super) const NAMES: Explanation = Explanation {
+    id: "D21",
+    checks: "with --cloud-listen: the resolvers that the kubelet gives to pods, by its flag or file, \
+             and those of this host: on this node or elsewhere, and whether they answer",
+    consequence: "pods resolve no name while the link is down; or the agent does not find its server \
+                  after a start",
+    fix: "tunnel-server render node-local-dns --cluster-dns IP | kubectl apply -f -\n\
+          tunnel-agent address add 169.254.20.11, and --cloud-listen dns=169.254.20.11:1053\n\
+          Pods that run ask the old resolver until they are created again.",
+    link: "docs/how-to/node-local-dns.md",
+};
 pub(super) const CLOUD_LISTEN: Explanation = Explanation {
     id: "D16.listen",
     checks: "each address of --cloud-listen: whether the agent listens there, or another program, \
@@ -161,6 +172,7 @@ pub(super) const EXPLANATIONS: &[Explanation] = &[
     NAME,
     PORTS,
     AGENT,
+    NAMES,
 ];
 
 #[cfg(test)]

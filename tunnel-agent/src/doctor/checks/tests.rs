@@ -9,9 +9,11 @@ use tunnel_proto::wire::name::Port;
 use super::*;
 use crate::doctor::credential::{CaSource, CredentialFacts};
 use crate::doctor::facts::AgentFacts;
+use crate::doctor::names::NameFacts;
 use crate::doctor::probe::{EndpointFacts, QuicFacts, ServerFacts, TcpFacts, TlsFailure};
 
 mod cloud;
+mod names;
 
 const DAY: Duration = Duration::from_secs(24 * 60 * 60);
 
@@ -348,6 +350,10 @@ fn healthy() -> Facts {
             }),
         },
         cloud: cloud::healthy_cloud(),
+        names: NameFacts {
+            pods: Ok(Vec::new()),
+            host: vec![[192, 0, 2, 53].into()],
+        },
     }
 }
 
