@@ -6,6 +6,8 @@ mod apiserver;
 mod check;
 mod coredns;
 mod egress_selector;
+mod kubeconfig;
+mod node_local_dns;
 mod output;
 mod prometheus;
 mod values;
@@ -14,6 +16,8 @@ pub use agent::AgentArgs;
 pub use apiserver::ApiserverArgs;
 pub use coredns::CorednsArgs;
 pub use egress_selector::EgressSelectorArgs;
+pub use kubeconfig::KubeconfigArgs;
+pub use node_local_dns::{NodeLocalDnsArgs, NodeLocalDnsPart, ProxyMode};
 pub use output::{OutputArgs, RenderError};
 pub use prometheus::{PrometheusArgs, ScrapeMethod, ScrapeObject};
 pub use values::{
@@ -36,6 +40,11 @@ pub enum RenderVerb {
     Apiserver(ApiserverArgs),
     /// The lines of CoreDNS' Corefile by which pods resolve names of nodes
     Coredns(CorednsArgs),
+    /// NodeLocal DNSCache for edge nodes, which asks the cluster's DNS through the tunnel and answers
+    /// known names while the link is down
+    NodeLocalDns(NodeLocalDnsArgs),
+    /// A kubeconfig for an API server on a node, through a CONNECT listener of the server
+    Kubeconfig(KubeconfigArgs),
     /// A scrape configuration, or an object of the Prometheus operator, for targets on nodes
     Prometheus(Box<PrometheusArgs>),
     /// The systemd unit of an agent, with the commands for its join token
@@ -56,6 +65,13 @@ impl RenderVerb {
                 finish(&arguments.text(), Format::Yaml, &arguments.output)
             }
             Self::Coredns(arguments) => finish(&arguments.text(), Format::Lines, &arguments.output),
+            Self::NodeLocalDns(arguments) => {
+                let text = arguments.text().map_err(RenderError::Usage)?;
+                finish(&text, arguments.format(), &arguments.output)
+            }
+            Self::Kubeconfig(arguments) => {
+                finish(&arguments.text(), Format::Yaml, &arguments.output)
+            }
             Self::Prometheus(arguments) => {
                 finish(&arguments.text()?, Format::Yaml, &arguments.output)
             }

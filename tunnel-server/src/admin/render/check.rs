@@ -27,22 +27,11 @@ pub(super) fn differences(
 ) -> Result<Vec<String>, serde_saphyr::Error> {
     match format {
         Format::Yaml => {
-            let mut expected = serde_saphyr::from_str(rendered)?;
-            make_comparable(&mut expected);
-            let mut fewest = missing(&expected, None);
-            for document in documents(file) {
-                let mut actual = serde_saphyr::from_str(&document)?;
-                make_comparable(&mut actual);
-                let found = missing(&expected, Some(&actual));
-                if found.is_empty() {
-                    return Ok(found);
-                }
-                // A document of another kind lacks more.
-                if found.len() <= fewest.len() || fewest.iter().all(|line| !line.starts_with('-')) {
-                    fewest = found;
-                }
+            let mut found = Vec::new();
+            for expected in documents(rendered) {
+                found.extend(missing_in_file(&expected, file)?);
             }
-            Ok(fewest)
+            Ok(found)
         }
         Format::Lines => {
             let (expected, actual) = (lines(rendered), lines(file));
@@ -50,6 +39,26 @@ pub(super) fn differences(
             Ok(missing.iter().map(|line| format!("+ {line}")).collect())
         }
     }
+}
+
+/// Returns what the closest document of a YAML file lacks of a rendered one.
+fn missing_in_file(rendered: &str, file: &str) -> Result<Vec<String>, serde_saphyr::Error> {
+    let mut expected = serde_saphyr::from_str(rendered)?;
+    make_comparable(&mut expected);
+    let mut fewest = missing(&expected, None);
+    for document in documents(file) {
+        let mut actual = serde_saphyr::from_str(&document)?;
+        make_comparable(&mut actual);
+        let found = missing(&expected, Some(&actual));
+        if found.is_empty() {
+            return Ok(found);
+        }
+        // A document of another kind lacks more.
+        if found.len() <= fewest.len() || fewest.iter().all(|line| !line.starts_with('-')) {
+            fewest = found;
+        }
+    }
+    Ok(fewest)
 }
 
 /// Gives the same Pods the same value: a volume of the host has the name of its path, and commands are

@@ -3,7 +3,7 @@
 
 use tunnel_proto::wire::name::{NodeName, Port};
 
-use super::values::{ServerAddress, url_user, yaml};
+use super::values::{ServerAddress, proxy_url, yaml};
 use super::{OutputArgs, RenderError};
 
 /// How Prometheus reaches the targets.
@@ -104,7 +104,7 @@ impl PrometheusArgs {
             ScrapeMethod::ProxyUrl => {
                 format!(
                     "    proxy_url: {}\n{}",
-                    self.proxy_url(),
+                    proxy_url(&self.proxy, self.proxy_user.as_deref()),
                     self.targets("static_configs", "    ")
                 )
             }
@@ -130,7 +130,10 @@ impl PrometheusArgs {
 
     fn monitor(&self, kind: &str, endpoints: &str) -> Result<String, RenderError> {
         let method = match self.method {
-            ScrapeMethod::ProxyUrl => format!("      proxyUrl: {}\n", self.proxy_url()),
+            ScrapeMethod::ProxyUrl => format!(
+                "      proxyUrl: {}\n",
+                proxy_url(&self.proxy, self.proxy_user.as_deref())
+            ),
             ScrapeMethod::Relabel => format!(
                 "      relabelings:
         - sourceLabels: [{}, __address__]
@@ -163,7 +166,7 @@ impl PrometheusArgs {
             ScrapeMethod::ProxyUrl => {
                 format!(
                     "  proxyUrl: {}\n{}",
-                    self.proxy_url(),
+                    proxy_url(&self.proxy, self.proxy_user.as_deref()),
                     self.targets("staticConfigs", "  ")
                 )
             }
@@ -198,16 +201,6 @@ metadata:
 spec:
 "
         )
-    }
-
-    fn proxy_url(&self) -> String {
-        let user = self.proxy_user.as_deref().map(url_user);
-        let user = user.map(|user| format!("{user}:PASSWORD@"));
-        yaml(&format!(
-            "http://{}{}",
-            user.unwrap_or_default(),
-            self.proxy
-        ))
     }
 
     fn discovery_url(&self) -> String {

@@ -71,6 +71,20 @@ fn hostile_values_of_flags_stay_values() {
                 .trim_start_matches("http://")
                 .contains(['/', ':', '@', '#', '?'])
         );
+
+        let files = ["ca-file", "cert-file", "key-file"].map(|flag| format!("--{flag}={name}"));
+        let mut words = vec!["kubeconfig", "worker-1"];
+        words.extend(files.iter().map(String::as_str));
+        let config = rendered(&words);
+        let cluster = &config["clusters"][0]["cluster"];
+        assert_eq!(cluster["certificate-authority"], name);
+        let user = json!({ "client-certificate": name, "client-key": name });
+        assert_eq!(config["users"][0]["user"], user);
+
+        let image = format!("--image={name}");
+        let objects = documents(&["node-local-dns", "--cluster-dns=10.96.0.10", &image]);
+        let container = &objects[3]["spec"]["template"]["spec"]["containers"][0];
+        assert_eq!(container["image"], name);
     }
 }
 
@@ -86,6 +100,12 @@ fn hostile_names_of_hosts_and_nodes_are_refused() {
             (&["coredns", server][..], "--upstream"),
             (&["coredns", server][..], "--zone"),
             (&["prometheus", "--method=http-sd"][..], "--meta"),
+            (&["node-local-dns"][..], "--cluster-dns"),
+            (
+                &["node-local-dns", "--cluster-dns=10.96.0.10"][..],
+                "--zone",
+            ),
+            (&["kubeconfig", "worker-1"][..], "--tls-server-name"),
         ] {
             let flag = format!("{flag}={name}");
             let line = ["render"].iter().chain(words).copied().chain([&*flag]);
@@ -126,6 +146,163 @@ fn guides_have_the_rendered_texts() {
         let text = text(&words);
         assert!(page.contains(&text), "{line}:\n{text}");
     }
+}
+
+#[test]
+fn node_local_dns_asks_the_agent_for_names_of_the_cluster_and_the_node_for_others() {
+    let flags = ["node-local-dns", "--cluster-dns=10.96.0.10"];
+    for (mode, addresses) in [
+        ("ipvs", vec!["169.254.20.10"]),
+        ("iptables", vec!["169.254.20.10", "10.96.0.10"]),
+    ] {
+        let more = [&*format!("--proxy-mode={mode}"), "--zone=nodes.example.com"];
+        let objects = documents(&[&flags[..], &more].concat());
+        let kinds: Vec<_> = objects.iter().map(|object| &object["kind"]).collect();
+        let expected = [
+            "ServiceAccount",
+            "Service",
+            "ConfigMap",
+            "DaemonSet",
+            "Service",
+        ];
+        assert_eq!(kinds, expected);
+        let arguments = &objects[3]["spec"]["template"]["spec"]["containers"][0]["args"];
+        assert_eq!(arguments[1], addresses.join(","));
+        let corefile = objects[2]["data"]["Corefile"].as_str().unwrap();
+        let blocks: Vec<_> = corefile.split_inclusive("\n}\n").collect();
+        let zones = [
+            "cluster.local",
+            "in-addr.arpa",
+            "ip6.arpa",
+            "nodes.example.com",
+            ".",
+        ];
+        assert_eq!(blocks.len(), zones.len(), "{corefile}");
+        for (block, zone) in blocks.iter().zip(zones) {
+            assert!(block.starts_with(&format!("{zone}:53 {{\n")), "{block}");
+            assert!(block.contains("serve_stale 24h"), "{block}");
+            assert!(
+                block.contains(&format!("    bind {}\n", addresses.join(" "))),
+                "{block}"
+            );
+            let forward = match zone {
+                "." => "forward . __PILLAR__UPSTREAM__SERVERS__\n",
+                _ => "forward . 169.254.20.11:1053 {\n        force_tcp\n",
+            };
+            assert!(block.contains(forward), "{block}");
+        }
+    }
+}
+
+#[test]
+fn flags_of_node_local_dns_that_contradict_each_other_are_errors() {
+    for (flags, hint) in [
+        (
+            &["--part=kubelet", "--proxy-mode=iptables"][..],
+            "stays as it is",
+        ),
+        (&["--cloud-dns=169.254.20.10"], "ask itself"),
+        (
+            &["--cloud-dns=10.96.0.10", "--proxy-mode=iptables"],
+            "ask itself",
+        ),
+        (
+            &["--local-ip=fd00::10", "--proxy-mode=iptables"],
+            "families",
+        ),
+    ] {
+        let line = ["render", "node-local-dns", "--cluster-dns=10.96.0.10"];
+        let verb = Line::try_parse_from([&line, flags].concat()).unwrap().verb;
+        let error = verb.run().unwrap_err();
+        assert_eq!(error.exit_code(), 64);
+        assert!(error.to_string().contains(hint), "{flags:?}: {error}");
+    }
+}
+
+/// The script changes flags and configuration of a kubelet once, and nothing else.
+#[test]
+fn kubelet_gives_pods_the_address_of_the_cache_after_the_script() {
+    const FLAGS: &str = "CLUSTER_DNS=\"--cluster-dns=10.96.0.10\"\nOTHER=\"--v=2\"\n";
+    let script = text(&[
+        "node-local-dns",
+        "--cluster-dns=10.96.0.10",
+        "--part=kubelet",
+    ]);
+    let root = std::env::temp_dir().join(format!("culvert-kubelet-{}", std::process::id()));
+    let file = root.join("var/lib/kubelet/config.yaml");
+    let flags = root.join("etc/kubernetes/kubelet");
+    for folder in [&file, &flags] {
+        fs::create_dir_all(folder.parent().unwrap()).unwrap();
+    }
+    let run = || {
+        let output = Command::new("sh")
+            .args(["-c", &script])
+            .env("ROOT", &root)
+            .output();
+        output.unwrap()
+    };
+    for (before, after) in [
+        (
+            "a: 1\nclusterDNS:\n- 10.96.0.10\n- 10.96.0.11\nclusterDomain: b\n",
+            "a: 1\nclusterDNS: [169.254.20.10]\nclusterDomain: b\n",
+        ),
+        (
+            "clusterDNS: [10.96.0.10]\nlist:\n- x\n",
+            "clusterDNS: [169.254.20.10]\nlist:\n- x\n",
+        ),
+        (
+            "clusterDNS:\n  - \"10.96.0.10\"\n",
+            "clusterDNS: [169.254.20.10]\n",
+        ),
+    ] {
+        fs::write(&file, before).unwrap();
+        fs::write(&flags, FLAGS).unwrap();
+        for _ in 0..2 {
+            let output = run();
+            assert!(output.status.success(), "{output:?}");
+            assert_eq!(fs::read_to_string(&file).unwrap(), after);
+            let expected = FLAGS.replace("10.96.0.10", "169.254.20.10");
+            assert_eq!(fs::read_to_string(&flags).unwrap(), expected);
+        }
+        let saved = fs::read_to_string(file.with_extension("yaml.culvert")).unwrap();
+        assert_eq!(saved, before);
+    }
+    fs::remove_file(&flags).unwrap();
+    fs::write(&file, "a: 1\n").unwrap();
+    let output = run();
+    let error = String::from_utf8_lossy(&output.stderr).into_owned();
+    assert!(
+        !output.status.success() && error.contains("cluster-dns"),
+        "{error}"
+    );
+    fs::remove_dir_all(&root).unwrap();
+}
+
+#[test]
+fn kubeconfig_names_the_node_the_listener_and_the_name_of_the_certificate() {
+    let config = rendered(&["kubeconfig", "2", "--port=16443", "--proxy-user=a b"]);
+    let cluster = json!({
+        "server": "https://2:16443",
+        "tls-server-name": "kubernetes.default.svc",
+        "certificate-authority": "2-ca.crt",
+        "proxy-url": "http://a%20b:PASSWORD@127.0.0.1:8131",
+    });
+    assert_eq!(
+        config["clusters"],
+        json!([{ "name": "2", "cluster": cluster }])
+    );
+    let context = json!({ "cluster": "2", "user": "2" });
+    assert_eq!(
+        config["contexts"],
+        json!([{ "name": "2", "context": context }])
+    );
+    assert_eq!(config["current-context"], "2");
+    assert_eq!(config["users"], Value::Null);
+    let config = rendered(&["kubeconfig", "worker-1", "--token-file=/run/token"]);
+    assert_eq!(
+        config["users"][0]["user"],
+        json!({ "tokenFile": "/run/token" })
+    );
 }
 
 #[test]
@@ -197,6 +374,8 @@ fn text(words: &[&str]) -> String {
         RenderVerb::EgressSelector(arguments) => arguments.text(),
         RenderVerb::Apiserver(arguments) => arguments.text(),
         RenderVerb::Coredns(arguments) => arguments.text(),
+        RenderVerb::NodeLocalDns(arguments) => arguments.text().unwrap(),
+        RenderVerb::Kubeconfig(arguments) => arguments.text(),
         RenderVerb::Prometheus(arguments) => arguments.text().unwrap(),
         RenderVerb::Agent(arguments) => arguments.text(),
     }
@@ -204,6 +383,11 @@ fn text(words: &[&str]) -> String {
 
 fn rendered(words: &[&str]) -> Value {
     parsed(&text(words))
+}
+
+/// Returns the documents of a rendered text.
+fn documents(words: &[&str]) -> Vec<Value> {
+    text(words).split("\n---\n").map(parsed).collect()
 }
 
 fn parsed(text: &str) -> Value {

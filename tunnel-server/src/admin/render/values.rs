@@ -62,6 +62,16 @@ impl FromStr for ResolverAddress {
     }
 }
 
+impl ResolverAddress {
+    pub(super) fn ip(self) -> IpAddr {
+        self.ip
+    }
+
+    pub(super) fn socket_address(self) -> SocketAddr {
+        SocketAddr::new(self.ip, self.port.unwrap_or(DNS_PORT))
+    }
+}
+
 impl fmt::Display for ResolverAddress {
     fn fmt(&self, formatter: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self.port {
@@ -178,8 +188,15 @@ pub(in crate::admin) fn shell(text: &str) -> String {
     format!("'{}'", text.replace('\'', r"'\''"))
 }
 
+/// Returns a YAML scalar with the URL of a CONNECT listener. With a name of its password file, the
+/// reader replaces PASSWORD.
+pub(super) fn proxy_url(listener: &ServerAddress, user: Option<&str>) -> String {
+    let user = user.map(|user| format!("{}:PASSWORD@", url_user(user)));
+    yaml(&format!("http://{}{listener}", user.unwrap_or_default()))
+}
+
 /// Returns `text` percent-encoded for the user part of a URL (RFC 3986, section 3.2.1).
-pub(super) fn url_user(text: &str) -> String {
+fn url_user(text: &str) -> String {
     let mut encoded = String::new();
     for byte in text.bytes() {
         if byte.is_ascii_alphanumeric() || b"-._~".contains(&byte) {
@@ -191,6 +208,7 @@ pub(super) fn url_user(text: &str) -> String {
     encoded
 }
 
+const DNS_PORT: u16 = 53;
 const RESOLV_CONF: &str = "/etc/resolv.conf";
 /// Words that YAML 1.1 or 1.2 reads as other types than strings.
 const YAML_WORDS: [&str; 12] = [
