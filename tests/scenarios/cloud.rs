@@ -16,6 +16,7 @@ use tunnel_tests::process::{
 use tunnel_tests::targets::Exporter;
 
 mod flood;
+mod names;
 mod redirected;
 
 const NODE: &str = "worker-1";

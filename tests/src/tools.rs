@@ -60,6 +60,10 @@ pub enum Tool {
     Aioquic,
     /// The program `chromium` from Debian.
     Chromium,
+    /// NodeLocal DNSCache, built from kubernetes/dns.
+    NodeCache,
+    /// The program `unbound` from Debian.
+    Unbound,
 }
 
 impl Tool {
@@ -95,6 +99,8 @@ impl Tool {
             Self::Python => "python3",
             Self::Aioquic => "aioquic-python",
             Self::Chromium => "chromium",
+            Self::NodeCache => "node-cache",
+            Self::Unbound => "unbound",
         }
     }
 

@@ -1,6 +1,7 @@
 //! A scripted resolver that records its queries.
 
 use std::net::{Ipv4Addr, SocketAddr};
+use std::sync::atomic::{AtomicU32, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
 
@@ -33,6 +34,7 @@ pub struct FakeResolver {
     address: SocketAddr,
     behavior: Arc<Mutex<Behavior>>,
     asked: Arc<Mutex<Vec<String>>>,
+    ttl: Arc<AtomicU32>,
     _serving: AbortOnDropHandle<()>,
 }
 
@@ -55,9 +57,11 @@ impl FakeResolver {
         let tcp = TcpListener::bind(address).await.context("bind TCP")?;
         let behavior = Arc::new(Mutex::new(behavior));
         let asked = Arc::new(Mutex::new(Vec::new()));
+        let ttl = Arc::new(AtomicU32::new(60));
         let server = Serving {
             behavior: behavior.clone(),
             asked: asked.clone(),
+            ttl: ttl.clone(),
         };
         #[expect(clippy::disallowed_methods, reason = "owned by the returned value")]
         let serving = tokio::spawn(async move {
@@ -67,6 +71,7 @@ impl FakeResolver {
             address,
             behavior,
             asked,
+            ttl,
             _serving: AbortOnDropHandle::new(serving),
         })
     }
@@ -78,6 +83,11 @@ impl FakeResolver {
     /// Sets the behavior for later queries.
     pub fn behave(&self, behavior: Behavior) {
         *self.behavior.lock().unwrap_or_else(PoisonError::into_inner) = behavior;
+    }
+
+    /// Sets the TTL of later answers in seconds, 60 at first.
+    pub fn expire_after(&self, ttl: u32) {
+        self.ttl.store(ttl, Ordering::Relaxed);
     }
 
     /// Returns all queried names in order, in lower case without a trailing dot.
@@ -93,6 +103,7 @@ impl FakeResolver {
 struct Serving {
     behavior: Arc<Mutex<Behavior>>,
     asked: Arc<Mutex<Vec<String>>>,
+    ttl: Arc<AtomicU32>,
 }
 
 impl Serving {
@@ -163,7 +174,8 @@ impl Serving {
         for number in 0..count {
             let owner: Name = question.name.clone();
             let data = RData::A(A::new(10, 1, 0, number));
-            answer.add_answer(Record::from_rdata(owner, 60, data));
+            let ttl = self.ttl.load(Ordering::Relaxed);
+            answer.add_answer(Record::from_rdata(owner, ttl, data));
         }
         answer.add_query(question);
         let encoded = answer.to_vec().ok()?;

@@ -1,0 +1,354 @@
+//! Names on an edge node that is cut off: a cache on the node asks the cluster's DNS through the
+//! tunnel, and answers the names that it has while the link is down.
+
+use std::collections::BTreeMap;
+use std::net::IpAddr;
+use std::path::Path;
+use std::time::Duration;
+
+use anyhow::{Context, Result, ensure};
+use hickory_proto::op::ResponseCode;
+use hickory_proto::rr::RecordType;
+use tokio::time::{Instant, MissedTickBehavior, interval};
+use tunnel_tests::dns::{Behavior, DnsClient, FakeResolver, addresses};
+use tunnel_tests::eventually::{eventually, scaled};
+use tunnel_tests::gear::Gear;
+use tunnel_tests::link::{Impairment, Link, TrafficClass};
+use tunnel_tests::manifests::documents;
+use tunnel_tests::netns::in_service_namespace;
+use tunnel_tests::process::{
+    AgentSetup, Listener, Process, Program, ScratchDir, Server, ServerSetup,
+};
+use tunnel_tests::tools::{Skip, Tool, or_skip};
+
+use crate::dns::report_figure;
+
+#[tokio::test(flavor = "multi_thread")]
+async fn known_names_outlive_a_cut_of_the_link_over_quic() -> Result<()> {
+    let test = "cloud::names::known_names_outlive_a_cut_of_the_link_over_quic";
+    outage(test, "quic").await
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn known_names_outlive_a_cut_of_the_link_over_h2() -> Result<()> {
+    let test = "cloud::names::known_names_outlive_a_cut_of_the_link_over_h2";
+    outage(test, "h2").await
+}
+
+/// Runs both outages in a namespace, since the rendered texts have fixed addresses and ports.
+async fn outage(test: &str, transport: &str) -> Result<()> {
+    let Some(cache) = or_skip(CacheProgram::find()) else {
+        return Ok(());
+    };
+    let limit = Duration::from_secs(120) + cut_for();
+    in_service_namespace(test, limit, async || {
+        let mut edge = Edge::start(cache, transport).await?;
+        edge.known_names_never_fail().await?;
+        edge.start_without_the_link_fails_at_once().await
+    })
+    .await
+}
+
+/// An agent behind a link that can be cut, and a cache that asks through it.
+struct Edge {
+    cache: CacheProgram,
+    running: Option<Process>,
+    client: DnsClient,
+    link: Link,
+    resolver: FakeResolver,
+    transport: &'static str,
+    scratch: ScratchDir,
+    _agent: Process,
+    _server: Server,
+}
+
+impl Edge {
+    async fn start(cache: CacheProgram, transport: &str) -> Result<Self> {
+        let scratch = ScratchDir::new()?;
+        let resolver = FakeResolver::start(Behavior::Answers(1)).await?;
+        // Entries expire during the cut.
+        resolver.expire_after(1);
+        let target = resolver.address();
+        let settings = format!("cloud: [{{ name: dns, target: '{target}' }}]");
+        let file = scratch.file("server.yaml", settings)?;
+        let server = ServerSetup::on_loopback(&scratch.path().join("server"))
+            .args(&["--config", &file.to_string_lossy()])
+            .start()
+            .await?;
+        let link = Link::start(server.address(Listener::Agents), 7)?;
+        for address in [CACHE, LISTENER] {
+            let add = Program::ours("tunnel-agent")?.args(["address", "add", address]);
+            add.run().await?.ok()?;
+        }
+        let folder = scratch.path().join("agent");
+        let token = server.token("worker-1", None).await?;
+        let agent = AgentSetup::on_loopback("worker-1", link.addr(), &folder)
+            .args(&["--token", &token, "--transport", transport])
+            .args(&["--cloud-listen", &format!("dns={LISTENER}:1053")]);
+        let agent = agent.start()?;
+        server.wait_until_connected(&["worker-1"]).await;
+        let address: IpAddr = CACHE.parse()?;
+        let mut edge = Self {
+            cache,
+            running: None,
+            client: DnsClient::new((address, 53).into()),
+            link,
+            resolver,
+            transport: if transport == "h2" { "h2" } else { "quic" },
+            scratch,
+            _agent: agent,
+            _server: server,
+        };
+        edge.start_cache().await?;
+        Ok(edge)
+    }
+
+    async fn start_cache(&mut self) -> Result<()> {
+        if let Some(running) = self.running.take() {
+            running.kill().await?;
+        }
+        let running = self.cache.start(&self.scratch).await?;
+        self.running = Some(running);
+        Ok(())
+    }
+
+    /// Cuts the link under a steady rate of queries.
+    async fn known_names_never_fail(&mut self) -> Result<()> {
+        for name in known_names() {
+            eventually(&name, LONG, async || self.ensure_fresh(&name, 1).await).await;
+        }
+        self.link.set(TrafficClass::ALL, Impairment::black_hole());
+        let (began, cut_for) = (Instant::now(), cut_for());
+        let (mut known, mut unknown) = (Tally::new(), Tally::new());
+        let (mut noticed, mut slowest, mut slowest_known) = (None, Duration::ZERO, Duration::ZERO);
+        let mut ticks = interval(Duration::from_secs(1) / PER_SECOND);
+        ticks.set_missed_tick_behavior(MissedTickBehavior::Delay);
+        let mut waiting = tokio::task::JoinSet::new();
+        let client = self.client;
+        for number in 0_u32.. {
+            ticks.tick().await;
+            if began.elapsed() >= cut_for {
+                break;
+            }
+            // One name in ten is new.
+            let is_known = number % 10 != 0;
+            let name = if is_known {
+                name(&format!("known-{}", number % KNOWN))
+            } else {
+                name(&format!("unknown-{number}"))
+            };
+            waiting.spawn(async move {
+                let asked = Instant::now();
+                let answer = client.ask(&name, RecordType::A).await;
+                let code = answer.map_or_else(
+                    |error| format!("{error:#}"),
+                    |answer| format!("{:?}", answer.metadata.response_code),
+                );
+                (is_known, code, asked, asked.elapsed())
+            });
+            while let Some(answered) = waiting.try_join_next() {
+                let (is_known, code, asked, elapsed) = answered?;
+                if is_known {
+                    slowest_known = slowest_known.max(elapsed);
+                    *known.entry(code).or_default() += 1;
+                    continue;
+                }
+                let is_quick = code == SERVFAIL && elapsed < scaled(AT_ONCE);
+                if noticed.is_none() && is_quick {
+                    noticed = Some(asked);
+                }
+                // Until then the agent does not know that the link is down.
+                if noticed.is_some_and(|noticed| asked > noticed + SETTLE) {
+                    slowest = slowest.max(elapsed);
+                    *unknown.entry(code).or_default() += 1;
+                }
+            }
+        }
+        let noticed = noticed.context("no answer at once for a name that is not known")?;
+        report_figure(&format!(
+            "{} over {}: cut noticed after {:.1?}; {known:?}, the slowest {slowest_known:.0?}; \
+             {unknown:?}, the slowest {slowest:.0?}",
+            self.cache.name(),
+            self.transport,
+            noticed - began,
+        ));
+        ensure!(known.keys().eq([NOERROR]), "{known:?}");
+        ensure!(unknown.keys().eq([SERVFAIL]), "{unknown:?}");
+        ensure!(slowest < scaled(AT_ONCE), "{slowest:?}");
+        self.resolver.behave(Behavior::Answers(2));
+        let healed = Instant::now();
+        self.link.heal();
+        for name in known_names() {
+            eventually(&name, FRESH_WITHIN, async || {
+                self.ensure_fresh(&name, 2).await
+            })
+            .await;
+        }
+        let elapsed = healed.elapsed();
+        report_figure(&format!("fresh {elapsed:.1?} after the link is back"));
+        Ok(())
+    }
+
+    /// A cache that starts while the link is down has nothing.
+    async fn start_without_the_link_fails_at_once(&mut self) -> Result<()> {
+        self.link.set(TrafficClass::ALL, Impairment::black_hole());
+        self.expect_failures_at_once("offline").await;
+        self.start_cache().await?;
+        self.expect_failures_at_once("started").await;
+        let asked = Instant::now();
+        let answer = self.client.ask(&name("known-0"), RecordType::A).await?;
+        ensure!(answer.metadata.response_code == ResponseCode::ServFail);
+        ensure!(asked.elapsed() < scaled(AT_ONCE), "{:?}", asked.elapsed());
+        Ok(())
+    }
+
+    /// Waits until names that are not known fail at once.
+    async fn expect_failures_at_once(&self, label: &str) {
+        let mut number = 0;
+        eventually("a failure at once", LONG, async || {
+            number += 1;
+            let asked = Instant::now();
+            let name = name(&format!("{label}-{number}"));
+            let answer = self.client.ask(&name, RecordType::A).await?;
+            ensure!(answer.metadata.response_code == ResponseCode::ServFail);
+            ensure!(asked.elapsed() < AT_ONCE, "{:?}", asked.elapsed());
+            anyhow::Ok(())
+        })
+        .await;
+    }
+
+    /// Checks that a name has so many addresses.
+    async fn ensure_fresh(&self, name: &str, count: usize) -> Result<()> {
+        let answer = self.client.ask(name, RecordType::A).await?;
+        let found = addresses(&answer);
+        ensure!(found.len() == count, "{name}: {found:?}");
+        Ok(())
+    }
+}
+
+/// Number of answers by code.
+type Tally = BTreeMap<String, u64>;
+
+/// The cache of the test: node-cache itself where it is installed, else unbound, which can be had
+/// from Debian and answers from expired entries, too.
+#[derive(Debug, Clone, Copy)]
+enum CacheProgram {
+    NodeCache,
+    Unbound,
+}
+
+impl CacheProgram {
+    fn find() -> Result<Self, Skip> {
+        if Tool::NodeCache.find().is_some() {
+            return Ok(Self::NodeCache);
+        }
+        tunnel_tests::tools::require(&[Tool::Unbound]).map(|()| Self::Unbound)
+    }
+
+    fn name(self) -> &'static str {
+        match self {
+            Self::NodeCache => Tool::NodeCache.program(),
+            Self::Unbound => Tool::Unbound.program(),
+        }
+    }
+
+    /// Starts the cache and waits until it answers.
+    async fn start(self, scratch: &ScratchDir) -> Result<Process> {
+        let program = match self {
+            Self::NodeCache => node_cache(scratch).await?,
+            Self::Unbound => {
+                let file = scratch.file("unbound.conf", UNBOUND)?;
+                let program = Program::tool(Tool::Unbound)?;
+                program.args(["-d", "-p", "-c"]).arg(file)
+            }
+        };
+        let running = program.start()?;
+        let client = DnsClient::new(format!("{CACHE}:53").parse()?);
+        eventually("an answer of the cache", LONG, async || {
+            client.ask(&name("started"), RecordType::A).await
+        })
+        .await;
+        Ok(running)
+    }
+}
+
+/// Returns node-cache with the Corefile and the arguments of the rendered manifest. The test adds
+/// the addresses, so that node-cache changes no interface and no rule.
+async fn node_cache(scratch: &ScratchDir) -> Result<Program> {
+    let render = Program::ours("tunnel-server")?.args(["render", "node-local-dns"]);
+    let manifest = render
+        .args(["--cluster-dns", "10.96.0.10"])
+        .run()
+        .await?
+        .ok()?;
+    let objects = documents(&manifest)?;
+    let corefile = objects[2]["data"]["Corefile"]
+        .as_str()
+        .context("Corefile")?;
+    let base = scratch.file("Corefile.base", corefile)?;
+    let written = scratch.path().join("Corefile");
+    let pod = &objects[3]["spec"]["template"]["spec"];
+    let arguments = pod["containers"][0]["args"].as_array().context("args")?;
+    let mut program = Program::tool(Tool::NodeCache)?;
+    for argument in arguments {
+        let argument = argument.as_str().context("an argument")?;
+        program = match argument {
+            "/etc/Corefile" => program.arg(&written),
+            _ => program.arg(argument),
+        };
+    }
+    let program = program.arg("-basecorefile").arg(base);
+    Ok(program.args(["-setupinterface=false", "-setupiptables=false"]))
+}
+
+fn known_names() -> impl Iterator<Item = String> {
+    (0..KNOWN).map(|number| name(&format!("known-{number}")))
+}
+
+/// Returns the name of a Service.
+fn name(service: &str) -> String {
+    format!("{service}.default.svc.cluster.local")
+}
+
+/// How long the link is down.
+fn cut_for() -> Duration {
+    Duration::from_secs(Gear::current().pick(20, 600))
+}
+
+/// Addresses of the rendered texts.
+const CACHE: &str = "169.254.20.10";
+const LISTENER: &str = "169.254.20.11";
+const KNOWN: u32 = 20;
+/// Queries per second.
+const PER_SECOND: u32 = 200;
+/// Codes in the words of the DNS library.
+const NOERROR: &str = "NoError";
+const SERVFAIL: &str = "ServFail";
+const AT_ONCE: Duration = Duration::from_millis(500);
+/// Time in which node-cache finds that its upstream is down.
+const SETTLE: Duration = Duration::from_secs(2);
+const FRESH_WITHIN: Duration = Duration::from_secs(5);
+const LONG: Duration = Duration::from_secs(30);
+
+const UNBOUND: &str = r#"
+server:
+    interface: 169.254.20.10
+    access-control: 0.0.0.0/0 allow
+    do-daemonize: no
+    use-syslog: no
+    username: ""
+    chroot: ""
+    directory: "/"
+    pidfile: ""
+    module-config: "iterator"
+    do-not-query-localhost: no
+    local-zone: "cluster.local." nodefault
+    serve-expired: yes
+    serve-expired-ttl: 86400
+    infra-host-ttl: 1
+    infra-keep-probing: yes
+forward-zone:
+    name: "cluster.local."
+    forward-addr: 169.254.20.11@1053
+    forward-tcp-upstream: yes
+"#;
