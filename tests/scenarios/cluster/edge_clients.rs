@@ -1,5 +1,6 @@
 //! Clients on an edge reach the API server through the tunnel, over a listener of their agent.
 
+mod behind_nat;
 mod pods;
 
 use std::net::SocketAddr;

@@ -146,7 +146,7 @@ async fn exec(kubectl: &Kubectl, kubeconfig: &Path) -> Result<()> {
 }
 
 /// Creates the Node of the agent and a Pod on the Node, and starts their kubelet.
-async fn create_pod(admin: &Api) -> Result<FakeKubelet> {
+pub(super) async fn create_pod(admin: &Api) -> Result<FakeKubelet> {
     let tls = TargetTls::self_signed(&[NODE])?;
     let listen = ([127, 0, 0, 1], KUBELET_PORT).into();
     let kubelet = FakeKubelet::start_on(listen, NODE, Some(tls)).await?;
@@ -291,6 +291,6 @@ const SERVICE_IP: &str = "10.96.0.1";
 /// The agent's listener for pods.
 const POD_LISTEN: &str = "169.254.2.1";
 const POD_PORT: &str = "10268";
-const NODE: &str = "worker-1";
-const KUBELET_PORT: u16 = 10250;
-const LIMIT: Duration = Duration::from_secs(120);
+pub(super) const NODE: &str = "worker-1";
+pub(super) const KUBELET_PORT: u16 = 10250;
+pub(super) const LIMIT: Duration = Duration::from_secs(120);
