@@ -11,7 +11,7 @@ use tunnel_server::config::EDGE_LABEL;
 use tunnel_tests::cluster::{Cluster, Kind, Node, Objects};
 use tunnel_tests::eventually::eventually;
 use tunnel_tests::guides::{blocks, links, page, pages, script};
-use tunnel_tests::manifests::repository;
+use tunnel_tests::manifests::{documents, repository};
 use tunnel_tests::netns::Namespace;
 use tunnel_tests::process::{AgentSetup, Listener, Program, ScratchDir, ServerSetup};
 use tunnel_tests::tools::{Skip, Tool, bin_dir, or_skip, require};
@@ -25,6 +25,11 @@ const GUIDES: &[&str] = &[
     "docs/explanation/cluster.md",
     "docs/explanation/comparison.md",
     "docs/explanation/faq.md",
+    "docs/explanation/from-dns-mode.md",
+    "docs/explanation/from-edge-pods.md",
+    "docs/explanation/from-karmada-names.md",
+    "docs/explanation/from-nodelocal-dns.md",
+    "docs/explanation/from-openyurt-settings.md",
     "docs/explanation/how-it-works.md",
     "docs/explanation/performance.md",
     "docs/explanation/promises.md",
@@ -38,6 +43,7 @@ const GUIDES: &[&str] = &[
     "docs/how-to/dns.md",
     "docs/how-to/doctor.md",
     "docs/how-to/edge-apiserver.md",
+    "docs/how-to/edge-clusters.md",
     "docs/how-to/egress-selector.md",
     "docs/how-to/harden.md",
     "docs/how-to/helm.md",
@@ -48,6 +54,7 @@ const GUIDES: &[&str] = &[
     "docs/how-to/metrics-server.md",
     "docs/how-to/migrate.md",
     "docs/how-to/monitoring.md",
+    "docs/how-to/node-local-dns.md",
     "docs/how-to/openyurt.md",
     "docs/how-to/own-certificates.md",
     "docs/how-to/packages.md",
@@ -67,6 +74,14 @@ const GUIDES: &[&str] = &[
 const STANDALONE: &str = "docs/tutorials/standalone.md";
 
 const LISTED: Duration = Duration::from_secs(20);
+/// The pages that follow an old set-up, and the number of its steps.
+const OLD_SETUPS: [(&str, u32); 5] = [
+    ("docs/explanation/from-dns-mode.md", 46),
+    ("docs/explanation/from-openyurt-settings.md", 13),
+    ("docs/explanation/from-karmada-names.md", 23),
+    ("docs/explanation/from-edge-pods.md", 13),
+    ("docs/explanation/from-nodelocal-dns.md", 12),
+];
 
 /// What the same takes with yurt-tunnel's DNS mode, for `kubectl logs` alone.
 const OLD_ACTIONS: usize = 16;
@@ -102,6 +117,36 @@ fn links_of_all_pages_lead_to_files() -> Result<()> {
         for link in links(&page(&path)?) {
             ensure!(folder.join(&link).exists(), "{path}: {link}");
         }
+    }
+    Ok(())
+}
+
+#[test]
+fn every_step_of_an_old_setup_has_an_answer_in_its_order() -> Result<()> {
+    for (guide, steps) in OLD_SETUPS {
+        let mut next = 1;
+        for line in page(guide)?.lines() {
+            let Some(row) = line
+                .strip_prefix("| ")
+                .and_then(|row| row.strip_suffix(" |"))
+            else {
+                continue;
+            };
+            let cells: Vec<_> = row.split(" | ").collect();
+            let numbers = cells[0].split(", ").map(str::parse::<u32>);
+            let Ok(numbers) = numbers.collect::<Result<Vec<_>, _>>() else {
+                continue;
+            };
+            let [_, step, answer] = cells[..] else {
+                anyhow::bail!("{guide}: {line}");
+            };
+            ensure!(step.len() > 3 && answer.len() > 3, "{guide}: {line}");
+            for number in numbers {
+                ensure!(number == next, "{guide}: {number} in place of {next}");
+                next += 1;
+            }
+        }
+        ensure!(next == steps + 1, "{guide}: {} of {steps} steps", next - 1);
     }
     Ok(())
 }
@@ -256,6 +301,90 @@ async fn openyurt_and_prometheus_guides_run_against_an_api_server() -> Result<()
 }
 
 #[tokio::test(flavor = "multi_thread")]
+async fn commands_on_the_pages_of_old_setups_run() -> Result<()> {
+    let Some(fixture) = ShipFixture::start().await? else {
+        return Ok(());
+    };
+    let mut prologue =
+        "kubectl -n kube-system create deployment coredns --image=example.com/coredns";
+    for (guide, _steps) in OLD_SETUPS {
+        let printed = fixture.run_aside(guide, prologue).await?;
+        ensure!(!printed.is_empty(), "{guide} has no command");
+        prologue = "";
+    }
+    Ok(())
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn guide_of_edge_clusters_writes_kubeconfigs() -> Result<()> {
+    let Some(fixture) = ShipFixture::start().await? else {
+        return Ok(());
+    };
+    fixture
+        .run_aside("docs/how-to/edge-clusters.md", "")
+        .await?;
+    for file in ["worker-1.kubeconfig", "site.kubeconfig"] {
+        let text = std::fs::read_to_string(fixture.scratch.path().join(file))?;
+        let config = documents(&text)?.pop().context("a document")?;
+        let cluster = &config["clusters"][0]["cluster"];
+        ensure!(cluster["server"] == "https://worker-1:6443", "{text}");
+        ensure!(cluster["proxy-url"] == "http://127.0.0.1:8131", "{text}");
+        ensure!(
+            cluster["tls-server-name"] == "kubernetes.default.svc",
+            "{text}"
+        );
+    }
+    Ok(())
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn guide_of_names_runs_against_a_fake_api_server() -> Result<()> {
+    names_guide(Kind::FakeApiServer).await
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn guide_of_names_runs_against_a_real_api_server() -> Result<()> {
+    names_guide(Kind::Real).await
+}
+
+/// The objects are applied, and come back as they were rendered.
+async fn names_guide(kind: Kind) -> Result<()> {
+    const KUBE_DNS: &str = "kubectl -n kube-system create service clusterip kube-dns --tcp=53:53";
+    let Some(fixture) = ShipFixture::start_on(kind).await? else {
+        return Ok(());
+    };
+    let guide = "docs/how-to/node-local-dns.md";
+    fixture.run_aside(guide, KUBE_DNS).await?;
+    let file = fixture.scratch.path().join("node-local-dns.yaml");
+    let rendered = documents(&std::fs::read_to_string(file)?)?;
+    let path = Objects::path("configmaps", "node-local-dns");
+    let applied = fixture.object(&path).await?;
+    ensure!(applied["data"] == rendered[2]["data"], "{applied}");
+    let path = "/apis/apps/v1/namespaces/kube-system/daemonsets/node-local-dns";
+    let applied = fixture.object(path).await?;
+    let (applied, rendered) = (
+        &applied["spec"]["template"],
+        &rendered[3]["spec"]["template"],
+    );
+    for field in ["args", "image", "securityContext", "volumeMounts"] {
+        let of = |pod: &Value| pod["spec"]["containers"][0][field].clone();
+        let (applied, mut rendered) = (of(applied), of(rendered));
+        // The default, which is not stored.
+        for mount in rendered.as_array_mut().into_iter().flatten() {
+            if mount["readOnly"] == false {
+                mount.as_object_mut().context("a mount")?.remove("readOnly");
+            }
+        }
+        ensure!(applied == rendered, "{field}: {applied}\n{rendered}");
+    }
+    for field in ["nodeSelector", "tolerations", "hostNetwork", "dnsPolicy"] {
+        let (applied, rendered) = (&applied["spec"][field], &rendered["spec"][field]);
+        ensure!(applied == rendered, "{field}: {applied}\n{rendered}");
+    }
+    Ok(())
+}
+
+#[tokio::test(flavor = "multi_thread")]
 async fn egress_selector_guide_runs_against_an_api_server() -> Result<()> {
     let Some(fixture) = ShipFixture::start().await? else {
         return Ok(());
@@ -353,12 +482,16 @@ struct ShipFixture {
 
 impl ShipFixture {
     async fn start() -> Result<Option<Self>> {
+        Self::start_on(Kind::FakeApiServer).await
+    }
+
+    async fn start_on(kind: Kind) -> Result<Option<Self>> {
         let files = kustomizers().and_then(|files| require(&[Tool::Bash]).map(|()| files));
         let Some(files) = or_skip(files) else {
             return Ok(None);
         };
         let kubectl = files.into_iter().next().context("one at least")?;
-        let Some(cluster) = Cluster::start(Kind::FakeApiServer).await? else {
+        let Some(cluster) = Cluster::start(kind).await? else {
             return Ok(None);
         };
         Ok(Some(Self {
@@ -385,9 +518,25 @@ impl ShipFixture {
         prologue: &str,
         variables: &[(&str, OsString)],
     ) -> Result<String> {
-        let folder = self.scratch.path();
+        let prologue = format!("cd {}\n{prologue}", repository().display());
+        self.run_script(guide, &prologue, variables).await
+    }
+
+    /// Runs a guide's blocks after `prologue` in the folder of the test, for guides that write
+    /// files.
+    async fn run_aside(&self, guide: &str, prologue: &str) -> Result<String> {
+        self.run_script(guide, prologue, &[]).await
+    }
+
+    async fn run_script(
+        &self,
+        guide: &str,
+        prologue: &str,
+        variables: &[(&str, OsString)],
+    ) -> Result<String> {
         let text = script(&blocks(&page(guide)?));
-        let text = format!("cd {}\n{prologue}\n{text}", repository().display());
+        let text = format!("{prologue}\n{text}");
+        let folder = self.scratch.path();
         let kubectl = self.kubectl.parent().context("a folder")?;
         let prometheus = Tool::Promtool.find();
         let prometheus = prometheus.as_deref().and_then(Path::parent);
