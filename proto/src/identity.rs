@@ -14,8 +14,10 @@ use crate::wire::name::{NodeName, ReplicaId};
 
 mod caller;
 mod kubelet;
+mod presented;
 
 pub use caller::{CallerError, caller_name};
+pub use presented::PresentedCertificate;
 
 const SCHEME: &str = "culvert://";
 

@@ -35,7 +35,10 @@ mod validity;
 pub(crate) use alerts::{
     CERTIFICATE_EXPIRED, CLOCK_HINT, UNKNOWN_CA, is_tls_error, received_alert,
 };
-pub use alerts::{alert_meaning, describe, is_certificate_rejection, is_unknown_issuer, text};
+pub use alerts::{
+    CertificateAlert, CertificateRejection, alert_meaning, describe, is_certificate_rejection,
+    is_unknown_issuer, text,
+};
 use client_verifier::ClientVerifier;
 pub(crate) use client_verifier::issuer_path;
 pub use client_verifier::{AgentTrust, RevocationCheck, Revoked};
@@ -225,6 +228,17 @@ pub fn target_client(
     };
     config.alpn_protocols = vec![b"http/1.1".to_vec()];
     config.resumption = Resumption::disabled();
+    Ok(Arc::new(config))
+}
+
+/// Returns the configuration of a client that only looks at the certificate of a server: it accepts
+/// any, presents none of its own, and sends nothing else.
+///
+/// # Errors
+/// When the provider cannot be used.
+pub fn inspecting_client(alpn: &[u8]) -> Result<Arc<ClientConfig>, Error> {
+    let mut config = ClientConfig::clone(&*target_client(None, None)?);
+    config.alpn_protocols = vec![alpn.to_vec()];
     Ok(Arc::new(config))
 }
 

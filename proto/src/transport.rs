@@ -24,6 +24,7 @@ use tokio::time::Instant;
 
 use crate::identity::PeerIdentity;
 use crate::tcp::ServerAddr;
+use crate::tls::CertificateAlert;
 use crate::wire::code::CloseCode;
 use crate::wire::header::StreamHeader;
 
@@ -262,6 +263,9 @@ pub enum HandshakeError {
     /// TLS or the transport failed. The text contains the peer's alert.
     #[error("handshake failed: {0}")]
     Transport(String),
+    /// An alert about a certificate ended the handshake. At the accepting end only.
+    #[error("handshake failed: {1}")]
+    Certificate(CertificateAlert, String),
     /// This end does not trust the CA of the peer's certificate.
     #[error("handshake failed: {0}")]
     UnknownIssuer(String),
@@ -286,6 +290,7 @@ impl HandshakeError {
             Self::Timeout
             | Self::Connect(_)
             | Self::Transport(_)
+            | Self::Certificate(..)
             | Self::UnknownIssuer(_)
             | Self::Identity(_)
             | Self::Local(_) => None,

@@ -119,7 +119,7 @@ fn advice(answer: &StatusLine, authorized: bool) -> Cow<'static, str> {
         }
         407 if authorized => "; it does not take the user and password of the proxy URL",
         407 => {
-            "; proxy wants authentication: put user:password in the proxy URL, as in http://user:password@proxy:3128"
+            "; proxy wants authentication: put user and password in front of the host of the proxy URL"
         }
         403 => "; its rules forbid this host or port: ask its operator to allow CONNECT to it",
         400 | 404 | 405 | 501 => "; is this the port of an HTTP proxy that allows CONNECT?",

@@ -11,9 +11,9 @@ mod host;
 mod readiness;
 mod report;
 
-pub use check::{Check, GroupedCheck, examine};
+pub use check::{Check, Checks, GoodValue, GroupedCheck, examine};
 pub use fact::{Fact, NO_ANSWER, time_for_facts, within};
 pub use fault::{Fault, FaultGroups, FaultKind, Found};
 pub use host::{HostFacts, UdpBuffer};
 pub use readiness::{Condition, conditions, waits_for};
-pub use report::{Explanation, Finding, Report, Severity, Skipped};
+pub use report::{Explanation, Finding, Passed, Report, Severity, Skipped};

@@ -77,6 +77,15 @@ pub struct Skipped {
     pub reason: String,
 }
 
+/// A check without a fault.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize)]
+pub struct Passed {
+    /// Id of the check.
+    pub id: &'static str,
+    /// What is good: the values that were measured, or what was checked.
+    pub what: String,
+}
+
 /// The result of all checks.
 #[derive(Debug, Clone, Default, PartialEq, Eq, Serialize)]
 pub struct Report {
@@ -85,6 +94,8 @@ pub struct Report {
     pub capacity: String,
     /// Faults, in the order in which they are printed.
     pub findings: Vec<Finding>,
+    /// Checks without a fault, by id.
+    pub passed: Vec<Passed>,
     /// Checks that could not be done.
     pub skipped: Vec<Skipped>,
 }
@@ -104,11 +115,30 @@ impl Report {
         self.skipped.push(Skipped { id, reason });
     }
 
+    /// Adds a check that has neither an error nor a warning and was done, once.
+    pub(crate) fn pass(&mut self, check: &Explanation, values: Vec<String>) {
+        let id = check.id;
+        let mut findings = self.findings.iter();
+        let has_fault =
+            findings.any(|finding| finding.id == id && finding.severity != Severity::Info);
+        let is_skipped = self.skipped.iter().any(|skipped| skipped.id == id);
+        if has_fault || is_skipped || self.passed.iter().any(|passed| passed.id == id) {
+            return;
+        }
+        let what = if values.is_empty() {
+            check.checks.to_owned()
+        } else {
+            values.join("; ")
+        };
+        self.passed.push(Passed { id, what });
+    }
+
     /// Keeps the results of the checks with these ids. Without ids all results stay.
     pub fn retain(&mut self, ids: &[String]) {
         let is_selected =
             |id: &str| ids.is_empty() || ids.iter().any(|only| only.eq_ignore_ascii_case(id));
         self.findings.retain(|finding| is_selected(finding.id));
+        self.passed.retain(|passed| is_selected(passed.id));
         self.skipped.retain(|skipped| is_selected(skipped.id));
     }
 
@@ -188,15 +218,19 @@ impl Report {
             writeln!(out, "  fix: {}", line(&finding.fix))?;
             writeln!(out, "  see: {link}")?;
         }
+        for Passed { id, what } in &self.passed {
+            writeln!(out, "\u{2713} {id} {}", line(what))?;
+        }
         for (reason, ids) in self.skipped_by_reason() {
             writeln!(out, "skipped {}: {}", ids.join(", "), line(reason))?;
         }
         writeln!(
             out,
-            "errors: {}; warnings: {}; infos: {}; checks skipped: {}",
+            "errors: {}; warnings: {}; infos: {}; passed: {}; checks skipped: {}",
             self.count(Severity::Error),
             self.count(Severity::Warning),
             self.count(Severity::Info),
+            self.passed.len(),
             self.skipped.len()
         )
     }

@@ -8,11 +8,16 @@ use rustls::{AlertDescription, CertificateError, Error};
 use super::validity;
 use crate::wire::code::CloseCode;
 
+const BAD_CERTIFICATE: u8 = 42;
+const UNSUPPORTED_CERTIFICATE: u8 = 43;
 const CERTIFICATE_REVOKED: u8 = 44;
 /// certificate_expired: the certificate has expired, or is not valid yet.
 pub(crate) const CERTIFICATE_EXPIRED: u8 = 45;
+const CERTIFICATE_UNKNOWN: u8 = 46;
 /// unknown_ca: no CA that the peer trusts issued the certificate.
 pub(crate) const UNKNOWN_CA: u8 = 48;
+const ACCESS_DENIED: u8 = 49;
+const CERTIFICATE_REQUIRED: u8 = 116;
 /// A hint for errors where this end found the server's certificate to be outside its validity.
 pub(crate) const CLOCK_HINT: &str = "; is the clock of this host wrong? run: date -u";
 
@@ -48,6 +53,63 @@ pub fn is_certificate_rejection(code: CloseCode) -> bool {
             | CloseCode::CredentialExpired
             | CloseCode::CredentialUntrusted
     )
+}
+
+/// The alert about a certificate that ended a handshake (RFC 8446, section 6.2).
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct CertificateAlert {
+    /// Why the certificate was rejected.
+    pub reason: CertificateRejection,
+    /// Whether the peer sent the alert, about this end's certificate.
+    pub is_from_peer: bool,
+}
+
+/// The reason why an end rejected a certificate.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum CertificateRejection {
+    /// certificate_required: there was none.
+    Missing,
+    /// unknown_ca: no trusted CA issued it.
+    UnknownCa,
+    /// certificate_expired: it is expired or not yet valid at the time of the rejecting end.
+    Expired,
+    /// certificate_revoked.
+    Revoked,
+    /// Any other alert about certificates.
+    Other,
+}
+
+impl CertificateAlert {
+    /// Returns the alert with this number, if it is about a certificate.
+    pub(crate) fn new(alert: u8, is_from_peer: bool) -> Option<Self> {
+        let reason = match alert {
+            CERTIFICATE_REQUIRED => CertificateRejection::Missing,
+            UNKNOWN_CA => CertificateRejection::UnknownCa,
+            CERTIFICATE_EXPIRED => CertificateRejection::Expired,
+            CERTIFICATE_REVOKED => CertificateRejection::Revoked,
+            BAD_CERTIFICATE | UNSUPPORTED_CERTIFICATE | CERTIFICATE_UNKNOWN | ACCESS_DENIED => {
+                CertificateRejection::Other
+            }
+            _ => return None,
+        };
+        Some(Self {
+            reason,
+            is_from_peer,
+        })
+    }
+
+    /// Returns the alert that ended a handshake over TCP, if it is about a certificate.
+    pub fn of(error: &io::Error) -> Option<Self> {
+        let (alert, is_from_peer) = match tls_error(error)? {
+            Error::AlertReceived(alert) => (AlertDescription::into(*alert), true),
+            Error::NoCertificatesPresented => (CERTIFICATE_REQUIRED, false),
+            Error::InvalidCertificate(error) => {
+                (AlertDescription::from(error.clone()).into(), false)
+            }
+            _ => return None,
+        };
+        Self::new(alert, is_from_peer)
+    }
 }
 
 /// Returns the alert by which the peer ended TLS, if `error` contains one.
@@ -108,6 +170,44 @@ mod tests {
         let unknown = Error::InvalidCertificate(CertificateError::UnknownIssuer);
         assert!(is_unknown_issuer(&io::Error::other(unknown)));
         assert!(!is_unknown_issuer(&io::Error::other("UnknownIssuer")));
+    }
+
+    #[test]
+    fn alert_about_a_certificate_has_its_reason_and_its_sender() {
+        use CertificateRejection::{Expired, Missing, Other, Revoked, UnknownCa};
+        let invalid = Error::InvalidCertificate;
+        for (error, expected) in [
+            (
+                Error::AlertReceived(AlertDescription::UnknownCA),
+                Some((UnknownCa, true)),
+            ),
+            (
+                Error::AlertReceived(AlertDescription::CertificateExpired),
+                Some((Expired, true)),
+            ),
+            (
+                Error::AlertReceived(AlertDescription::BadCertificate),
+                Some((Other, true)),
+            ),
+            (Error::AlertReceived(AlertDescription::InternalError), None),
+            (Error::NoCertificatesPresented, Some((Missing, false))),
+            (
+                invalid(CertificateError::UnknownIssuer),
+                Some((UnknownCa, false)),
+            ),
+            (invalid(CertificateError::Expired), Some((Expired, false))),
+            (
+                invalid(CertificateError::NotValidYet),
+                Some((Expired, false)),
+            ),
+            (invalid(CertificateError::Revoked), Some((Revoked, false))),
+            (Error::HandshakeNotComplete, None),
+        ] {
+            let alert = CertificateAlert::of(&io::Error::other(error.clone()));
+            let alert = alert.map(|alert| (alert.reason, alert.is_from_peer));
+            assert_eq!(alert, expected, "{error:?}");
+        }
+        assert_eq!(CertificateAlert::of(&io::Error::other("closed")), None);
     }
 
     #[test]

@@ -1,6 +1,7 @@
 //! The task of one session: resolves, dials, is admitted and serves, or fails and returns the
 //! reason. An attempt to open a session runs one task or two.
 
+use std::borrow::Cow;
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -77,6 +78,8 @@ pub(super) enum ConnectError {
     #[error("{remote}")]
     Dial {
         remote: ServerAddr,
+        /// The proxy that was dialed, and the setting that names it.
+        proxy: Option<String>,
         #[source]
         source: HandshakeError,
     },
@@ -108,17 +111,25 @@ impl ConnectError {
     }
 
     /// Returns what an operator can check, to append to the error.
-    pub(super) fn advice(&self, transport: SessionTransport) -> &'static str {
-        let Self::Dial { source, .. } = self else {
-            return "";
+    pub(super) fn advice(&self, transport: SessionTransport) -> Cow<'static, str> {
+        let Self::Dial { source, proxy, .. } = self else {
+            return "".into();
         };
         let is_quic = transport == SessionTransport::Quic;
-        if is_quic && matches!(source, HandshakeError::Timeout) {
-            UDP_ADVICE
-        } else if self.is_unknown_issuer() {
-            CA_ADVICE
-        } else {
-            ""
+        let is_timeout = matches!(source, HandshakeError::Timeout);
+        match proxy {
+            _ if is_quic && is_timeout => UDP_ADVICE.into(),
+            Some(proxy) if is_timeout => format!(
+                " (through proxy {proxy}: it hangs, or does not reach the server; --proxy off dials without it)"
+            )
+            .into(),
+            Some(proxy) if self.is_unknown_issuer() => format!(
+                " (does proxy {proxy} open TLS? Then exempt the server from TLS inspection there; tunnel-agent doctor prints \
+                 the certificate){CA_ADVICE}"
+            )
+            .into(),
+            _ if self.is_unknown_issuer() => CA_ADVICE.into(),
+            _ => "".into(),
         }
     }
 
@@ -140,6 +151,7 @@ impl ConnectError {
                     DialFailure::Unreachable
                 }
                 HandshakeError::Transport(_)
+                | HandshakeError::Certificate(..)
                 | HandshakeError::UnknownIssuer(_)
                 | HandshakeError::CertificateRejected(..)
                 | HandshakeError::Identity(_) => DialFailure::HandshakeFailed,
@@ -240,12 +252,18 @@ impl SessionTask {
         let remote = self.remote(within).await?;
         let other_family = self.endpoints.other_family(&remote);
         let dialer = self.dialers.dialer(self.transport);
+        let proxy = self.dialers.proxy.clone();
+        let is_over_tcp = self.transport == SessionTransport::H2;
         let attempts = std::iter::once(remote).chain(other_family);
         let attempts = attempts.map(async |remote| {
             let dialed = timeout(within, dialer.dial(&remote)).await;
             match dialed.unwrap_or(Err(HandshakeError::Timeout)) {
                 Ok(session) => Ok((remote, session)),
-                Err(source) => Err(ConnectError::Dial { remote, source }),
+                Err(source) => Err(ConnectError::Dial {
+                    proxy: (is_over_tcp && proxy.is_dialed_for(&remote)).then(|| proxy.to_string()),
+                    remote,
+                    source,
+                }),
             }
         });
         let connected = staggered(attempts, ATTEMPT_DELAY).await;

@@ -4,7 +4,9 @@
 
 use std::time::Duration;
 
-use tunnel_doctor::{Check, Explanation, Fault, Found, Report, Severity, conditions, waits_for};
+use tunnel_doctor::{
+    Check, Checks, Explanation, Fault, Found, Report, Severity, conditions, waits_for,
+};
 use tunnel_proto::transport::quic::UDP_BUFFER_BYTES;
 use tunnel_proto::wire::code::RefusalCode;
 
@@ -19,7 +21,18 @@ mod cloud;
 mod names;
 mod network;
 
-const CHECKS: &[(&Explanation, Check<Facts>)] = &[
+const CHECKS: Checks<Facts> = Checks {
+    single: SINGLE,
+    grouped: &[],
+    values: &[
+        (&report::RESOLVE, network::resolved),
+        (&report::TCP, network::round_trip),
+        (&report::TLS, certificate_days),
+        (&report::AGENT, sessions),
+    ],
+};
+
+const SINGLE: &[(&Explanation, Check<Facts>)] = &[
     (&report::HOST, host),
     (&report::HOST, network::clock),
     (&report::RESOLVE, network::resolve),
@@ -44,7 +57,7 @@ const CHECKS: &[(&Explanation, Check<Facts>)] = &[
 pub(super) fn examine(facts: &Facts) -> Report {
     Report {
         capacity: facts.capacity.clone(),
-        ..tunnel_doctor::examine(facts, CHECKS, &[])
+        ..tunnel_doctor::examine(facts, &CHECKS)
     }
 }
 
@@ -87,8 +100,8 @@ fn certificate(facts: &Facts) -> Result<Vec<Fault>, String> {
                 place: "credential".to_owned(),
                 what: what.clone(),
                 fix: format!(
-                    "remove agent.key and agent.crt in {data_dir} if they are there; {new_token}; \
-                     start the agent with --token-file"
+                    "{new_token}; start the agent with --token-file; if agent.key and agent.crt in \
+                     {data_dir} are damaged, remove them first, which destroys this node's identity"
                 ),
             }]);
         }
@@ -134,6 +147,36 @@ fn certificate(facts: &Facts) -> Result<Vec<Fault>, String> {
     }
 }
 
+/// D19.tls: the days that are left of the certificate.
+fn certificate_days(facts: &Facts) -> Option<String> {
+    let credential = facts.credential.as_ref().ok()?;
+    let CredentialState::Certificate { not_after, .. } = credential.state else {
+        return None;
+    };
+    let left = not_after.duration_since(facts.now).ok()?;
+    let days = left.as_secs() / (24 * 60 * 60);
+    Some(format!(
+        "the certificate is valid for {days} more days, and the server accepts it"
+    ))
+}
+
+/// D20: the sessions of the running agent.
+fn sessions(facts: &Facts) -> Option<String> {
+    let AgentAnswer::Running(agent) = &facts.agent.answer else {
+        return None;
+    };
+    let live = agent.sessions.as_ref().ok()?.iter();
+    let live: Vec<String> = live
+        .filter_map(|session| {
+            let (server, transport) = (session.server.as_ref()?, session.transport.as_ref()?);
+            let age = Duration::from_secs_f64(session.age_seconds.unwrap_or(0.0).max(0.0));
+            let age = humantime::format_duration(Duration::from_secs(age.as_secs()));
+            Some(format!("session with {server} over {transport} for {age}"))
+        })
+        .collect();
+    (!live.is_empty()).then(|| live.join("; "))
+}
+
 /// D19.name: the name in the certificate.
 fn name(facts: &Facts) -> Result<Vec<Fault>, String> {
     match &facts.credential {
@@ -142,8 +185,9 @@ fn name(facts: &Facts) -> Result<Vec<Fault>, String> {
             place: facts.node.to_string(),
             what: what.clone(),
             fix: format!(
-                "give the --node-name of the certificate; or remove agent.crt and enroll again: \
-                 tunnel-server token create --node {}",
+                "give the --node-name of the certificate; for the other name: tunnel-server token \
+                 create --node {}, then remove agent.crt, which destroys the identity under the old \
+                 name, and enroll",
                 facts.node
             ),
         }]),

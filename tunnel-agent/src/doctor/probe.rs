@@ -11,12 +11,12 @@ use rustls_pki_types::ServerName;
 use tokio::io::{AsyncReadExt, AsyncWriteExt};
 use tokio::net::TcpStream;
 use tokio::task::JoinSet;
-use tokio::time::timeout;
+use tokio::time::{Instant, timeout};
 use tokio_rustls::TlsConnector;
 use tokio_rustls::client::TlsStream;
 use tunnel_doctor::NO_ANSWER;
 use tunnel_process::errors::causes;
-use tunnel_proto::identity::validity;
+use tunnel_proto::identity::{PresentedCertificate, validity};
 use tunnel_proto::tcp::{Connect, ServerAddr};
 use tunnel_proto::tls;
 use tunnel_proto::transport::quic::QuicDialer;
@@ -48,6 +48,8 @@ pub(super) struct EndpointFacts {
     /// The address, or the server's name behind a proxy.
     pub(super) address: String,
     pub(super) tcp: TcpFacts,
+    /// The certificate that was presented over TCP, if this end did not accept it.
+    pub(super) presented: Option<PresentedCertificate>,
     /// The result over UDP, if QUIC was dialed.
     pub(super) quic: Option<QuicFacts>,
 }
@@ -64,7 +66,12 @@ pub(super) enum TcpFacts {
     /// TLS failed on the connection.
     Refused(TlsFailure),
     /// The handshake is complete. The server's certificate is valid from this time on.
-    Ready { not_before: SystemTime },
+    Ready {
+        not_before: SystemTime,
+        /// Time from the end of the handshake to the server's first byte: a round trip. `None`
+        /// without a certificate of the agent.
+        round_trip: Option<Duration>,
+    },
 }
 
 /// The result over UDP.
@@ -79,7 +86,7 @@ pub(super) enum QuicFacts {
 /// The reason why TLS failed.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(super) enum TlsFailure {
-    /// No trusted CA issued the server's certificate.
+    /// No trusted CA issued the certificate, or it is not that of a server.
     UnknownIssuer,
     /// A certificate of the server is outside its validity by this host's clock.
     OutsideValidity(String),
@@ -93,23 +100,40 @@ pub(super) enum TlsFailure {
 }
 
 impl TlsFailure {
+    /// Returns whether this end ended TLS, or the other end speaks another protocol: what it presents
+    /// then says who it is.
+    fn is_about_server(&self) -> bool {
+        match self {
+            Self::UnknownIssuer
+            | Self::OutsideValidity(_)
+            | Self::OtherProtocol
+            | Self::Other(_) => true,
+            Self::Rejected(..) | Self::Ended(_) => false,
+        }
+    }
+
     fn new(error: &io::Error) -> Self {
         let cause = error.get_ref();
         let Some(tls_error) = cause.and_then(|cause| cause.downcast_ref::<Error>()) else {
             return Self::Ended(error.to_string());
         };
         match tls_error {
-            // A CA of the same name with another key did not sign the certificate.
-            Error::InvalidCertificate(
-                CertificateError::UnknownIssuer | CertificateError::BadSignature,
-            ) => Self::UnknownIssuer,
             Error::InvalidCertificate(
                 CertificateError::Expired
                 | CertificateError::ExpiredContext { .. }
                 | CertificateError::NotValidYet
                 | CertificateError::NotValidYetContext { .. },
             ) => Self::OutsideValidity(tls::describe(error)),
-            Error::NoApplicationProtocol
+            Error::InvalidCertificate(
+                CertificateError::NotValidForName | CertificateError::NotValidForNameContext { .. },
+            ) => Self::Other(tls::describe(error)),
+            // A CA of the same name with another key did not sign the certificate, and those of other
+            // programs have no role, are CAs, or have a form that the verifier does not take.
+            Error::InvalidCertificate(_) => Self::UnknownIssuer,
+            // A proxy that opens TLS may have no TLS 1.3.
+            Error::AlertReceived(AlertDescription::ProtocolVersion)
+            | Error::PeerIncompatible(_)
+            | Error::NoApplicationProtocol
             | Error::InvalidMessage(_)
             | Error::AlertReceived(AlertDescription::NoApplicationProtocol) => Self::OtherProtocol,
             Error::AlertReceived(alert) => match tls::alert_meaning(u8::from(*alert)) {
@@ -251,11 +275,39 @@ impl Prober {
             Box::pin(self.tcp(&over_tcp)),
             Box::pin(self.quic(&over_udp)),
         );
+        let presented = match &tcp {
+            TcpFacts::Refused(failure) if failure.is_about_server() => {
+                Box::pin(self.presented(&over_tcp)).await
+            }
+            TcpFacts::Refused(_)
+            | TcpFacts::Failed(_)
+            | TcpFacts::NotAuthenticated(_)
+            | TcpFacts::Connected
+            | TcpFacts::Ready { .. } => None,
+        };
         EndpointFacts {
             address: over_tcp.to_string(),
             tcp,
+            presented,
             quic,
         }
+    }
+
+    /// Returns the certificate that the other end presents to a client that accepts any.
+    async fn presented(&self, remote: &ServerAddr) -> Option<PresentedCertificate> {
+        // Servers ask for no certificate of an agent that enrolls.
+        let config = tls::inspecting_client(ALPN_ENROLL).ok()?;
+        let name = ServerName::try_from(SERVER_NAME).ok()?;
+        let handshake = async {
+            let socket = self.proxy.connect(remote).await?;
+            let connector = TlsConnector::from(config);
+            let mut stream = connector.connect(name, socket).await?;
+            let _best_effort = stream.shutdown().await;
+            Ok(stream)
+        };
+        let stream = limited(self.within, handshake).await.ok()?;
+        let leaf = stream.get_ref().1.peer_certificates()?.first()?;
+        PresentedCertificate::read(leaf).ok()
     }
 
     async fn tcp(&self, remote: &ServerAddr) -> TcpFacts {
@@ -270,7 +322,10 @@ impl Prober {
             return TcpFacts::Connected;
         };
         match limited(self.within, tls.handshake(socket)).await {
-            Ok(not_before) => TcpFacts::Ready { not_before },
+            Ok((not_before, round_trip)) => TcpFacts::Ready {
+                not_before,
+                round_trip,
+            },
             Err(error) => TcpFacts::Refused(TlsFailure::new(&error)),
         }
     }
@@ -284,6 +339,7 @@ impl Prober {
             }
             Ok(Err(
                 HandshakeError::Transport(text)
+                | HandshakeError::Certificate(_, text)
                 | HandshakeError::UnknownIssuer(text)
                 | HandshakeError::CertificateRejected(_, text),
             )) => QuicFacts::Refused(text),
@@ -302,8 +358,8 @@ impl Prober {
 
 impl TcpTls {
     /// Runs the handshake, waits for the server's answer to the agent's certificate, and returns
-    /// the begin of the server's certificate.
-    async fn handshake(&self, socket: TcpStream) -> io::Result<SystemTime> {
+    /// the begin of the server's certificate, with the time that the answer took.
+    async fn handshake(&self, socket: TcpStream) -> io::Result<(SystemTime, Option<Duration>)> {
         let name = ServerName::try_from(SERVER_NAME).map_err(io::Error::other)?;
         let connector = TlsConnector::from(self.config.clone());
         let mut stream = connector.connect(name, socket).await?;
@@ -314,11 +370,13 @@ impl TcpTls {
         let leaf = connection.peer_certificates().and_then(<[_]>::first);
         let leaf = leaf.ok_or_else(|| io::Error::other(Error::NoCertificatesPresented))?;
         let (not_before, _not_after) = validity(leaf).map_err(io::Error::other)?;
+        let began = Instant::now();
         if self.has_certificate {
             recv_verdict(&mut stream).await?;
         }
+        let round_trip = self.has_certificate.then(|| began.elapsed());
         let _best_effort = stream.shutdown().await;
-        Ok(not_before)
+        Ok((not_before, round_trip))
     }
 }
 
@@ -359,6 +417,10 @@ mod tests {
     fn failure_of_tls_is_classified_by_its_cause() {
         let unknown = Error::InvalidCertificate(CertificateError::UnknownIssuer);
         assert_eq!(failure(unknown), TlsFailure::UnknownIssuer);
+        let self_signed = Error::InvalidCertificate(CertificateError::UnhandledCriticalExtension);
+        assert_eq!(failure(self_signed), TlsFailure::UnknownIssuer);
+        let name = failure(Error::InvalidCertificate(CertificateError::NotValidForName));
+        assert!(matches!(name, TlsFailure::Other(_)));
         let expired = failure(Error::InvalidCertificate(CertificateError::Expired));
         assert!(matches!(expired, TlsFailure::OutsideValidity(_)));
         let other = Error::AlertReceived(AlertDescription::NoApplicationProtocol);

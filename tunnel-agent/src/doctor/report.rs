@@ -51,12 +51,14 @@ pub(super) const TLS: Explanation = Explanation {
     id: "D19.tls",
     checks: "the agent's certificate or token, and a TLS handshake with them: the server's chain \
              by --ca-file, the token's pin or the stored CA, and the server's answer to the \
-             agent's certificate",
+             agent's certificate; what is presented in place of the server's certificate",
     consequence: "the server cannot be authenticated, or does not admit this node",
-    fix: "For a token of another CA: tunnel-server token create --node NAME, on this server\n\
-          For a certificate of another CA: rm agent.key agent.crt in the data directory, and start \
-          the agent with a new token\n\
-          For a revoked node: tunnel-server nodes unrevoke NAME",
+    fix: "Behind TLS inspection: exempt the server's address at the proxy or firewall\n\
+          For a revoked node: tunnel-server nodes unrevoke NAME\n\
+          For a token of another CA: tunnel-server token create --node NAME, on this server\n\
+          For a certificate of another CA: restore the server's data directory; only if that CA is \
+          gone for good, a new token, and rm agent.key agent.crt in the data directory, which \
+          destroys the node's identity",
     link: "docs/reference/certificates.md",
 };
 pub(super) const ALPN: Explanation = Explanation {

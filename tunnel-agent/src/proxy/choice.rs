@@ -122,6 +122,12 @@ impl ProxyChoice {
         }
     }
 
+    /// Returns whether TCP connections to this address are dialed through a proxy.
+    pub fn is_dialed_for(&self, remote: &ServerAddr) -> bool {
+        let server = remote.name.parse::<ServerAddress>();
+        server.is_ok_and(|server| self.is_proxied(&server))
+    }
+
     /// Returns whether TCP connections to `server` go through a proxy, so that its name need not be
     /// resolved here.
     pub fn is_proxied(&self, server: &ServerAddress) -> bool {

@@ -2,7 +2,7 @@
 
 use std::io;
 
-use crate::tls;
+use crate::tls::{self, CertificateAlert};
 use crate::transport::{CloseReason, ClosedBy, HandshakeError};
 use crate::wire::code::CloseCode;
 
@@ -78,9 +78,18 @@ pub(super) fn close_reason(error: quinn::ConnectionError) -> CloseReason {
 }
 
 pub(super) fn handshake_error(error: quinn::ConnectionError) -> HandshakeError {
-    match error {
-        quinn::ConnectionError::TimedOut => HandshakeError::Timeout,
-        other => HandshakeError::Transport(tls::with_dates(&other.to_string())),
+    let (code, is_from_peer) = match &error {
+        quinn::ConnectionError::TimedOut => return HandshakeError::Timeout,
+        quinn::ConnectionError::ConnectionClosed(theirs) => (u64::from(theirs.error_code), true),
+        quinn::ConnectionError::TransportError(ours) => (u64::from(ours.code), false),
+        _ => (0, false),
+    };
+    let text = tls::with_dates(&error.to_string());
+    let alert = code.checked_sub(CRYPTO_ERROR);
+    let alert = alert.and_then(|alert| u8::try_from(alert).ok());
+    match alert.and_then(|alert| CertificateAlert::new(alert, is_from_peer)) {
+        Some(alert) => HandshakeError::Certificate(alert, text),
+        None => HandshakeError::Transport(text),
     }
 }
 

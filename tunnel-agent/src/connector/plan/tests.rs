@@ -202,7 +202,14 @@ impl Sim {
 
     fn fail(&mut self, id: DialId, source: HandshakeError) {
         let remote = self.remote(id);
-        self.exit(id, Err(ConnectError::Dial { remote, source }));
+        self.exit(
+            id,
+            Err(ConnectError::Dial {
+                remote,
+                proxy: None,
+                source,
+            }),
+        );
     }
 
     /// Rejects the agent on its connection.

@@ -3,8 +3,9 @@
 
 use std::time::Duration;
 
-use tunnel_doctor::{Fault, Severity};
-use tunnel_proto::identity::BACKDATED;
+use tunnel_doctor::{Fault, NO_ANSWER, Severity};
+use tunnel_process::name_list::NameList;
+use tunnel_proto::identity::{BACKDATED, Role};
 use tunnel_proto::wire::code::CloseCode;
 
 use crate::config::TransportChoice;
@@ -96,6 +97,28 @@ impl Dialed<'_> {
         }
     }
 
+    /// Returns the certificate that was presented, to append to a fault.
+    fn presented(&self) -> String {
+        let presented = self.endpoint.presented.as_ref();
+        presented.map_or_else(String::new, |presented| {
+            format!("; it presents {presented}")
+        })
+    }
+
+    /// Returns whether what was presented is no certificate of a tunnel-server.
+    fn is_other_program(&self) -> bool {
+        let presented = self.endpoint.presented.as_ref();
+        presented.is_some_and(|presented| presented.role != Some(Role::Server))
+    }
+
+    /// Returns the device or program that may open TLS.
+    fn inspector(&self) -> String {
+        match &self.server.proxy {
+            Some(proxy) => format!("proxy {proxy}"),
+            None => "firewall or proxy on the path".to_owned(),
+        }
+    }
+
     fn tls_failure(&self) -> Option<&TlsFailure> {
         match &self.endpoint.tcp {
             TcpFacts::Refused(failure) => Some(failure),
@@ -136,6 +159,40 @@ pub(super) fn resolve(facts: &Facts) -> Result<Vec<Fault>, String> {
     Ok(unresolved.collect())
 }
 
+/// D19.resolve: the addresses of the servers.
+pub(super) fn resolved(facts: &Facts) -> Option<String> {
+    let servers = facts.servers.as_ref().ok()?.iter();
+    let resolved = servers.map(|server| {
+        let addresses = endpoints(server).iter().map(|endpoint| &endpoint.address);
+        let addresses: NameList = addresses.collect();
+        format!("{}: {addresses}", server.name)
+    });
+    let resolved: NameList = resolved.collect();
+    (!resolved.is_empty()).then(|| resolved.to_string())
+}
+
+/// D19.tcp: the shortest round trip of each server.
+pub(super) fn round_trip(facts: &Facts) -> Option<String> {
+    let servers = facts.servers.as_ref().ok()?.iter();
+    let measured = servers.filter_map(|server| {
+        let times = endpoints(server)
+            .iter()
+            .filter_map(|endpoint| match endpoint.tcp {
+                TcpFacts::Ready { round_trip, .. } => round_trip,
+                TcpFacts::Failed(_)
+                | TcpFacts::NotAuthenticated(_)
+                | TcpFacts::Connected
+                | TcpFacts::Refused(_) => None,
+            });
+        let millis = times.min()?.as_secs_f64() * 1000.0;
+        let proxy = server.proxy.as_ref();
+        let proxy = proxy.map_or_else(String::new, |proxy| format!(" through proxy {proxy}"));
+        Some(format!("{}{proxy}: round trip {millis:.1} ms", server.name))
+    });
+    let measured: NameList = measured.collect();
+    (!measured.is_empty()).then(|| measured.to_string())
+}
+
 /// D19.tcp: connections without a proxy.
 pub(super) fn tcp(facts: &Facts) -> Result<Vec<Fault>, String> {
     let dialed = dialed(facts)?.into_iter();
@@ -159,23 +216,30 @@ pub(super) fn tcp(facts: &Facts) -> Result<Vec<Fault>, String> {
 
 /// D19.proxy: connections through a proxy.
 pub(super) fn proxy(facts: &Facts) -> Result<Vec<Fault>, String> {
-    let faults = dialed(facts)?.into_iter().filter_map(|dialed| {
-        let proxy = dialed.server.proxy.as_ref()?;
-        let (reason, fix) = match &dialed.endpoint.tcp {
+    let faults =
+        dialed(facts)?.into_iter().filter_map(|dialed| {
+            let proxy = dialed.server.proxy.as_ref()?;
+            let (reason, fix) = match &dialed.endpoint.tcp {
+            TcpFacts::Failed(reason) if reason == NO_ANSWER => (
+                "it does not answer CONNECT: it hangs, or does not reach the server".to_owned(),
+                format!("curl -v -p -x {proxy} {}; restart the proxy", dialed.server.name),
+            ),
             TcpFacts::Failed(reason) => (
-                reason,
+                reason.clone(),
                 format!("allow CONNECT {} at {proxy}", dialed.server.name),
             ),
             TcpFacts::NotAuthenticated(reason) => (
-                reason,
-                format!("give --proxy http://USER:PASSWORD@{proxy}, with an account that may use Basic authentication"),
+                reason.clone(),
+                "put user and password of an account that may use Basic authentication in front \
+                 of the host of --proxy"
+                    .to_owned(),
             ),
             TcpFacts::Connected | TcpFacts::Refused(_) | TcpFacts::Ready { .. } => return None,
         };
-        let what = format!("no connection through the proxy: {reason}");
-        let fix = format!("{fix}; or --proxy off, or NO_PROXY");
-        Some(dialed.fault(what, fix))
-    });
+            let what = format!("no connection through the proxy: {reason}");
+            let fix = format!("{fix}; or --proxy off, or NO_PROXY");
+            Some(dialed.fault(what, fix))
+        });
     Ok(faults.collect())
 }
 
@@ -237,11 +301,12 @@ pub(super) fn tls(facts: &Facts) -> Result<Vec<Fault>, String> {
             }
             TlsFailure::Ended(text) => {
                 let what = format!("the connection ended during TLS: {text}");
-                let fix = "see the server's log; let balancers and firewalls pass TLS on unopened";
+                let fix = "on the server: tunnel-server nodes --failed; let balancers and firewalls \
+                           pass TLS on unopened and without PROXY protocol";
                 Some(dialed.fault(what, fix.to_owned()))
             }
             TlsFailure::Other(text) => {
-                let what = format!("TLS failed: {text}");
+                let what = format!("TLS failed: {text}{}", dialed.presented());
                 let fix = "compare --server with the server's --advertise; see its log";
                 Some(dialed.fault(what, fix.to_owned()))
             }
@@ -250,51 +315,69 @@ pub(super) fn tls(facts: &Facts) -> Result<Vec<Fault>, String> {
     Ok(faults.collect())
 }
 
-/// Returns the fault of a server whose CA is not the expected one.
+/// Returns the fault of a certificate that this node does not accept as the server's. Whose it is
+/// decides what to do.
 fn unknown_issuer(dialed: &Dialed<'_>) -> Fault {
     let facts = dialed.facts;
     let (node, dir) = (&facts.node, facts.data_dir.display());
+    let (server, inspector) = (&dialed.server.name, dialed.inspector());
     let source = facts.credential.as_ref().map(|facts| &facts.ca_source);
+    let presented = dialed.presented();
+    let exempt = format!("exempt {server} from TLS inspection at the {inspector}");
+    let token = format!("on this server: tunnel-server token create --node {node}");
     let (what, fix) = match source {
+        // With certificates of the operator's own, those of servers may have no role.
         Ok(CaSource::File(path)) => {
             let path = path.display();
             (
                 format!("no CA in {path} (--ca-file) issued the certificate of the server"),
-                format!("tunnel-server ca, on the server's host; put the output into {path}"),
+                format!(
+                    "if the issuer is a proxy or firewall: {exempt}; if it is the server's CA: put \
+                     the output of 'tunnel-server ca', from the server's host, into {path}"
+                ),
             )
         }
+        _ if dialed.is_other_program() => (
+            "the certificate is none of a tunnel-server: a proxy or firewall opens TLS, or --server \
+             leads to another program"
+                .to_owned(),
+            format!("{exempt}, or correct --server; this node's certificate and token are good"),
+        ),
         Ok(CaSource::Pin) => (
             "the token pins another CA than that of the server".to_owned(),
-            format!("on this server: tunnel-server token create --node {node}; start with it"),
+            format!("{token}; start with it; or correct --server"),
         ),
         Ok(CaSource::DataDir) | Err(_) => (
             format!("the certificate in {dir} is of another CA than that of the server"),
             format!(
-                "rm {dir}/agent.key {dir}/agent.crt; start the agent with a new token of this \
-                 server: tunnel-server token create --node {node}"
+                "correct --server if it is another server; if {inspector} opens TLS: {exempt}; if \
+                 the server lost its CA: restore its data directory. Only if that CA is gone for \
+                 good: {token}; then rm {dir}/agent.key {dir}/agent.crt, which destroys this node's \
+                 identity, and start the agent with the token"
             ),
         ),
     };
-    let hint = match dialed.server.proxy {
-        Some(_) => "; or the proxy opens TLS",
-        None => "; or --server is another server",
-    };
-    dialed.fault(format!("{what}{hint}"), fix)
+    dialed.fault(format!("{what}{presented}"), fix)
 }
 
-/// Returns what to do about a certificate that the server rejects.
+/// Returns what to do about a certificate that the server rejects. What destroys the node's identity
+/// comes last.
 fn rejection_fix(facts: &Facts, code: CloseCode) -> String {
     let (node, dir) = (&facts.node, facts.data_dir.display());
-    if code == CloseCode::CredentialRevoked {
-        return format!(
-            "if the node may serve again: tunnel-server nodes unrevoke {node}; otherwise enroll \
-             again: rm {dir}/agent.key {dir}/agent.crt; tunnel-server token create --node {node}"
-        );
+    let again = format!(
+        "tunnel-server token create --node {node}; then rm {dir}/agent.key {dir}/agent.crt, which \
+         destroys this node's identity, and start the agent with the token"
+    );
+    match code {
+        CloseCode::CredentialRevoked => format!(
+            "if the node may serve again: tunnel-server nodes unrevoke {node}; after reissue, or for \
+             a new identity: {again}"
+        ),
+        _ => format!(
+            "is --server the server that issued the certificate? If that server's CA was replaced: \
+             docs/how-to/replace-ca.md; else {again}"
+        ),
     }
-    format!(
-        "rm {dir}/agent.key {dir}/agent.crt; start the agent with a new token: tunnel-server token \
-         create --node {node}"
-    )
 }
 
 /// D19.alpn: ports where no agents are accepted.
@@ -302,8 +385,10 @@ pub(super) fn alpn(facts: &Facts) -> Result<Vec<Fault>, String> {
     let faults = dialed(facts)?.into_iter().filter_map(|dialed| {
         let failure = dialed.tls_failure()?;
         (*failure == TlsFailure::OtherProtocol).then(|| {
-            let what = "the port speaks another protocol and accepts no agents".to_owned();
-            let fix = "give --server the port of the server's --agent-listen, usually 10262";
+            let presented = dialed.presented();
+            let what = format!("the port speaks another protocol and accepts no agents{presented}");
+            let fix = "give --server the port of the server's --agent-listen, usually 10262; let \
+                       proxies and firewalls on the path pass TLS on unopened";
             dialed.fault(what, fix.to_owned())
         })
     });
@@ -319,7 +404,7 @@ pub(super) fn clock(facts: &Facts) -> Result<Vec<Fault>, String> {
         .filter_map(|dialed| {
             let failure = dialed.tls_failure()?;
             let what = match failure {
-                TlsFailure::OutsideValidity(text) => text.clone(),
+                TlsFailure::OutsideValidity(text) => format!("{text}{}", dialed.presented()),
                 TlsFailure::Rejected(_, text) if dialed.is_clock_apart(failure) => {
                     format!("the clocks of this host and of the server differ: {text}")
                 }
@@ -336,7 +421,7 @@ pub(super) fn clock(facts: &Facts) -> Result<Vec<Fault>, String> {
     let of_servers = dialed
         .iter()
         .filter_map(|dialed| match dialed.endpoint.tcp {
-            TcpFacts::Ready { not_before } => Some(not_before + backdated(facts)),
+            TcpFacts::Ready { not_before, .. } => Some(not_before + backdated(facts)),
             TcpFacts::Failed(_)
             | TcpFacts::NotAuthenticated(_)
             | TcpFacts::Connected

@@ -2,6 +2,7 @@ use std::time::SystemTime;
 
 use tunnel_doctor::{Finding, HostFacts, UdpBuffer};
 use tunnel_process::limits::buffer_pool_fault;
+use tunnel_proto::identity::{PresentedCertificate, Role};
 use tunnel_proto::wire::code::CloseCode;
 use tunnel_proto::wire::header::Refusal;
 use tunnel_proto::wire::name::Port;
@@ -25,6 +26,67 @@ fn healthy_agent_has_no_finding_and_no_check_is_skipped() {
     let report = examine(&healthy());
     assert!(report.findings.is_empty(), "{:?}", report.findings);
     assert!(report.skipped.is_empty(), "{:?}", report.skipped);
+    for (id, text) in [
+        ("D19.resolve", "cloud:10262: 192.0.2.1:10262"),
+        ("D19.tcp", "round trip 12.5 ms"),
+        ("D19.tls", "valid for 364 more days"),
+        ("D20", "session with server-1 over quic for 1m"),
+    ] {
+        let mut passed = report.passed.iter();
+        let passed = passed.find(|passed| passed.id == id).unwrap();
+        assert!(passed.what.contains(text), "{passed:?}");
+    }
+}
+
+/// What is presented decides whose fault it is, and nothing is destroyed where something else than a
+/// server answers.
+#[test]
+fn certificate_of_another_program_is_named_and_costs_no_identity() {
+    let presented = |issuer: &str, role| PresentedCertificate {
+        subject: "CN=cloud".to_owned(),
+        issuer: issuer.to_owned(),
+        not_before: SystemTime::UNIX_EPOCH,
+        not_after: SystemTime::UNIX_EPOCH + 366 * DAY,
+        role,
+    };
+    let finding = |presented, source: CaSource, proxy: Option<&str>| {
+        let mut facts = healthy();
+        credential(&mut facts).ca_source = source;
+        server(&mut facts).proxy = proxy.map(str::to_owned);
+        refuse(&mut facts, TlsFailure::UnknownIssuer);
+        endpoint(&mut facts).presented = presented;
+        let mut report = examine(&facts);
+        report.findings.retain(|finding| finding.id == "D19.tls");
+        report.findings.remove(0)
+    };
+    for source in [CaSource::DataDir, CaSource::Pin] {
+        let inspected = presented("CN=Corp Inspection", None);
+        let found = finding(Some(inspected), source, Some("proxy:3128"));
+        let named = "subject \"CN=cloud\", issuer \"CN=Corp Inspection\", valid from \
+                     1970-01-01T00:00:00Z until 1971-01-02T00:00:00Z";
+        assert!(found.what.contains(named), "{found:?}");
+        let exempt = "exempt cloud:10262 from TLS inspection at the proxy proxy:3128";
+        assert!(found.fix.contains(exempt), "{found:?}");
+        assert!(!found.fix.contains("rm "), "{found:?}");
+    }
+    for presented in [None, Some(presented("CN=Culvert CA", Some(Role::Server)))] {
+        let found = finding(presented, CaSource::DataDir, None);
+        let (safe, destructive) = found.fix.split_once("Only if").unwrap();
+        assert!(
+            !safe.contains("rm ") && safe.contains("TLS inspection"),
+            "{found:?}"
+        );
+        assert!(
+            destructive.contains("destroys this node's identity"),
+            "{found:?}"
+        );
+    }
+    let file = CaSource::File("/ca.crt".into());
+    let found = finding(Some(presented("CN=Corp", None)), file, None);
+    assert!(
+        found.fix.contains("exempt") && found.what.contains("CN=Corp"),
+        "{found:?}"
+    );
 }
 
 #[test]
@@ -64,6 +126,15 @@ fn fault_on_the_path_to_the_server_has_the_id_of_its_cause() {
             "D19.proxy",
             Severity::Warning,
             "through the proxy",
+        ),
+        (
+            |facts| {
+                server(facts).proxy = Some("proxy:3128".to_owned());
+                endpoint(facts).tcp = TcpFacts::Failed(tunnel_doctor::NO_ANSWER.to_owned());
+            },
+            "D19.proxy",
+            Severity::Warning,
+            "it hangs",
         ),
         (
             |facts| refuse(facts, TlsFailure::UnknownIssuer),
@@ -252,6 +323,7 @@ fn address_that_fails_next_to_one_that_works_is_information() {
     let failing = EndpointFacts {
         address: "[2001:db8::1]:10262".to_owned(),
         tcp: TcpFacts::Failed("network is unreachable".to_owned()),
+        presented: None,
         quic: Some(QuicFacts::NoAnswer("network is unreachable".to_owned())),
     };
     server(&mut facts).endpoints.as_mut().unwrap().push(failing);
@@ -300,7 +372,9 @@ fn healthy() -> Facts {
             address: "192.0.2.1:10262".to_owned(),
             tcp: TcpFacts::Ready {
                 not_before: now - 30 * DAY,
+                round_trip: Some(Duration::from_micros(12_500)),
             },
+            presented: None,
             quic: Some(QuicFacts::Ready),
         }]),
     };
