@@ -40,6 +40,7 @@ use tunnel_store::known_nodes::KnownNodes;
 mod client;
 pub mod discovery;
 pub mod doctor;
+pub mod failures;
 pub(crate) mod json_list;
 mod message;
 pub(crate) mod node_metrics;
@@ -221,6 +222,10 @@ async fn answer(
             let forget = move |state: Arc<AdminState>| forget_nodes(&state, &names);
             value(StatusCode::OK, &blocking(state, forget).await??)
         }
+        ("GET", ["failures"]) => {
+            let failures = blocking(state, |state| state.sources.failures()).await?;
+            value(StatusCode::OK, &failures)
+        }
         ("GET", ["node-labels"]) => value(StatusCode::OK, &state.node_labels),
         ("POST", ["revocations"]) => {
             let order = read(request, NAMES_MAX_BYTES).await?;
@@ -245,7 +250,7 @@ async fn answer(
         (
             _,
             [
-                "tokens" | "nodes" | "node-labels" | "revocations" | "ca" | "diag",
+                "tokens" | "nodes" | "failures" | "node-labels" | "revocations" | "ca" | "diag",
                 ..,
             ],
         ) => Err(RequestError {

@@ -31,6 +31,7 @@ mod connect;
 mod context;
 mod credential_watcher;
 mod drain;
+mod failures;
 mod listeners;
 mod membership;
 mod peers;
@@ -130,6 +131,7 @@ impl App {
             own_ports,
         };
         sessions::start(inputs, &context)?;
+        failures::report(&context);
         let sources = admin::node_sources(&authority, &context);
         admin::start_socket(&authority, sources.clone(), advertised, tunnels, &context)?;
         admin::start_meta(sources.clone(), meta_listener, metrics_registry, &context);

@@ -21,6 +21,7 @@ use tunnel_proto::wire::code::{CloseCode, EnrollCode, RefusalCode};
 
 use crate::config::Limit;
 use crate::outcome::Outcome;
+use crate::session::failures::failure_codes;
 
 /// The result label of a handshake that timed out.
 pub(crate) const TIMEOUT: &str = "timeout";
@@ -85,6 +86,9 @@ tunnel_process::metrics! {
         session_ends: Family<CodeLabel, Counter> = "session_ends",
             "Closed agent sessions by close code",
             with_series(CloseCode::labels().map(|code| CodeLabel { code: StaticLabel(code) }));
+        agent_failures: Family<CodeLabel, Counter> = "agent_failures",
+            "Failures of agents as `nodes --failed` lists them, by code",
+            with_series(failure_codes().map(|code| CodeLabel { code: StaticLabel(code) }));
         handshakes: Family<ResultLabel, Counter> = "handshakes",
             "Handshakes and admissions of agents by result",
             with_series(result_labels(HANDSHAKE_RESULTS));
@@ -331,6 +335,15 @@ impl Metrics {
         unusable
             .get_or_create(&FilesLabel { files })
             .set(is_unusable.into());
+    }
+
+    /// Counts a failure of an agent by its code.
+    pub fn agent_failure(&self, code: &'static str) {
+        let code = StaticLabel(code);
+        self.families
+            .agent_failures
+            .get_or_create(&CodeLabel { code })
+            .inc();
     }
 
     /// Counts an enrollment by result: `ok` or the name of the failure.

@@ -1,9 +1,10 @@
 //! Sessions of agents: what all of them share, with the rate at which a node may open them.
 //! `session/admission.rs` admits a session, and `session/session_loop.rs` runs it afterwards.
 
+use std::net::SocketAddr;
 use std::num::NonZeroU32;
 use std::sync::Arc;
-use std::time::Duration;
+use std::time::{Duration, SystemTime};
 
 use governor::clock::DefaultClock;
 use governor::state::keyed::HashMapStateStore;
@@ -14,6 +15,7 @@ use tunnel_proto::tls::AgentTrust;
 use tunnel_proto::wire::control::Member;
 use tunnel_proto::wire::name::{NodeName, ReplicaId};
 
+use self::failures::{Attempt, FailedNode, Failures};
 use self::saved_connections::SavedConnections;
 use crate::config::Limits;
 use crate::egress::CloudEgress;
@@ -26,6 +28,7 @@ use tunnel_store::known_nodes::KnownNodes;
 
 mod admission;
 pub mod agent_listener;
+pub mod failures;
 pub(crate) mod refused;
 mod renewal;
 pub(crate) mod saved_connections;
@@ -40,6 +43,8 @@ pub struct Sessions {
     /// Known nodes. The connection of an admitted session is recorded here.
     pub nodes: Arc<KnownNodes>,
     pub metrics: Metrics,
+    /// What failed at agents, for operators.
+    pub failures: Arc<Failures>,
     /// Shutdown signals and the tasks that they cover.
     pub shutdown: Shutdown,
     pub limits: Limits,
@@ -67,6 +72,24 @@ impl Sessions {
     /// Returns the egress to targets of the cloud, if the node may reach one.
     fn cloud_of(&self, node: &NodeName) -> Option<&Arc<CloudEgress>> {
         self.cloud.as_ref().filter(|cloud| cloud.has_target(node))
+    }
+
+    /// Records a failure of an agent for operators.
+    fn record_failure(
+        &self,
+        code: &'static str,
+        node: FailedNode,
+        address: SocketAddr,
+        detail: impl Into<String>,
+    ) {
+        self.metrics.agent_failure(code);
+        let attempt = Attempt {
+            code,
+            node,
+            address,
+            detail: detail.into(),
+        };
+        self.failures.record(attempt, SystemTime::now());
     }
 }
 

@@ -128,6 +128,7 @@ pub(crate) fn node_sources(
         sessions: Some(SessionSources {
             registry: Arc::new(Registry::new(REGISTRY_LIMITS)),
             peers: peers_holding(&names(held)),
+            failures: Arc::default(),
         }),
         ..sources
     };
@@ -157,6 +158,7 @@ impl Bench {
             },
             drain: Duration::from_secs(30),
             move_within: Duration::from_secs(10),
+            failures: Arc::default(),
             saved_connections: None,
             admission_rate: Arc::new(crate::session::AdmissionRate::new(1000)),
             permits: Arc::new(Semaphore::new(SESSIONS)),

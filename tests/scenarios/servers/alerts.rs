@@ -2,7 +2,8 @@
 //! it.
 
 use std::collections::BTreeSet;
-use std::net::SocketAddr;
+use std::net::{Ipv4Addr, SocketAddr};
+use std::path::Path;
 use std::time::{Duration, SystemTime};
 
 use anyhow::{Result, ensure};
@@ -29,6 +30,7 @@ async fn each_alert_fires_with_its_fault_and_ends_after_it() -> Result<()> {
     monitored.kill_a_server().await?;
     monitored.reach_limits().await?;
     monitored.expire_and_break_certificate_files().await?;
+    monitored.clone_refuse_and_cut_agents().await?;
     let alerts = alerts()?;
     let names = alerts.iter().filter_map(|alert| alert["alert"].as_str());
     let names: BTreeSet<_> = names.collect();
@@ -159,6 +161,48 @@ impl Monitored {
     }
 }
 
+impl Monitored {
+    /// Two more agents have the certificate of one that is connected, others trust another CA, and one
+    /// is killed whenever it has a session over TCP.
+    async fn clone_refuse_and_cut_agents(&mut self) -> Result<()> {
+        let expected = [
+            "CulvertAgentsRefused",
+            "CulvertCondition",
+            "CulvertNameInUse",
+            "CulvertSessionsShort",
+        ];
+        let operated = &self.operated;
+        let leaf = operated.agents.issue(&Leaf::agent(CUT_NODE))?;
+        leaf.write(operated.scratch.path(), "cut")?;
+        let start = |node, certificate, ca, number: u32| -> Result<Process> {
+            let folder = operated.scratch.path().join(format!("agent-{number}"));
+            operated.agent(node, certificate, ca, &folder, next_loopback())
+        };
+        let mut others = Vec::new();
+        for number in 0..2 {
+            others.push(start(OPERATED_NODE, "agent", "agents-ca.crt", number)?);
+        }
+        for number in 2..6 {
+            others.push(start(OPERATED_NODE, "agent", "callers-ca.crt", number)?);
+        }
+        let (prometheus, mut number) = (&self.prometheus, 6);
+        let fired = expected.map(|alert| (alert, OPERATED_SERVER));
+        eventually("the alerts of agents", ALERT, async || {
+            // The limit of the alerts is within a window of seconds.
+            for _ in 0..4 {
+                number += 1;
+                let cut = start(CUT_NODE, "cut", "agents-ca.crt", number)?;
+                operated.server.wait_until_connected(&[OPERATED_NODE, CUT_NODE]).await;
+                cut.signal(Signal::Kill)?;
+            }
+            check(prometheus, &fired).await
+        })
+        .await;
+        self.fires(&fired).await;
+        Ok(())
+    }
+}
+
 /// A server and an agent with certificate files of an operator.
 struct Operated {
     agents: TestCa,
@@ -191,9 +235,9 @@ impl Operated {
             .args(&["--target-key-file", &file("client.key")])
             .start()
             .await?;
-        let (agent, address) = (server.address(Listener::Agents), next_loopback());
+        let (agents_at, address) = (server.address(Listener::Agents), next_loopback());
         let folder = scratch.path().join("agent");
-        let agent = AgentSetup::on_address(OPERATED_NODE, agent, &folder, address)
+        let agent = AgentSetup::on_address(OPERATED_NODE, agents_at, &folder, address)
             .args(&["--config", &file("limits.yaml")])
             .args(&["--cert-file", &file("agent.crt")])
             .args(&["--key-file", &file("agent.key")])
@@ -208,6 +252,29 @@ impl Operated {
             agent_meta: Listener::Meta.on(address),
             scratch,
         })
+    }
+
+    /// Starts another agent over TCP, with one of the certificates and of the CAs.
+    fn agent(
+        &self,
+        node: &str,
+        certificate: &str,
+        ca: &str,
+        folder: &Path,
+        address: Ipv4Addr,
+    ) -> Result<Process> {
+        let file = |name: &str| {
+            self.scratch
+                .path()
+                .join(name)
+                .to_string_lossy()
+                .into_owned()
+        };
+        AgentSetup::on_address(node, self.server.address(Listener::Agents), folder, address)
+            .args(&["--cert-file", &file(&format!("{certificate}.crt"))])
+            .args(&["--key-file", &file(&format!("{certificate}.key"))])
+            .args(&["--ca-file", &file(ca), "--transport", "h2"])
+            .start()
     }
 
     /// Replaces all certificates by others that are valid for so many days.
@@ -249,6 +316,8 @@ const AGENT: &str = "tunnel-agent";
 const OPERATED_SERVER: &str = "operated-server";
 const OPERATED_AGENT: &str = "operated-agent";
 const OPERATED_NODE: &str = "worker-2";
+/// A node whose agent is killed again and again.
+const CUT_NODE: &str = "worker-3";
 
 const SEED: u64 = 1;
 

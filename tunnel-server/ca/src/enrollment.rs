@@ -16,7 +16,7 @@ use tunnel_proto::wire::enroll::{
     EnrollReply, EnrollRequest, RENEW_EXPORT_BYTES, is_service_account_token,
 };
 use tunnel_proto::wire::frame::{self, ENROLL_MESSAGE_MAX, FrameError};
-use tunnel_proto::wire::name::ReplicaId;
+use tunnel_proto::wire::name::{NodeName, ReplicaId};
 use tunnel_proto::wire::order::Order;
 use tunnel_store::known_nodes::{EnrollmentKind, KnownNodes};
 use zeroize::Zeroize as _;
@@ -59,8 +59,7 @@ impl std::fmt::Debug for Enrollment {
 }
 
 impl Enrollment {
-    /// Serves one request and closes the stream. Returns the result for logs and metrics: `issued`,
-    /// the code of the refusal, or `cut`. `exported` is the exporter value of the TLS connection,
+    /// Serves one request and closes the stream. `exported` is the exporter value of the TLS connection,
     /// which only its two ends know. The caller limits the time. Not cancel-safe: the token may
     /// have been used.
     pub async fn serve<S>(
@@ -68,12 +67,16 @@ impl Enrollment {
         mut stream: S,
         peer: SocketAddr,
         exported: ExporterValue,
-    ) -> &'static str
+    ) -> EnrollmentEnd
     where
         S: AsyncRead + AsyncWrite + Unpin,
     {
+        let mut node = None;
         let outcome = match read_request(&mut stream).await {
-            Ok(request) => self.answer(request, peer, exported).await,
+            Ok(request) => {
+                node = Some(request.node_name.clone());
+                self.answer(request, peer, exported).await
+            }
             Err(ReadError::Frame(error)) => {
                 if REFUSED.admit() {
                     warn!(%peer, code = %EnrollCode::BadRequest, %error, "enrollment refused");
@@ -82,18 +85,30 @@ impl Enrollment {
             }
             Err(ReadError::Io(error)) => {
                 debug!(%peer, %error, "enrollment connection closed before the request");
-                return "cut";
+                return EnrollmentEnd::cut(node, "closed before the request");
             }
         };
-        let (reply, result) = match outcome {
-            Ok(reply) => (reply, "issued"),
-            Err((code, detail)) => (EnrollReply::Refused(code, detail), code.label()),
+        let (reply, end) = match outcome {
+            Ok(reply) => (reply, EnrollmentEnd::Issued),
+            Err((code, detail)) => {
+                let end = EnrollmentEnd::Refused {
+                    node: node.clone(),
+                    code,
+                    detail: detail.clone(),
+                };
+                (EnrollReply::Refused(code, detail), end)
+            }
         };
         if let Err(error) = send_reply(&mut stream, &reply).await {
             debug!(%peer, %error, "enrollment connection closed before the reply was sent");
-            return "cut";
+            return match end {
+                EnrollmentEnd::Issued | EnrollmentEnd::Cut { .. } => {
+                    EnrollmentEnd::cut(node, "closed before the reply was sent")
+                }
+                EnrollmentEnd::Refused { .. } => end,
+            };
         }
-        result
+        end
     }
 
     async fn answer(
@@ -293,6 +308,41 @@ impl Enrollment {
     }
 }
 
+/// How the connection of an enrollment ended.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub enum EnrollmentEnd {
+    /// The agent has a certificate.
+    Issued,
+    /// The request was refused.
+    Refused {
+        /// The name in the request, which nothing proves.
+        node: Option<NodeName>,
+        code: EnrollCode,
+        detail: String,
+    },
+    /// The connection was closed before the end of the exchange.
+    Cut {
+        /// The name in the request, which nothing proves.
+        node: Option<NodeName>,
+        detail: &'static str,
+    },
+}
+
+impl EnrollmentEnd {
+    fn cut(node: Option<NodeName>, detail: &'static str) -> Self {
+        Self::Cut { node, detail }
+    }
+
+    /// Returns the result for logs and metrics: `issued`, the code of the refusal, or `cut`.
+    pub fn label(&self) -> &'static str {
+        match self {
+            Self::Issued => "issued",
+            Self::Refused { code, .. } => code.label(),
+            Self::Cut { .. } => "cut",
+        }
+    }
+}
+
 /// Refusal for a token that an order made void.
 const VOID: &str =
     "the node was revoked or reissued after the token was created; create a new token";
@@ -439,7 +489,8 @@ mod tests {
                 agent.read_to_end(&mut reply).await.unwrap();
                 BytesMut::from(&reply[..])
             };
-            tokio::join!(self.enrollment.serve(server, peer, [0; 32]), client)
+            let (end, reply) = tokio::join!(self.enrollment.serve(server, peer, [0; 32]), client);
+            (end.label(), reply)
         }
 
         pub(super) async fn enroll(

@@ -17,6 +17,7 @@ use super::{
     ApproveOutcome, CreateToken, CreatedToken, ErrorBody, ForgetOutcome, NodesOrder, OrderOutcome,
     RunningServer,
 };
+use crate::admin::failures::FailureStatus;
 use crate::admin::pages::{NamedNodes, NodesPage, PageQuery, RevocationsPage};
 use tunnel_ca::rotation::{RotationAction, RotationStatus};
 use tunnel_ca::tokens::TokenInfo;
@@ -113,6 +114,11 @@ impl AdminClient {
     /// the server has looked up.
     pub async fn named_nodes(&self, names: &[NodeName]) -> Result<NodesPage, AdminError> {
         self.post("/nodes", &named(names)).await
+    }
+
+    /// Returns the failures of agents at the server, the last one first.
+    pub async fn failures(&self) -> Result<Vec<FailureStatus>, AdminError> {
+        parse(&self.call(Method::GET, "/failures", Vec::new()).await?)
     }
 
     /// Returns the keys of the Nodes' labels that the server stores.

@@ -41,7 +41,7 @@ struct NodeSample {
 }
 
 impl NodeMetrics {
-    /// Returns the state of the known nodes, the edge nodes of the cluster and the nodes that other
+    /// Returns the state of the known nodes that have had an agent, the edge nodes of the cluster and the nodes that other
     /// servers hold. Empty if there are more nodes than the mode allows.
     fn samples(&self, now: SystemTime) -> Vec<NodeSample> {
         let known = self.nodes.snapshot();
@@ -52,8 +52,12 @@ impl NodeMetrics {
         let held_nodes: BTreeSet<NodeName> = held_nodes.map(|(node, _replica)| node).collect();
         let routes = self.routes.load();
         let edges = routes.of(RouteSource::Cluster).filter(|node| node.is_edge);
-        let names: BTreeSet<&NodeName> = known
-            .iter()
+        let expected = known.iter().filter(|(name, node)| {
+            !node.is_pending()
+                || self.registry.has(name)
+                || self.registry.last_close(name).is_some()
+        });
+        let names: BTreeSet<&NodeName> = expected
             .map(|(name, _node)| name)
             .chain(edges.map(|node| &node.name))
             .chain(&held_nodes)

@@ -34,6 +34,7 @@ use tunnel_process::shutdown::Shutdown;
 use tunnel_proto::identity::{CallerError, caller_name};
 use tunnel_proto::wire::name::NodeName;
 
+use crate::admin::failures::FailureStatus;
 use crate::admin::status::{NodeSources, NodeStatus, NodeTotals};
 use crate::ingress::client_auth::ListenerTls;
 use crate::ingress::connect::basic_auth::{BasicAuth, BasicAuthError, Credentials};
@@ -49,8 +50,8 @@ mod throughput;
 mod visible;
 
 use facts::{
-    ConditionFacts, ConditionsDocument, Document, NodeDocument, NodeFacts, NodesDocument,
-    SCHEMA_VERSION, ServersDocument, TotalFacts,
+    ConditionFacts, ConditionsDocument, Document, FailureFacts, NodeDocument, NodeFacts,
+    NodesDocument, SCHEMA_VERSION, ServersDocument, TotalFacts,
 };
 use html::PageHead;
 use request::{Format, NodesQuery, PageAccess, PageRefusal, PageRequest, View};
@@ -76,6 +77,9 @@ pub(crate) trait PageNodes: Send + Sync {
     fn all(&self) -> Box<dyn Iterator<Item = Cow<'_, NodeStatus>> + '_>;
 
     fn of_node(&self, name: &NodeName) -> Option<NodeStatus>;
+
+    /// Returns what failed at agents, the last one first.
+    fn failures(&self) -> Vec<FailureStatus>;
 }
 
 impl PageNodes for NodeSources {
@@ -85,6 +89,10 @@ impl PageNodes for NodeSources {
 
     fn of_node(&self, name: &NodeName) -> Option<NodeStatus> {
         self.of_node(name)
+    }
+
+    fn failures(&self) -> Vec<FailureStatus> {
+        self.failures()
     }
 }
 
@@ -302,6 +310,9 @@ impl StatusPage {
         ConditionsDocument {
             schema_version: SCHEMA_VERSION,
             blocking: readiness.read().0,
+            failures: (self.sources.nodes.failures().into_iter())
+                .map(FailureFacts)
+                .collect(),
             conditions: conditions
                 .map(|(component, text)| ConditionFacts {
                     component,

@@ -13,6 +13,7 @@ use tunnel_proto::wire::name::{NodeName, ReplicaId};
 use crate::routing::peers::Peers;
 use crate::routing::registry::{AgentSession, LastClose, Registry};
 use crate::routing::routes::{NodeLabels, RouteNode, RouteSource, Routes};
+use crate::session::failures::Failures;
 use tunnel_ca::revocation::Revocations;
 use tunnel_store::data_dir::rfc3339;
 use tunnel_store::known_nodes::{EnrollmentKind, KnownNode, KnownNodes, NodeMap};
@@ -33,6 +34,10 @@ pub struct NodeStatus {
     /// label of `--edge-label`, and the nodes that have or had an agent.
     #[serde(rename = "edge")]
     pub is_edge: bool,
+    /// Whether the node has been named to this server, as by a token, and no agent of it has enrolled
+    /// or connected so far. Edge nodes of a cluster are never pending.
+    #[serde(rename = "pending")]
+    pub is_pending: bool,
     /// Name of the server that carries requests to the node, if there are several servers. If it is
     /// another one, the fields up to the bytes are empty: only that server knows them.
     pub replica: Option<String>,
@@ -126,6 +131,7 @@ pub struct NodeSources {
 pub struct SessionSources {
     pub registry: Arc<Registry>,
     pub peers: Arc<Peers>,
+    pub failures: Arc<Failures>,
 }
 
 impl NodeSources {
@@ -220,6 +226,9 @@ impl NodeSources {
         }
         let is_cloud = known.is_none() && cluster.as_ref().is_some_and(|node| !node.is_edge);
         status.is_edge = status.connected || !is_cloud;
+        let is_pending = known.as_ref().is_some_and(KnownNode::is_pending);
+        let was_closed = status.last_close.is_some();
+        status.is_pending = is_pending && cluster.is_none() && !status.connected && !was_closed;
         Some(status)
     }
 
@@ -485,6 +494,7 @@ mod tests {
             sessions: Some(SessionSources {
                 registry: sessions.registry.clone(),
                 peers: sessions.peers.clone(),
+                failures: sessions.failures.clone(),
             }),
         };
         sources.batches().flatten().collect()

@@ -132,6 +132,7 @@ pub(super) fn node_sources(authority: &Authority, context: &ServerContext) -> No
         sessions: Some(SessionSources {
             registry: context.registry.clone(),
             peers: context.peers.clone(),
+            failures: context.failures.clone(),
         }),
     }
 }

@@ -22,6 +22,7 @@ use crate::routing::peers::{PeerLimits, PeerMetrics, Peers};
 use crate::routing::registry::{Registry, RegistryLimits};
 use crate::routing::routes::Routes;
 use tunnel_ca::IsKnown;
+use crate::session::failures::Failures;
 use tunnel_dns::Records;
 use tunnel_routing::dial_policy::LiveClusterNetworks;
 use tunnel_routing::policy::SharedPortPolicy;
@@ -49,6 +50,8 @@ pub(super) struct ServerContext {
     pub(super) readiness: Readiness,
     pub(super) shutdown: Shutdown,
     pub(super) metrics: Metrics,
+    /// What failed at agents.
+    pub(super) failures: Arc<Failures>,
     pub(super) watcher: CredentialWatcher,
     pub(super) session_settings: SessionSettings,
     pub(super) registry: Arc<Registry>,
@@ -167,6 +170,7 @@ impl ServerContext {
             readiness,
             shutdown,
             metrics,
+            failures: Arc::default(),
             registry: Arc::new(registry),
             peers,
             nodes,

@@ -69,6 +69,7 @@ pub(super) fn start(inputs: SessionInputs<'_>, context: &ServerContext) -> anyho
         peers: context.peers.clone(),
         nodes: context.nodes.clone(),
         metrics: context.metrics.clone(),
+        failures: context.failures.clone(),
         shutdown: context.shutdown.clone(),
         limits: *limits,
         drain: context.config.drain_delay + context.config.drain_timeout,

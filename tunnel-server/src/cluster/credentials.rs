@@ -14,6 +14,7 @@ use hyper_util::client::proxy::matcher::Matcher;
 use kube::client::{Body, ClientBuilder};
 use kube::config::{KubeConfigOptions, Kubeconfig, KubeconfigError};
 use kube::{Client, Config};
+use serde_json::Value;
 use tokio::runtime::Handle;
 use tower::layer::layer_fn;
 use tower::service_fn;
@@ -111,6 +112,7 @@ async fn load(kubeconfig: Option<&Path>) -> Result<Loaded<Config>, ConfigError> 
             };
             content = std::fs::read(path).map_err(|error| refuse(&error))?;
             let file = Kubeconfig::read_from(path).map_err(|error| refuse(&error))?;
+            let file = with_plain_tokens(&file).map_err(|error| refuse(&error))?;
             let own_proxy = proxy_of(&file);
             let current = KubeConfigOptions::default();
             let loading = Config::from_custom_kubeconfig(file, &current);
@@ -164,6 +166,20 @@ async fn load(kubeconfig: Option<&Path>) -> Result<Loaded<Config>, ConfigError> 
 pub(crate) fn check_kubeconfig(path: &Path) -> io::Result<Result<(), KubeconfigError>> {
     std::fs::read(path)?;
     Ok(Kubeconfig::read_from(path).map(|_file| ()))
+}
+
+/// Returns a kubeconfig whose tokens have no blanks and line ends around them, as a token has that was
+/// copied from a file or is a block of YAML.
+fn with_plain_tokens(file: &Kubeconfig) -> Result<Kubeconfig, serde_json::Error> {
+    let mut value = serde_json::to_value(file)?;
+    let users = value.get_mut("users").and_then(Value::as_array_mut);
+    for user in users.into_iter().flatten() {
+        if let Some(Value::String(token)) = user.get_mut("user").and_then(|it| it.get_mut("token"))
+        {
+            *token = token.trim().to_owned();
+        }
+    }
+    serde_json::from_value(value)
 }
 
 /// Returns `proxy-url` of the current context's cluster.
@@ -279,6 +295,33 @@ mod tests {
             let found = found.map(|url| url.to_string());
             assert_eq!(found.as_deref(), expected, "{own:?} {variables:?}");
         }
+    }
+
+    #[tokio::test]
+    async fn token_with_a_line_end_is_taken_and_programs_and_broken_files_are_named() {
+        let (scratch, shutdown) = (Scratch::new(), Shutdown::new());
+        let server = ApiServer::start(&shutdown).await;
+        let path = scratch.0.path().join("kubeconfig");
+        let open = async |text: &str| {
+            std::fs::write(&path, text).unwrap();
+            FollowingClient::open(&settings(path.clone())).await
+        };
+        let client = open(&server.kubeconfig("\" first\\r\\n\"")).await.unwrap();
+        let request = Request::get("/version").body(Body::empty()).unwrap();
+        client.client.send(request).await.unwrap();
+        let head = server.last.lock().to_lowercase();
+        assert!(head.contains("authorization: bearer first\r\n"), "{head}");
+        let program = "{apiVersion: client.authentication.k8s.io/v1, command: aws}";
+        let exec = server.kubeconfig(&format!("x, exec: {program}"));
+        for (text, expected) in [
+            (exec.as_str(), "from another program"),
+            (&server.kubeconfig("\"a\\nb\""), "kubeconfig"),
+            ("no kubeconfig", "kubeconfig"),
+        ] {
+            let error = open(text).await.err().unwrap().to_string();
+            assert!(error.contains(expected), "{text}: {error}");
+        }
+        shutdown.finish().await;
     }
 
     /// An API server that answers one request on each connection with `{}`.

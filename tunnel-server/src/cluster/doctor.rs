@@ -56,7 +56,7 @@ pub(crate) struct ClusterObjects {
     ports_map: Fact<Option<ConfigMap>>,
     denied: Fact<Vec<String>>,
     apiserver_pods: Fact<Vec<Value>>,
-    coredns_map: Fact<Option<ConfigMap>>,
+    coredns_maps: Fact<Vec<ConfigMap>>,
     addons: AddonObjects,
 }
 
@@ -84,9 +84,42 @@ pub(crate) struct ClusterFacts {
     /// Rights that the credentials of this command do not have.
     pub(crate) denied: Fact<Vec<String>>,
     pub(crate) apiservers: Fact<Vec<ApiServerFacts>>,
-    /// The configuration of CoreDNS. `None` if the ConfigMap does not exist.
-    pub(crate) corefile: Fact<Option<String>>,
+    /// The configuration of CoreDNS. Empty if none of its ConfigMaps exists.
+    pub(crate) corefiles: Fact<Vec<Corefile>>,
     pub(crate) addons: AddonFacts,
+}
+
+/// A Corefile, or a file that one imports.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub(crate) struct Corefile {
+    /// The ConfigMap in `kube-system`.
+    pub(crate) config_map: String,
+    pub(crate) text: String,
+}
+
+impl Corefile {
+    /// Returns the files of a ConfigMap: the Corefile, and the files of k3s that it imports.
+    fn all(map: ConfigMap) -> impl Iterator<Item = Self> {
+        let config_map = map.metadata.name.unwrap_or_default();
+        let files = map.data.unwrap_or_default().into_iter();
+        let files = files.filter(|(key, _)| {
+            let imported = [".server", ".override"];
+            key == COREFILE_KEY || imported.iter().any(|end| key.ends_with(end))
+        });
+        files.map(move |(_, text)| Self {
+            config_map: config_map.clone(),
+            text,
+        })
+    }
+}
+
+/// Checks that the credentials for the API server can be read. Sends no request.
+///
+/// # Errors
+/// Returns the file, and why it cannot be used.
+pub(crate) async fn check_credentials(settings: &KubernetesSettings) -> Fact<()> {
+    let client = FollowingClient::open(settings).await;
+    client.map(drop).map_err(|error| error.to_string())
 }
 
 /// The Nodes of the cluster.
@@ -166,13 +199,13 @@ impl ClusterObjects {
             Box::pin(AddonObjects::read(&reader, &namespace)),
         );
         // An API server that does not answer costs each group one limit.
-        let (records_map, ports_map, denied, mut apiserver_pods, others, coredns_map) = tokio::join!(
+        let (records_map, ports_map, denied, mut apiserver_pods, others, coredns_maps) = tokio::join!(
             Box::pin(reader.get(&records_map)),
             Box::pin(reader.find(&maps, &names.ports_config_map)),
             Box::pin(rights::denied(&reader, &needed)),
             Box::pin(reader.list(SYSTEM_PODS, APISERVER_LABELS[0])),
             Box::pin(reader.list(SYSTEM_PODS, APISERVER_LABELS[1])),
-            Box::pin(reader.get(COREDNS_MAP)),
+            Box::pin(coredns_maps(&reader)),
         );
         if let (Ok(pods), Ok(others)) = (&mut apiserver_pods, others) {
             for other in others {
@@ -193,7 +226,7 @@ impl ClusterObjects {
             ports_map,
             denied,
             apiserver_pods,
-            coredns_map,
+            coredns_maps,
             addons,
         })
     }
@@ -251,10 +284,20 @@ impl ClusterObjects {
             denied: self.denied,
             apiservers: (self.apiserver_pods)
                 .map(|pods| pods.iter().filter_map(ApiServerFacts::of_pod).collect()),
-            corefile: self.coredns_map.map(|map| value_of(map?, COREFILE_KEY)),
+            corefiles: (self.coredns_maps)
+                .map(|maps| maps.into_iter().flat_map(Corefile::all).collect()),
             addons: self.addons.facts(&settings.names.nodes_config_map),
         }
     }
+}
+
+/// Reads the ConfigMaps of CoreDNS that exist, all at the same time.
+async fn coredns_maps(reader: &Reader) -> Fact<Vec<ConfigMap>> {
+    let [coredns, rke2, custom] = COREDNS_MAPS;
+    let (coredns, rke2, custom) =
+        tokio::join!(reader.get(coredns), reader.get(rke2), reader.get(custom));
+    let maps = [coredns?, rke2?, custom?];
+    Ok(maps.into_iter().flatten().collect())
 }
 
 fn listener_ports(config: &Config) -> ListenerPorts {
@@ -416,7 +459,12 @@ const NO_CLUSTER: &str = "no cluster is configured; give --kubeconfig FILE";
 const NO_RECORDS: &str = "there are no records without an address of the Service and a Node";
 /// Labels of the Pods of kube-apiserver: kubeadm's, and kops'.
 const APISERVER_LABELS: [&str; 2] = ["component=kube-apiserver", "k8s-app=kube-apiserver"];
-const COREDNS_MAP: &str = "/api/v1/namespaces/kube-system/configmaps/coredns";
+/// The ConfigMaps of CoreDNS: of kubeadm and k3s, of RKE2, and the files that k3s imports.
+const COREDNS_MAPS: [&str; 3] = [
+    "/api/v1/namespaces/kube-system/configmaps/coredns",
+    "/api/v1/namespaces/kube-system/configmaps/rke2-coredns-rke2-coredns",
+    "/api/v1/namespaces/kube-system/configmaps/coredns-custom",
+];
 const COREFILE_KEY: &str = "Corefile";
 /// Ports of the Service that lead to the HTTP and the HTTPS listener.
 const KUBELET_HTTP: u16 = 10255;

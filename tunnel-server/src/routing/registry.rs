@@ -1,7 +1,8 @@
 //! Registry of sessions: the sessions that are connected for each node. The registry opens streams
 //! over them.
 
-use std::collections::HashMap;
+use std::collections::{HashMap, HashSet};
+use std::net::IpAddr;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Duration;
@@ -361,6 +362,12 @@ impl Registry {
     /// Returns how the session of a node that closed last has ended, if this process saw it.
     pub fn last_close(&self, node: &NodeName) -> Option<LastClose> {
         self.closes.lock().of_node(node).cloned()
+    }
+
+    /// Returns the nodes whose last session that this process saw end was from each of these
+    /// addresses. The cost is in proportion to the number of ends.
+    pub fn closed_from(&self, addresses: &HashSet<IpAddr>) -> HashMap<IpAddr, Vec<NodeName>> {
+        self.closes.lock().from_addresses(addresses)
     }
 
     /// Returns whether a session of a node is connected.

@@ -19,6 +19,7 @@ use tunnel_proto::wire::header::{StreamHeader, StreamKind};
 use tunnel_proto::wire::name::{InstanceId, NodeName, SessionId};
 use tunnel_proto::wire::{VERSION_MAX, VERSION_MIN, negotiate_version};
 
+use super::failures::FailedNode;
 use super::refused::{DISTRUSTED, REVOKED};
 use super::{AdmissionRate, Sessions};
 use crate::config::Limit;
@@ -57,6 +58,9 @@ impl Sessions {
             let code = CloseCode::TooManySessions;
             self.metrics.handshake(code.label());
             self.metrics.limit(Limit::AdmissionsPerNode);
+            let refused = FailedNode::Verified(node.clone());
+            let remote = session.stats().remote;
+            self.record_failure(code.label(), refused, remote, AdmissionRate::REFUSAL);
             debug!(%node, peer = %session.stats().remote, "node opens sessions too fast, session refused");
             return session.close(code, AdmissionRate::REFUSAL).await;
         }
@@ -344,6 +348,11 @@ impl Sessions {
         if REFUSED.admit() {
             warn!(%node, %peer, %code, error = reason, "agent not admitted");
         }
+        // An agent that finds a server stopping looks for another one.
+        if is_refused && code != CloseCode::Draining {
+            let refused = FailedNode::Verified(node.clone());
+            self.record_failure(code.label(), refused, peer, reason.as_str());
+        }
         session.close(code, &reason).await;
         // The refusal of a second agent says nothing about the session of the first one, and
         // `tunnel-agent doctor` ends its connection without a message.
@@ -351,7 +360,7 @@ impl Sessions {
             let by = ClosedBy::Local;
             let refusal = CloseReason { by, code, reason };
             let now = SystemTime::now();
-            let close = LastClose::new(&refusal, now, now);
+            let close = LastClose::new(&refusal, peer, now, now);
             self.registry.record_close(node, close);
         }
     }

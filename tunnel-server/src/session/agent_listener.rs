@@ -126,6 +126,7 @@ impl AgentListener {
         };
         Some(HalfOpenConn {
             sessions: self.sessions.clone(),
+            peer,
             deadline: Instant::now() + self.sessions.limits.handshake_timeout,
             permit,
         })

@@ -22,6 +22,7 @@ use tunnel_proto::wire::enroll::EnrollReply;
 use tunnel_proto::wire::name::SessionId;
 
 use super::admission::AdmittedSession;
+use super::failures::{FailedNode, SHORT_SESSION, SHORT_SESSION_CODE};
 use super::renewal::RenewalTask;
 use super::{Sessions, can_agents_move};
 use crate::config::Limit;
@@ -163,16 +164,53 @@ impl Sessions {
     /// last check of a dead session, which is closed first.
     async fn end(&self, agent: &AgentSession, ended: Result<CloseReason, LivenessCheck>) {
         let streams = agent.session.stats().streams;
+        let remote = agent.session.stats().remote;
         let last_seen = agent.last_seen(SystemTime::now());
         let reason = match ended {
             Ok(result) => agent.end(result),
             Err(check) => self.close_dead(agent, check).await,
         };
         self.metrics.session_ended(reason.code);
-        let close = LastClose::new(&reason, last_seen, SystemTime::now());
+        self.record_short(agent, &reason);
+        let close = LastClose::new(&reason, remote, last_seen, SystemTime::now());
         self.registry.record_close(&agent.node, close);
         self.nodes.record_last_seen(&agent.node, last_seen);
         log_end(agent, &reason, streams);
+    }
+
+    /// Records the end of a session that was short, and not because an end was stopped or has another
+    /// session.
+    fn record_short(&self, agent: &AgentSession, reason: &CloseReason) {
+        let is_orderly = match reason.code {
+            CloseCode::Normal | CloseCode::Draining | CloseCode::Superseded => true,
+            CloseCode::Protocol
+            | CloseCode::Version
+            | CloseCode::NameNotInCredential
+            | CloseCode::NameInUse
+            | CloseCode::HandshakeTimeout
+            | CloseCode::Dead
+            | CloseCode::CredentialRevoked
+            | CloseCode::Overloaded
+            | CloseCode::CredentialExpired
+            | CloseCode::TooManySessions
+            | CloseCode::CredentialUntrusted
+            | CloseCode::Unknown(_) => false,
+        };
+        let age = agent.age(Instant::now());
+        if is_orderly || age >= SHORT_SESSION {
+            return;
+        }
+        let detail = format!(
+            "session over {} ended after {} s, by {}: {} {}",
+            agent.session.transport(),
+            age.as_secs(),
+            reason.by,
+            reason.code,
+            reason.reason
+        );
+        let node = FailedNode::Verified(agent.node.clone());
+        let remote = agent.session.stats().remote;
+        self.record_failure(SHORT_SESSION_CODE, node, remote, detail);
     }
 
     fn handle_control(

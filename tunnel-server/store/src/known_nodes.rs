@@ -50,6 +50,16 @@ pub struct KnownNode {
     pub enrollment: Option<EnrollmentKind>,
 }
 
+impl KnownNode {
+    /// Returns whether the node has been named to this server, as by a token, and no agent of it has
+    /// enrolled or connected so far.
+    pub fn is_pending(&self) -> bool {
+        self.last_seen.is_none()
+            && self.enrollment.is_none()
+            && self.certificate_not_after.is_none()
+    }
+}
+
 /// The credential by which an agent proved its node when it enrolled.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "camelCase")]

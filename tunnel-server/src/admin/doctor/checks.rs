@@ -3,7 +3,7 @@
 use std::time::Duration;
 
 use tunnel_doctor::{
-    Check, Explanation, Fact, Fault, FaultGroups, FaultKind, GroupedCheck, Report, Severity,
+    Check, Checks, Explanation, Fact, Fault, FaultGroups, FaultKind, GroupedCheck, Report, Severity,
 };
 use tunnel_proto::transport::quic::UDP_BUFFER_BYTES;
 
@@ -17,7 +17,13 @@ mod cluster;
 mod control_plane;
 mod dialed;
 
-const CHECKS: &[(&Explanation, Check<Facts>)] = &[
+const CHECKS: Checks<Facts> = Checks {
+    single: SINGLE,
+    grouped: GROUPED,
+    values: &[(&report::D09, nodes), (&report::D21, no_failures)],
+};
+
+const SINGLE: &[(&Explanation, Check<Facts>)] = &[
     (&report::D01, control_plane::kubelet_path),
     (&report::D02, control_plane::resolver),
     (&report::D03, control_plane::kubelet_ca),
@@ -31,6 +37,7 @@ const CHECKS: &[(&Explanation, Check<Facts>)] = &[
     (&report::D09, dialed::kubelets),
     (&report::D09, server),
     (&report::D10, addons::dns_endpoints),
+    (&report::D11, cluster::credentials),
     (&report::D11, cluster::rights),
     (&report::D12, addons::monitors),
     (&report::D13, dialed::agent_port),
@@ -43,14 +50,17 @@ const CHECKS: &[(&Explanation, Check<Facts>)] = &[
     (&report::D18, clock),
 ];
 
-const GROUPED_CHECKS: &[(&Explanation, GroupedCheck<Facts>)] =
-    &[(&report::D08, cluster::node_names), (&report::D09, agents)];
+const GROUPED: &[(&Explanation, GroupedCheck<Facts>)] = &[
+    (&report::D08, cluster::node_names),
+    (&report::D09, agents),
+    (&report::D21, failures),
+];
 
 /// Does all checks and returns their results, sorted.
 pub(super) fn examine(facts: &Facts) -> Report {
     Report {
         capacity: facts.capacity.clone(),
-        ..tunnel_doctor::examine(facts, CHECKS, GROUPED_CHECKS)
+        ..tunnel_doctor::examine(facts, &CHECKS)
     }
 }
 
@@ -100,6 +110,37 @@ fn agents(facts: &Facts) -> Fact<FaultGroups> {
     }
     groups.extend(survey.agents().clone());
     Ok(groups)
+}
+
+/// D09: numbers of the nodes and their sessions.
+fn nodes(facts: &Facts) -> Option<String> {
+    match &facts.server {
+        ServerAnswer::Nodes(survey) => survey.good(),
+        ServerAnswer::NotRunning | ServerAnswer::NoAnswer(_) | ServerAnswer::Unknown(_) => None,
+    }
+}
+
+/// D21: what failed at agents.
+fn failures(facts: &Facts) -> Fact<FaultGroups> {
+    match &facts.server {
+        ServerAnswer::Nodes(survey) => Ok(survey.failures().clone()),
+        ServerAnswer::NotRunning | ServerAnswer::NoAnswer(_) => {
+            Err("the failures of agents are known to a running server, see D09".to_owned())
+        }
+        ServerAnswer::Unknown(reason) => Err(reason.clone()),
+    }
+}
+
+fn no_failures(facts: &Facts) -> Option<String> {
+    match &facts.server {
+        ServerAnswer::Nodes(survey) if survey.failures().is_empty() => {
+            Some("no agent failed to connect in the last hour".to_owned())
+        }
+        ServerAnswer::Nodes(_)
+        | ServerAnswer::NotRunning
+        | ServerAnswer::NoAnswer(_)
+        | ServerAnswer::Unknown(_) => None,
+    }
 }
 
 /// D09: readiness and conditions of the running server, except those of other checks.
@@ -242,6 +283,8 @@ const OF_OTHER_CHECKS: &[&str] = &[
     "records size",
     "watching records",
     "writing records",
+    // D21 has the failures of which this condition has some.
+    "agents",
 ];
 /// Packet of IPv6 that every link passes (RFC 8200, section 5). QUIC's packets have at least 1,200
 /// bytes of payload (RFC 9000, section 14).

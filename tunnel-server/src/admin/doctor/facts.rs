@@ -21,7 +21,7 @@ use self::kubelets::KubeletProbe;
 use super::survey::{NodeSurvey, SurveySettings};
 use crate::admin::pages::PageQuery;
 use crate::admin::{AdminClient, AdminError};
-use crate::cluster::doctor::{ClusterFacts, ClusterObjects};
+use crate::cluster::doctor::{ClusterFacts, ClusterObjects, check_credentials};
 use crate::config::{Capacity, Config, DescriptorUses};
 use tunnel_store::data_dir::DataDir;
 
@@ -44,6 +44,8 @@ pub(super) struct Facts {
     pub(super) descriptors: Fact<u64>,
     /// What the process can carry, if it has the resources of this command.
     pub(super) capacity: String,
+    /// Whether the credentials for the API server can be read, if a cluster is configured.
+    pub(super) credentials: Fact<()>,
     pub(super) cluster: Fact<ClusterFacts>,
     /// Connections to kubelets of connected edge nodes.
     pub(super) kubelets: Fact<Vec<KubeletProbe>>,
@@ -80,7 +82,13 @@ pub(super) async fn gather(config: &Config, only_nodes: &[NodeName], limit: Dura
         renewal_margin: (config.limits.certificate_life / 4).min(RENEWAL_MARGIN_MAX),
         now: SystemTime::now(),
     };
-    let (server, readiness, host, descriptors, dialed, objects) = tokio::join!(
+    let credentials = async {
+        match &config.kubernetes {
+            Some(settings) => check_credentials(settings).await,
+            None => Ok(()),
+        }
+    };
+    let (server, readiness, host, descriptors, dialed, credentials, objects) = tokio::join!(
         Box::pin(server(&config.data_dir, settings, limit)),
         Box::pin(readiness(config.meta_listen, limit)),
         Box::pin(HostFacts::gather(
@@ -91,6 +99,7 @@ pub(super) async fn gather(config: &Config, only_nodes: &[NodeName], limit: Dura
         )),
         Box::pin(within(limit, descriptors(&config.data_dir))),
         Box::pin(DialedFacts::gather(config)),
+        Box::pin(within(limit, credentials)),
         Box::pin(within(limit, ClusterObjects::read(config))),
     );
     let cluster = objects.and_then(|objects| {
@@ -113,6 +122,7 @@ pub(super) async fn gather(config: &Config, only_nodes: &[NodeName], limit: Dura
         links: links(Path::new("/sys/class/net")),
         descriptors,
         capacity: capacity.describe(resources),
+        credentials,
         cluster,
         kubelets,
         dialed,
@@ -186,6 +196,9 @@ async fn ask(data_dir: &Path, settings: SurveySettings) -> ServerAnswer {
 /// Reads the nodes of the server, page by page.
 async fn survey(client: &AdminClient, settings: SurveySettings) -> Result<NodeSurvey, AdminError> {
     let (mut survey, mut query) = (NodeSurvey::new(settings), PageQuery::default());
+    for failure in &client.failures().await? {
+        survey.add_failure(failure);
+    }
     loop {
         let page = client.nodes(&query).await?;
         for node in &page.nodes {

@@ -93,7 +93,7 @@ pub(super) const D10: Explanation = Explanation {
 };
 pub(super) const D11: Explanation = Explanation {
     id: "D11",
-    checks: "the rights that the server needs, for the credentials of this command: use it in the \
+    checks: "whether the kubeconfig can be read; the rights that the server needs, for the credentials of this command: use it in the \
              server's Pod or with the server's kubeconfig",
     consequence: "the server cannot follow the cluster, or cannot write records",
     fix: "kubectl apply -f install.yaml",
@@ -162,9 +162,18 @@ pub(super) const D18: Explanation = Explanation {
     link: "docs/reference/limits.md",
 };
 
+pub(super) const D21: Explanation = Explanation {
+    id: "D21",
+    checks: "what failed at agents in the last hour, as the running server remembers it: handshakes, \
+             enrollments and admissions, sessions that ended within 30 s",
+    consequence: "the node cannot be reached, or not for long; or it is not the node that it claims to be",
+    fix: "tunnel-server nodes --failed",
+    link: "docs/reference/codes.md",
+};
+
 /// The explanations of all checks, by id.
 pub(super) const EXPLANATIONS: &[Explanation] = &[
-    D01, D02, D03, D04, D05, D06, D07, D08, D09, D10, D11, D12, D13, D14, D15, D16, D17, D18,
+    D01, D02, D03, D04, D05, D06, D07, D08, D09, D10, D11, D12, D13, D14, D15, D16, D17, D18, D21,
 ];
 
 #[cfg(test)]

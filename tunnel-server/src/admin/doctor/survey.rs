@@ -1,7 +1,7 @@
 //! What the checks need of the nodes, gathered page by page: their names, and the faults of each kind.
 //! No status is stored. Pure.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 use std::time::{Duration, SystemTime};
 
 use tunnel_doctor::{Fault, FaultGroups, FaultKind, Severity};
@@ -9,6 +9,7 @@ use tunnel_process::name_list::NAMES_SHOWN_MAX;
 use tunnel_proto::wire::REPLICAS_MAX;
 use tunnel_proto::wire::name::NodeName;
 
+use crate::admin::failures::FailureStatus;
 use crate::admin::status::{NodeStatus, VersionSkew};
 
 /// What is looked for.
@@ -31,6 +32,22 @@ pub(super) struct NodeSurvey {
     servers: BTreeMap<String, Option<String>>,
     agents: FaultGroups,
     addresses: FaultGroups,
+    failures: FaultGroups,
+    /// Nodes that the failures name.
+    failed: BTreeSet<String>,
+    sessions: SessionNumbers,
+}
+
+/// Numbers of the nodes that need an agent, and of their sessions with this server.
+#[derive(Debug, Clone, Default)]
+struct SessionNumbers {
+    edges: usize,
+    connected: usize,
+    /// Sessions by transport.
+    transports: BTreeMap<String, usize>,
+    slowest: Option<(u64, String)>,
+    /// End of the certificate that ends first.
+    certificate: Option<(SystemTime, String)>,
 }
 
 impl NodeSurvey {
@@ -41,6 +58,9 @@ impl NodeSurvey {
             servers: BTreeMap::new(),
             agents: FaultGroups::default(),
             addresses: FaultGroups::default(),
+            failures: FaultGroups::default(),
+            failed: BTreeSet::new(),
+            sessions: SessionNumbers::default(),
         }
     }
 
@@ -74,12 +94,71 @@ impl NodeSurvey {
         if !node.is_edge {
             return;
         }
+        self.sessions.add(node);
         if node.connected {
             self.add_session(node);
         } else {
-            let (kind, fault) = away(node);
+            let (kind, fault) = away(node, self.failed.contains(&node.node));
             self.agents.add(kind, &node.node, fault);
         }
+    }
+
+    /// Adds failures of an agent at the server, unless they are over. Failures are added before nodes.
+    pub(super) fn add_failure(&mut self, failure: &FailureStatus) {
+        let last = humantime::parse_rfc3339(&failure.last).unwrap_or(self.settings.now);
+        let age = self.settings.now.duration_since(last).unwrap_or_default();
+        let only = &self.settings.only_nodes;
+        let is_selected = only.is_empty()
+            || only.iter().any(|name| {
+                let mut named = failure.node.iter().chain(&failure.nodes_from_address);
+                named.any(|node| node == name.as_str())
+            });
+        if failure.is_over || age > FAILURE_AGE_MAX || !is_selected {
+            return;
+        }
+        let named = failure.node.iter().chain(&failure.nodes_from_address);
+        self.failed.extend(named.cloned());
+        let severity = match (failure.is_verified, failure.is_noise) {
+            (true, _) => Severity::Error,
+            (false, false) => Severity::Warning,
+            (false, true) => Severity::Info,
+        };
+        let place = match (&failure.node, &failure.nodes_from_address[..]) {
+            (Some(node), _) if failure.is_verified => node.clone(),
+            (Some(node), _) => format!("{node} (claimed)"),
+            (None, []) => failure.source.clone(),
+            (None, nodes) => format!("{} (perhaps {})", failure.source, nodes.join(", ")),
+        };
+        let kind = FaultKind {
+            noun: "agents or sources",
+            what: failure.code.clone(),
+            fix: "tunnel-server nodes --failed",
+        };
+        let fault = Fault {
+            severity,
+            place: place.clone(),
+            what: format!(
+                "{}, {} times from {} to {}, last from {}: {}",
+                failure.code,
+                failure.count,
+                failure.first,
+                failure.last,
+                failure.address,
+                failure.detail
+            ),
+            fix: failure.remedy.clone(),
+        };
+        self.failures.add(kind, &place, fault);
+    }
+
+    /// Returns the failures of agents.
+    pub(super) fn failures(&self) -> &FaultGroups {
+        &self.failures
+    }
+
+    /// Returns what is good about the nodes.
+    pub(super) fn good(&self) -> Option<String> {
+        self.sessions.describe(self.settings.now)
     }
 
     pub(super) fn is_known(&self, name: &str) -> bool {
@@ -138,6 +217,13 @@ impl NodeSurvey {
             let fix = "check the network of the node for loss and queues";
             add(Severity::Warning, several, what, fix);
         }
+        if node.transport.as_deref() == Some("h2") {
+            let what = "the agent is connected over h2 (TCP): UDP to this server is blocked, or a proxy \
+                        or --transport h2 is set";
+            let fix = "allow UDP 10262 (in the manifests: node port 31008) from the node to the server \
+                       and back; the agent then returns to QUIC by itself";
+            add(Severity::Info, what, what.to_owned(), fix);
+        }
         if node.version_skew == Some(VersionSkew::Unsupported) {
             let several = "the agents have versions that this server does not support";
             let version = node.version.as_deref().unwrap_or("unknown");
@@ -175,8 +261,58 @@ impl NodeSurvey {
     }
 }
 
+impl SessionNumbers {
+    fn add(&mut self, node: &NodeStatus) {
+        if node.is_pending {
+            return;
+        }
+        self.edges += 1;
+        self.connected += usize::from(node.connected);
+        if let Some(transport) = &node.transport {
+            *self.transports.entry(transport.clone()).or_default() += 1;
+        }
+        let rtt = node.rtt_millis.map(|millis| (millis, node.node.clone()));
+        self.slowest = self.slowest.take().max(rtt);
+        let end = node
+            .certificate_not_after
+            .as_deref()
+            .filter(|_| node.connected);
+        let end = end.and_then(|text| humantime::parse_rfc3339(text).ok());
+        let end = end.map(|end| (end, node.node.clone()));
+        self.certificate = match (self.certificate.take(), end) {
+            (Some(known), Some(end)) => Some(known.min(end)),
+            (known, end) => known.or(end),
+        };
+    }
+
+    fn describe(&self, now: SystemTime) -> Option<String> {
+        if self.edges == 0 {
+            return None;
+        }
+        let transports = self.transports.iter();
+        let transports: Vec<_> = transports
+            .map(|(transport, count)| format!("{transport} {count}"))
+            .collect();
+        let mut text = format!("{} of {} nodes connected", self.connected, self.edges);
+        if !transports.is_empty() {
+            text.push_str(&format!(" ({})", transports.join(", ")));
+        }
+        if let Some((millis, node)) = &self.slowest {
+            text.push_str(&format!("; slowest round trip {millis} ms ({node})"));
+        }
+        if let Some((end, node)) = &self.certificate {
+            let days = end.duration_since(now).unwrap_or_default().as_secs() / 86_400;
+            text.push_str(&format!(
+                "; first certificate to end in {days} days ({node})"
+            ));
+        }
+        Some(text)
+    }
+}
+
 /// Returns the fault of a node without a connected agent.
-fn away(node: &NodeStatus) -> (FaultKind, Fault) {
+/// `has_failed` means that connections of it, or from its last address, have failed since.
+fn away(node: &NodeStatus, has_failed: bool) -> (FaultKind, Fault) {
     if let Some(at) = node.revoked_at.as_ref().filter(|_| node.is_revoked()) {
         let kind = FaultKind {
             noun: "nodes",
@@ -194,6 +330,24 @@ fn away(node: &NodeStatus) -> (FaultKind, Fault) {
         };
         return (kind, fault);
     }
+    if node.is_pending {
+        let kind = FaultKind {
+            noun: "nodes",
+            what: "no agent has ever connected, and no token was used".to_owned(),
+            fix: "join the nodes; or tunnel-server nodes forget NAME...",
+        };
+        let fault = Fault {
+            severity: Severity::Info,
+            place: node.node.clone(),
+            what: "no agent has ever connected, and no token was used".to_owned(),
+            fix: format!(
+                "tunnel-server token create --node {name} prints the command for the node; if it will \
+                 not come: tunnel-server nodes forget {name}",
+                name = node.node
+            ),
+        };
+        return (kind, fault);
+    }
     let close = node.last_close.as_ref();
     let seen = node.last_seen.as_ref();
     let seen_at = seen.map_or_else(|| "never seen".to_owned(), |at| format!("last seen {at}"));
@@ -207,16 +361,28 @@ fn away(node: &NodeStatus) -> (FaultKind, Fault) {
     } else {
         "never seen"
     };
+    let since = if has_failed {
+        "; its connections fail, see D21"
+    } else {
+        "; no connection of it has arrived since"
+    };
     let kind = FaultKind {
         noun: "nodes",
-        what: format!("no agent is connected; {several}{ended}"),
-        fix: "tunnel-server nodes --away -o wide; on a node: tunnel-agent status",
+        what: format!("no agent is connected; {several}{ended}{since}"),
+        fix: "tunnel-server nodes --away -o wide; tunnel-server nodes --failed; on a node: \
+              tunnel-agent doctor",
     };
     let fault = Fault {
         severity: Severity::Error,
         place: node.node.clone(),
-        what: format!("no agent is connected; {seen_at}{ended}{reason}"),
-        fix: "on the node: tunnel-agent status; journalctl -u tunnel-agent".to_owned(),
+        what: format!("no agent is connected; {seen_at}{ended}{reason}{since}"),
+        fix: if has_failed {
+            format!("tunnel-server nodes --failed {}", node.node)
+        } else {
+            "the node is off, or its DNS, a proxy or a firewall keeps the agent from this server; on \
+             the node: tunnel-agent doctor; journalctl -u tunnel-agent"
+                .to_owned()
+        },
     };
     (kind, fault)
 }
@@ -237,6 +403,8 @@ pub(super) fn shared_address(address: &str, names: &str, severity: Severity) -> 
     (kind, fault)
 }
 
+/// Age above which failures that do not go on are past.
+const FAILURE_AGE_MAX: Duration = Duration::from_secs(3600);
 /// Round-trip time above which a transfer is slow over any transport.
 const RTT_MAX_MILLIS: u64 = 1000;
 

@@ -8,6 +8,7 @@ use serde::Serialize;
 use super::request::NodesQuery;
 use super::throughput::Throughput;
 use super::visible::VisibleText;
+use crate::admin::failures::FailureStatus;
 use crate::admin::status::{NodeStatus, NodeTotals};
 use crate::ingress::recent_requests::RecentRequest;
 use crate::routing::peers::{PeerState, PeerStatus};
@@ -159,6 +160,42 @@ pub(super) struct ConditionsDocument {
     /// Components that block readiness; the server is ready without any.
     pub(super) blocking: Vec<&'static str>,
     pub(super) conditions: Vec<ConditionFacts>,
+    /// What failed at agents, the last one first.
+    pub(super) failures: Vec<FailureFacts>,
+}
+
+/// Failures of agents. The fields are those of `nodes --failed -o json`.
+#[derive(Debug, Serialize)]
+#[serde(transparent)]
+pub(super) struct FailureFacts(pub(super) FailureStatus);
+
+impl FailureFacts {
+    pub(super) fn code(&self) -> VisibleText {
+        VisibleText::new(self.0.code.as_str())
+    }
+
+    /// Returns the name of the node, or the nodes whose last session was from the address.
+    pub(super) fn node(&self) -> VisibleText {
+        let perhaps = self.0.nodes_from_address.join(", ");
+        match &self.0.node {
+            Some(node) if self.0.is_verified => VisibleText::new(node.as_str()),
+            Some(node) => VisibleText::new(format!("{node} (claimed)")),
+            None if perhaps.is_empty() => VisibleText::or_dash(None),
+            None => VisibleText::new(format!("perhaps {perhaps}")),
+        }
+    }
+
+    pub(super) fn address(&self) -> VisibleText {
+        VisibleText::new(self.0.address.as_str())
+    }
+
+    pub(super) fn detail(&self) -> VisibleText {
+        VisibleText::new(self.0.detail.as_str())
+    }
+
+    pub(super) fn remedy(&self) -> VisibleText {
+        VisibleText::new(self.0.remedy.as_str())
+    }
 }
 
 #[derive(Debug, Serialize)]

@@ -118,6 +118,10 @@ async fn conditions_servers_and_refusals_have_the_same_policy() {
     let conditions = get(&page, "/conditions", "*/*").await.text;
     check_html(&conditions);
     assert!(conditions.contains("<dt>ports</dt>"), "{conditions}");
+    assert!(conditions.contains("<dd>3 times from "), "{conditions}");
+    let json = get(&page, "/conditions", "application/json").await.text;
+    let document: serde_json::Value = serde_json::from_str(&json).unwrap();
+    assert_eq!(document["failures"][0]["detail"], HOSTILE);
     check_html(&get(&page, "/servers", "*/*").await.text);
     assert!(get(&page, "/style.css", "*/*").await.text.contains("dark"));
     for (path, status) in [
@@ -169,6 +173,17 @@ impl PageNodes for Vec<NodeStatus> {
     fn of_node(&self, name: &NodeName) -> Option<NodeStatus> {
         let mut nodes = self.iter();
         nodes.find(|node| node.node == name.as_str()).cloned()
+    }
+
+    fn failures(&self) -> Vec<FailureStatus> {
+        let failure = FailureStatus {
+            code: HOSTILE.to_owned(),
+            node: Some(HOSTILE.to_owned()),
+            detail: HOSTILE.to_owned(),
+            count: 3,
+            ..FailureStatus::default()
+        };
+        vec![failure]
     }
 }
 

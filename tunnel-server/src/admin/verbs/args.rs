@@ -132,6 +132,10 @@ pub struct NodesArgs {
     /// List only nodes without a connected agent; of a cluster only edge nodes
     #[arg(long)]
     pub away: bool,
+    /// Instead of the nodes, list what failed at agents: handshakes, enrollments and admissions, and
+    /// sessions that ended within 30 s, as this server remembers them, with what to do
+    #[arg(long, conflicts_with_all = ["away", "selector", "watch"])]
+    pub failed: bool,
     /// List only nodes whose Node object has these labels, as in zone=north,edge,!test or
     /// "zone in (north, south)"; only labels of --node-label of the server
     #[arg(short = 'l', long)]

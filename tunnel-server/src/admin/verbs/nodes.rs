@@ -11,11 +11,12 @@ use tunnel_process::name_list::NameList;
 use tunnel_proto::wire::name::NodeName;
 
 use super::json_list::JsonList;
-use super::table::{NodeColumns, NodeTable, RevocationTable};
+use super::table::{self, NodeColumns, NodeTable, RevocationTable};
 use super::{
     NodeNames, NodesArgs, NodesOutput, NodesVerb, OutputFormat, VerbError, VerbOutput, load_names,
     require_standalone,
 };
+use crate::admin::failures::FailureStatus;
 use crate::admin::pages::{NodesPage, PAGE_MAX, PageQuery, RevocationsPage, revocations_page};
 use crate::admin::status::{NodeSources, NodeStatus, NodeTotals};
 use crate::admin::{
@@ -106,6 +107,11 @@ impl NodesArgs {
     ) -> Result<VerbOutput, VerbError> {
         let names = load_names(&self.names, self.file.as_deref())?;
         let mut output = VerbOutput::out(String::new());
+        if self.failed {
+            let server = server.ok_or_else(|| VerbError::NotRunning(dir.path().to_owned()))?;
+            self.print_failures(&server.failures().await?, &names, out)?;
+            return Ok(output);
+        }
         let source = match server {
             Some(server) => ListSource::Server(server),
             None if self.selector.is_some() => {
@@ -119,6 +125,41 @@ impl NodesArgs {
         };
         self.print_list(&source, &names, out).await?;
         Ok(output)
+    }
+
+    fn print_failures(
+        &self,
+        failures: &[FailureStatus],
+        names: &[NodeName],
+        out: &mut impl Write,
+    ) -> Result<(), VerbError> {
+        let is_named = |node: &str| names.iter().any(|name| name.as_str() == node);
+        let selected = failures.iter().filter(|failure| {
+            let mut nodes = failure.node.iter().chain(&failure.nodes_from_address);
+            names.is_empty() || nodes.any(|node| is_named(node))
+        });
+        match self.output {
+            NodesOutput::Table | NodesOutput::Wide => {
+                let selected: Vec<_> = selected.collect();
+                out.write_all(table::failures(&selected, SystemTime::now()).as_bytes())?;
+            }
+            NodesOutput::Json => {
+                let mut document = JsonList::new("failures");
+                for failure in selected {
+                    document.entry(out, failure)?;
+                }
+                document.finish(out, None::<(&'static str, &())>)?;
+            }
+            NodesOutput::Name => {
+                let nodes: BTreeSet<_> = selected
+                    .filter_map(|failure| failure.node.as_ref())
+                    .collect();
+                for node in nodes {
+                    writeln!(out, "{}", table::clean(node))?;
+                }
+            }
+        }
+        Ok(out.flush()?)
     }
 
     async fn print_list(

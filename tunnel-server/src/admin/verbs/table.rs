@@ -9,6 +9,7 @@ use tunnel_process::name_list::NAMES_SHOWN_MAX;
 use tunnel_process::telemetry::is_hidden;
 
 use crate::admin::RevocationInfo;
+use crate::admin::failures::FailureStatus;
 use crate::admin::pages::NodesPage;
 use crate::admin::status::NodeStatus;
 use tunnel_ca::tokens::{TokenInfo, TokenState};
@@ -227,6 +228,51 @@ impl RevocationTable {
     }
 }
 
+/// Returns the failures of agents, with what to do about each code below.
+pub(super) fn failures(failures: &[&FailureStatus], now: SystemTime) -> String {
+    if failures.is_empty() {
+        return "no failures of agents since the start of this server\n".into();
+    }
+    let header = [
+        "CODE", "NODE", "COUNT", "FIRST", "LAST", "ADDRESS", "REASON",
+    ];
+    let mut rows = vec![header.map(str::to_owned).to_vec()];
+    let mut remedies: BTreeMap<&str, &str> = BTreeMap::new();
+    for failure in failures {
+        let over = if failure.is_over { " (over)" } else { "" };
+        rows.push(vec![
+            format!("{}{over}", clean(&failure.code)),
+            failed_node(failure),
+            failure.count.to_string(),
+            since(Some(&failure.first), now),
+            since(Some(&failure.last), now),
+            clean(&failure.address),
+            optional(Some(failure.detail.as_str()).filter(|text| !text.is_empty())),
+        ]);
+        remedies.entry(&failure.code).or_insert(&failure.remedy);
+    }
+    let mut text = aligned(&rows, &mut Vec::new());
+    text.push('\n');
+    for (code, remedy) in remedies {
+        let _infallible = writeln!(text, "{}: {}", clean(code), visible_text(remedy));
+    }
+    text
+}
+
+/// Returns the name of a failure's node, and whether the name is certain.
+fn failed_node(failure: &FailureStatus) -> String {
+    match &failure.node {
+        Some(node) if failure.is_verified => clean(node),
+        Some(node) => format!("{} (claimed)", clean(node)),
+        None if failure.nodes_from_address.is_empty() => absent(),
+        None => {
+            let nodes = failure.nodes_from_address.iter();
+            let nodes: Vec<String> = nodes.map(|node| clean(node)).collect();
+            format!("perhaps {}", nodes.join(", "))
+        }
+    }
+}
+
 pub(super) fn tokens(tokens: &[TokenInfo]) -> String {
     if tokens.is_empty() {
         return "there are no join tokens\n".into();
@@ -279,15 +325,15 @@ fn addresses(addresses: &[IpAddr]) -> String {
 }
 
 /// Returns text of a peer with visible characters only.
-fn clean(text: &str) -> String {
-    text.chars()
-        .take(TEXT_MAX)
-        .map(
-            |character| {
-                if is_hidden(character) { '?' } else { character }
-            },
-        )
-        .collect()
+pub(super) fn clean(text: &str) -> String {
+    visible_text(text).chars().take(TEXT_MAX).collect()
+}
+
+fn visible_text(text: &str) -> String {
+    let visible = |character| {
+        if is_hidden(character) { '?' } else { character }
+    };
+    text.chars().map(visible).collect()
 }
 
 /// Returns whether the node is connected, or revoked. Any other state than `live` is shown by its name,
@@ -298,6 +344,7 @@ fn connected(node: &NodeStatus) -> String {
         _ if !node.connected && node.last_seen.is_none() && node.enrollment.is_some() => {
             "enrolled".to_owned()
         }
+        _ if node.is_pending => "pending".to_owned(),
         _ if !node.connected => "no".to_owned(),
         None | Some("live") => "yes".to_owned(),
         Some(state) => clean(state),

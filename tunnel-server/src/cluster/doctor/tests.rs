@@ -57,7 +57,10 @@ fn objects() -> ClusterObjects {
         })),
         denied: Ok(Vec::new()),
         apiserver_pods: Ok(Vec::new()),
-        coredns_map: Ok(Some(config_map("Corefile", ".:53 {}"))),
+        coredns_maps: Ok(vec![
+            config_map("Corefile", ".:53 {}"),
+            config_map("a.server", "hosts /x"),
+        ]),
         addons: AddonObjects {
             dns_workloads: Ok(Vec::new()),
             dns_service: Ok(None),
@@ -99,7 +102,9 @@ fn facts_follow_from_the_objects() {
     assert_eq!((nodes[0].is_edge, nodes[1].is_edge), (true, false));
     assert_eq!(nodes[0].hostname.as_deref(), Some("a"));
     assert_eq!(facts.service_names, Ok(vec!["s.n".to_owned()]));
-    assert_eq!(facts.corefile, Ok(Some(".:53 {}".to_owned())));
+    let corefiles = facts.corefiles.unwrap();
+    let texts: Vec<&str> = corefiles.iter().map(|file| file.text.as_str()).collect();
+    assert_eq!(texts, [".:53 {}", "hosts /x"]);
 }
 
 #[test]

@@ -135,7 +135,7 @@ impl AgentSession {
     }
 
     /// Returns the time since the session was registered.
-    pub(super) fn age(&self, now: Instant) -> Duration {
+    pub fn age(&self, now: Instant) -> Duration {
         now.saturating_duration_since(self.registered)
     }
 

@@ -1,7 +1,8 @@
 //! The last close of each node's sessions, for operators: why a node is away, and since when. Pure.
 //! The number of nodes and the length of each reason are bounded, because agents choose both.
 
-use std::collections::{BTreeMap, HashMap};
+use std::collections::{BTreeMap, HashMap, HashSet};
+use std::net::{IpAddr, SocketAddr};
 use std::time::SystemTime;
 
 use tunnel_proto::transport::{CloseReason, ClosedBy};
@@ -13,6 +14,8 @@ use tunnel_proto::wire::name::NodeName;
 pub struct LastClose {
     /// Time at which the server noticed the close.
     pub at: SystemTime,
+    /// Address of the agent.
+    pub remote: SocketAddr,
     /// Time of the agent's last sign of life in the session.
     pub last_seen: SystemTime,
     pub by: ClosedBy,
@@ -23,9 +26,15 @@ pub struct LastClose {
 
 impl LastClose {
     /// Creates the entry of a session that ended for this reason.
-    pub fn new(reason: &CloseReason, last_seen: SystemTime, at: SystemTime) -> Self {
+    pub fn new(
+        reason: &CloseReason,
+        remote: SocketAddr,
+        last_seen: SystemTime,
+        at: SystemTime,
+    ) -> Self {
         Self {
             at,
+            remote,
             last_seen,
             by: reason.by,
             code: reason.code,
@@ -81,6 +90,22 @@ impl Closes {
     pub(super) fn of_node(&self, node: &NodeName) -> Option<&LastClose> {
         self.nodes.get(node).map(|entry| &entry.close)
     }
+
+    /// Returns the nodes whose last session was from each of these addresses, in order.
+    pub(super) fn from_addresses(
+        &self,
+        addresses: &HashSet<IpAddr>,
+    ) -> HashMap<IpAddr, Vec<NodeName>> {
+        let mut found: HashMap<IpAddr, Vec<NodeName>> = HashMap::new();
+        for (node, entry) in &self.nodes {
+            let address = entry.close.remote.ip().to_canonical();
+            if addresses.contains(&address) {
+                found.entry(address).or_default().push(node.clone());
+            }
+        }
+        found.values_mut().for_each(|names| names.sort());
+        found
+    }
 }
 
 /// Number of nodes of which the registry remembers the last close. With the longest names and
@@ -106,7 +131,7 @@ mod tests {
             reason: reason.to_owned(),
         };
         let at = SystemTime::UNIX_EPOCH + Duration::from_secs(seconds);
-        LastClose::new(&reason, at, at)
+        LastClose::new(&reason, "192.0.2.1:5".parse().unwrap(), at, at)
     }
 
     #[test]

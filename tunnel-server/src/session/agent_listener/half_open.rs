@@ -1,20 +1,28 @@
 //! A connection that has not presented a credential yet: its deadline, and what its handshake gave.
 
+use std::net::SocketAddr;
 use std::sync::Arc;
 
 use tokio::time::{Instant, timeout_at};
 use tracing::{debug, warn};
 use tunnel_process::conn_limiter::ConnPermit;
+use tunnel_process::errors::causes;
 use tunnel_process::telemetry::LogRateLimit;
+use tunnel_proto::tls::{CertificateAlert, CertificateRejection};
 use tunnel_proto::transport::{HandshakeError, Session};
+use tunnel_proto::wire::code::CloseCode;
 
 use crate::metrics::TIMEOUT;
 use crate::session::Sessions;
+use crate::session::failures::{
+    FailedNode, NO_CERTIFICATE, SERVER_EXPIRED, SERVER_REJECTED, SERVER_UNTRUSTED,
+};
 
 /// A connection that has not presented a credential yet.
 #[derive(Debug)]
 pub(super) struct HalfOpenConn {
     pub(super) sessions: Arc<Sessions>,
+    pub(super) peer: SocketAddr,
     pub(super) deadline: Instant,
     pub(super) permit: ConnPermit,
 }
@@ -62,9 +70,11 @@ impl HalfOpenConn {
             }
             Ok(Err(error)) => {
                 metrics.handshake(handshake_label(&error));
+                self.record(failure_code(&error), causes(&error));
                 match error {
                     HandshakeError::Timeout => debug!(%error, "agent handshake failed"),
                     HandshakeError::Transport(_)
+                    | HandshakeError::Certificate(..)
                     | HandshakeError::UnknownIssuer(_)
                     | HandshakeError::CertificateRejected(..)
                     | HandshakeError::Identity(_)
@@ -78,11 +88,25 @@ impl HalfOpenConn {
                     }
                 }
             }
-            Err(error) => {
-                metrics.handshake(error.label());
-                debug!(%error, "agent handshake failed");
-            }
+            Err(error) => self.early(error),
         }
+    }
+
+    /// Reports the end of the connection before it presented a credential.
+    pub(super) fn early(&self, error: PreAuthError) {
+        self.sessions.metrics.handshake(error.label());
+        debug!(%error, "agent handshake failed");
+        match error {
+            PreAuthError::Timeout => self.record(error.label(), error.to_string()),
+            // Its limits are counted, and the newer connection says nothing about this one.
+            PreAuthError::Evicted => {}
+        }
+    }
+
+    /// Records a failure for operators.
+    pub(super) fn record(&self, code: &'static str, detail: impl Into<String>) {
+        let sessions = &self.sessions;
+        sessions.record_failure(code, FailedNode::Unknown, self.peer, detail);
     }
 }
 
@@ -91,12 +115,43 @@ pub(super) type HandshakeResult = Result<Arc<dyn Session>, HandshakeError>;
 fn handshake_label(error: &HandshakeError) -> &'static str {
     match error {
         HandshakeError::Timeout => TIMEOUT,
-        HandshakeError::Transport(_) | HandshakeError::UnknownIssuer(_) => "handshake_failed",
+        HandshakeError::Transport(_)
+        | HandshakeError::Certificate(..)
+        | HandshakeError::UnknownIssuer(_) => "handshake_failed",
         HandshakeError::Identity(_) => "no_identity",
         // These errors occur only on the dialing end, not on the accepting end.
         HandshakeError::Local(_)
         | HandshakeError::Connect(_)
         | HandshakeError::Refused
         | HandshakeError::CertificateRejected(..) => "local",
+    }
+}
+
+/// Returns the name of a failed handshake for operators, which says more than the metric's label.
+fn failure_code(error: &HandshakeError) -> &'static str {
+    match error {
+        HandshakeError::Certificate(alert, _) => rejection_code(*alert),
+        HandshakeError::Timeout
+        | HandshakeError::Transport(_)
+        | HandshakeError::UnknownIssuer(_)
+        | HandshakeError::Identity(_)
+        | HandshakeError::Local(_)
+        | HandshakeError::Connect(_)
+        | HandshakeError::Refused
+        | HandshakeError::CertificateRejected(..) => handshake_label(error),
+    }
+}
+
+pub(super) fn rejection_code(alert: CertificateAlert) -> &'static str {
+    use CertificateRejection::{Expired, Missing, Other, Revoked, UnknownCa};
+    match (alert.is_from_peer, alert.reason) {
+        (true, UnknownCa) => SERVER_UNTRUSTED,
+        (true, Expired) => SERVER_EXPIRED,
+        (true, Missing | Revoked | Other) => SERVER_REJECTED,
+        (false, UnknownCa) => CloseCode::CredentialUntrusted.label(),
+        (false, Expired) => CloseCode::CredentialExpired.label(),
+        (false, Revoked) => CloseCode::CredentialRevoked.label(),
+        (false, Missing) => NO_CERTIFICATE,
+        (false, Other) => "no_identity",
     }
 }

@@ -13,14 +13,15 @@ use tokio_rustls::server::StartHandshake;
 use tracing::{debug, warn};
 use tunnel_process::telemetry::LogRateLimit;
 use tunnel_proto::tcp;
-use tunnel_proto::tls;
+use tunnel_proto::tls::{self, CertificateAlert};
 use tunnel_proto::transport::{HandshakeError, SessionSettings, h2};
 use tunnel_proto::wire::enroll::{RENEW_EXPORT_BYTES, RENEW_LABEL};
 use tunnel_proto::wire::{ALPN_ENROLL, ALPN_SESSION_TCP};
 
-use super::half_open::{HalfOpenConn, HandshakeResult, PreAuthError};
+use super::half_open::{HalfOpenConn, HandshakeResult, PreAuthError, rejection_code};
 use crate::metrics::PROXY_PROTOCOL;
-use tunnel_ca::enrollment::Enrollment;
+use crate::session::failures::{FailedNode, NOT_TLS};
+use tunnel_ca::enrollment::{Enrollment, EnrollmentEnd};
 
 /// The fatal alert `no_application_protocol` (RFC 8446, section 6; RFC 7301, section 3.2) as a
 /// plaintext record. Nothing is encrypted before ServerHello. Without ALPN in the ClientHello,
@@ -66,6 +67,7 @@ impl TcpHandler {
         let began = half_open.with_deadline(begins_with_proxy_protocol(&socket));
         if let Ok(Ok(true)) = began.await {
             metrics.handshake(PROXY_PROTOCOL);
+            half_open.record(PROXY_PROTOCOL, "connection begins with PROXY protocol");
             static HEADERS: LogRateLimit = LogRateLimit::new("PROXY protocol on the agents' port");
             if HEADERS.admit() {
                 warn!(
@@ -83,10 +85,11 @@ impl TcpHandler {
             Ok(Err(error)) => {
                 debug!(%error, "connection did not begin with a ClientHello");
                 metrics.handshake("handshake_failed");
+                half_open.record(NOT_TLS, error.to_string());
                 return None;
             }
             Err(error) => {
-                metrics.handshake(error.label());
+                half_open.early(error);
                 return None;
             }
         };
@@ -101,17 +104,32 @@ impl TcpHandler {
                     .with_deadline(Box::pin(self.enroll(start, peer)))
                     .await
                 {
-                    Ok(Ok(result)) => result,
+                    Ok(Ok(end)) => {
+                        record_enrollment(half_open, &end);
+                        end.label()
+                    }
                     Ok(Err(error)) => {
                         debug!(%error, "enrollment connection failed");
+                        let alert = CertificateAlert::of(&error);
+                        let code = alert.map_or("handshake_failed", rejection_code);
+                        half_open.record(code, format!("enrollment: {}", tls::text(&error)));
                         "handshake_failed"
                     }
-                    Err(error) => error.label(),
+                    Err(error) => {
+                        if error == PreAuthError::Timeout {
+                            half_open.record(error.label(), format!("enrollment: {error}"));
+                        }
+                        error.label()
+                    }
                 };
                 metrics.enrollment(result);
             }
             AlpnOffer::Unsupported => {
                 metrics.handshake("unknown_protocol");
+                half_open.record(
+                    "unknown_protocol",
+                    "TLS without the protocols of an agent (ALPN)",
+                );
                 debug!("ALPN of the connection is neither a session nor enrollment alone");
                 let _best_effort = half_open.with_deadline(refuse(start.io)).await;
             }
@@ -123,7 +141,13 @@ impl TcpHandler {
         let stream = start
             .into_stream(self.session_tls.clone())
             .await
-            .map_err(|error| HandshakeError::Transport(tls::text(&error)))?;
+            .map_err(|error| {
+                let text = tls::text(&error);
+                match CertificateAlert::of(&error) {
+                    Some(alert) => HandshakeError::Certificate(alert, text),
+                    None => HandshakeError::Transport(text),
+                }
+            })?;
         h2::accept(stream, &self.settings).await
     }
 
@@ -131,7 +155,7 @@ impl TcpHandler {
         &self,
         start: StartHandshake<h2::ReadAhead>,
         peer: SocketAddr,
-    ) -> io::Result<&'static str> {
+    ) -> io::Result<EnrollmentEnd> {
         let stream = start.into_stream(self.enroll_tls.clone()).await?;
         let exported = stream
             .get_ref()
@@ -140,6 +164,23 @@ impl TcpHandler {
             .map_err(io::Error::other)?;
         Ok(self.enrollment.serve(stream, peer, exported).await)
     }
+}
+
+/// Records an enrollment that failed for operators.
+fn record_enrollment(half_open: &HalfOpenConn, end: &EnrollmentEnd) {
+    let (node, detail) = match end {
+        EnrollmentEnd::Issued => return,
+        EnrollmentEnd::Refused { node, detail, .. } => (node, detail.as_str()),
+        // `tunnel-agent doctor` sends no request.
+        EnrollmentEnd::Cut { node: None, .. } => return,
+        EnrollmentEnd::Cut { node, detail } => (node, *detail),
+    };
+    let node = node
+        .clone()
+        .map_or(FailedNode::Unknown, FailedNode::Claimed);
+    let detail = format!("enrollment: {detail}");
+    let sessions = &half_open.sessions;
+    sessions.record_failure(end.label(), node, half_open.peer, detail);
 }
 
 /// Returns whether the first bytes of a connection, which stay unread, are a header of the PROXY

@@ -313,6 +313,17 @@ fn add_service_names(facts: &Facts, cluster: &ClusterFacts, groups: &mut FaultGr
     }
 }
 
+/// D11: the credentials for the API server. Without them no check of the cluster is done.
+pub(super) fn credentials(facts: &Facts) -> Fact<Vec<Fault>> {
+    let unreadable = facts.credentials.as_ref().err().map(|reason| Fault {
+        severity: Severity::Error,
+        place: "--kubeconfig".to_owned(),
+        what: format!("the credentials for the API server cannot be used: {reason}"),
+        fix: "kubectl --kubeconfig FILE version; or --kubernetes off outside a cluster".to_owned(),
+    });
+    Ok(unreadable.into_iter().collect())
+}
+
 /// D11: the rights of the credentials of this command.
 pub(super) fn rights(facts: &Facts) -> Fact<Vec<Fault>> {
     let cluster = facts.cluster.as_ref().map_err(Clone::clone)?;

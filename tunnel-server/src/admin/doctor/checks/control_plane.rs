@@ -142,29 +142,48 @@ pub(super) fn kubelet_ca(facts: &Facts) -> Fact<Vec<Fault>> {
 /// D06: the configuration of CoreDNS.
 pub(super) fn corefile(facts: &Facts) -> Fact<Vec<Fault>> {
     let cluster = facts.cluster.as_ref().map_err(Clone::clone)?;
-    let Some(corefile) = cluster.corefile.as_ref().map_err(Clone::clone)? else {
-        return Err("there is no ConfigMap kube-system/coredns".to_owned());
-    };
-    let fault = |severity, what: String, fix: &str| Fault {
-        severity,
-        place: "ConfigMap kube-system/coredns".to_owned(),
-        what,
-        fix: fix.to_owned(),
-    };
-    let blocks = hosts_blocks(corefile);
-    let of_records = blocks
-        .iter()
-        .filter(|block| block.file.contains("tunnel-nodes"));
-    let faults = of_records
-        .filter(|block| !block.has_fallthrough)
-        .map(|block| {
-            let what = format!(
-                "hosts {} has no fallthrough: all other names fail",
-                block.file
-            );
-            fault(Severity::Error, what, ADD_FALLTHROUGH)
-        });
+    let corefiles = cluster.corefiles.as_ref().map_err(Clone::clone)?;
+    if corefiles.is_empty() {
+        return Err(NO_COREFILE.to_owned());
+    }
+    let faults = corefiles.iter().flat_map(|corefile| {
+        let blocks = hosts_blocks(&corefile.text).into_iter();
+        let of_records = blocks.filter(|block| block.file.contains("tunnel-nodes"));
+        of_records.filter_map(|block| fallthrough_fault(&corefile.config_map, &block))
+    });
     Ok(faults.collect())
+}
+
+fn fallthrough_fault(config_map: &str, block: &HostsBlock<'_>) -> Option<Fault> {
+    let what = match &block.fallthrough {
+        _ if block.passes_others() => return None,
+        None => format!(
+            "hosts {} has no fallthrough: all other names fail",
+            block.file
+        ),
+        Some(zones) => format!(
+            "hosts {} has fallthrough only for {}: other names fail",
+            block.file,
+            zones.join(", ")
+        ),
+    };
+    Some(Fault {
+        severity: Severity::Error,
+        place: format!("ConfigMap kube-system/{config_map}"),
+        what,
+        fix: match (config_map, &block.fallthrough) {
+            (COREDNS, None) => ADD_FALLTHROUGH.to_owned(),
+            (RKE2_COREDNS, _) => {
+                "put fallthrough without zones into the hosts block, in the HelmChartConfig \
+                 rke2-coredns, which writes this ConfigMap"
+                    .to_owned()
+            }
+            _ => format!(
+                "kubectl -n kube-system edit configmap {config_map}: fallthrough without zones in \
+                 the hosts block"
+            ),
+        },
+    })
 }
 
 /// A block of the plugin hosts.
@@ -172,41 +191,103 @@ pub(super) fn corefile(facts: &Facts) -> Fact<Vec<Fault>> {
 struct HostsBlock<'a> {
     /// Empty if the block names no file.
     file: &'a str,
-    has_fallthrough: bool,
+    /// The zones that the block answers for: its own, else those of the server block.
+    zones: Vec<&'a str>,
+    /// The zones whose other names the next plugin is asked for; all without zones. `None` without
+    /// fallthrough.
+    fallthrough: Option<Vec<&'a str>>,
 }
 
-/// Returns the blocks of the plugin hosts. A comment begins with `#`.
+impl HostsBlock<'_> {
+    /// Returns whether the next plugin is asked for all names that are not in the file.
+    fn passes_others(&self) -> bool {
+        let Some(passed) = &self.fallthrough else {
+            return false;
+        };
+        let is_passed = |zone: &str| passed.iter().any(|passed| is_below(zone, passed));
+        passed.is_empty() || self.zones.iter().all(|zone| is_passed(zone))
+    }
+}
+
+/// Returns whether a zone is another zone, or in it. The root has all zones.
+fn is_below(zone: &str, other: &str) -> bool {
+    let (zone, other) = (plain_zone(zone), plain_zone(other));
+    let before = zone.strip_suffix(&other);
+    other.is_empty() || before.is_some_and(|before| before.is_empty() || before.ends_with('.'))
+}
+
+/// Returns a zone without scheme, port and last dot.
+fn plain_zone(zone: &str) -> String {
+    let zone = zone.rsplit("//").next().unwrap_or_default();
+    let zone = zone.split(':').next().unwrap_or_default();
+    zone.trim_end_matches('.').to_lowercase()
+}
+
+/// Returns the blocks of the plugin hosts. A comment begins with `#`. A file without a server block is
+/// part of one of the root.
 fn hosts_blocks(corefile: &str) -> Vec<HostsBlock<'_>> {
     let mut blocks = Vec::new();
+    let mut server_zones = Vec::new();
     let mut open: Option<HostsBlock<'_>> = None;
+    let mut depth = 0_usize;
     for line in corefile.lines() {
         let code = line.split('#').next().unwrap_or_default();
-        let mut words = code.split_whitespace();
-        match words.next() {
-            Some("hosts") if open.is_none() => {
-                let file = words.next().filter(|word| *word != "{").unwrap_or_default();
+        let words: Vec<&str> = code.split_whitespace().collect();
+        let opens = words.last().is_some_and(|word| word.ends_with('{'));
+        let named = |words: &[&'_ str]| -> usize {
+            words
+                .iter()
+                .take_while(|word| !word.starts_with('{'))
+                .count()
+        };
+        match words.first() {
+            Some(&"hosts") if open.is_none() => {
+                let own = words.get(2..).unwrap_or_default();
+                let own = own.get(..named(own)).unwrap_or_default().to_vec();
+                let file = words.get(1).filter(|word| **word != "{");
                 let block = HostsBlock {
-                    file,
-                    has_fallthrough: false,
+                    file: file.copied().unwrap_or_default(),
+                    zones: if own.is_empty() {
+                        server_zones.clone()
+                    } else {
+                        own
+                    },
+                    fallthrough: None,
                 };
-                if code.contains('{') {
+                if opens {
                     open = Some(block);
                 } else {
                     blocks.push(block);
                 }
             }
-            Some("fallthrough") => {
+            Some(&"fallthrough") => {
                 if let Some(block) = &mut open {
-                    block.has_fallthrough = true;
+                    block.fallthrough = Some(words.get(1..).unwrap_or_default().to_vec());
                 }
             }
-            Some("}") => blocks.extend(open.take()),
+            Some(&"}") => blocks.extend(open.take()),
+            Some(_) if depth == 0 && opens => {
+                server_zones = words.get(..named(&words)).unwrap_or_default().to_vec();
+            }
             Some(_) | None => {}
+        }
+        depth += usize::from(opens);
+        depth = depth.saturating_sub(usize::from(words.first() == Some(&"}")));
+    }
+    if let Some(unfinished) = open {
+        blocks.push(unfinished);
+    }
+    for block in &mut blocks {
+        if block.zones.is_empty() {
+            block.zones.push(".");
         }
     }
     blocks
 }
 
+const COREDNS: &str = "coredns";
+const RKE2_COREDNS: &str = "rke2-coredns-rke2-coredns";
+const NO_COREFILE: &str = "there is no ConfigMap coredns of kubeadm, k3s or RKE2 in kube-system";
 const ADD_FALLTHROUGH: &str = "kubectl -n kube-system get configmap coredns -o yaml | \
                                sed '/hosts .*tunnel-nodes/a\\        fallthrough' | \
                                kubectl replace -f -";
@@ -220,20 +301,53 @@ mod tests {
     use super::*;
 
     #[test]
-    fn blocks_of_hosts_are_found() {
-        let corefile = ".:53 {\n errors # hosts x {\n hosts /etc/edge/tunnel-nodes {\n ttl 5\n }\n\
-                        hosts {\n  192.0.2.1 a\n  fallthrough\n }\n forward . 192.0.2.53\n}\n";
-        let expected = [
-            HostsBlock {
-                file: "/etc/edge/tunnel-nodes",
-                has_fallthrough: false,
-            },
-            HostsBlock {
-                file: "",
-                has_fallthrough: true,
-            },
-        ];
-        assert_eq!(hosts_blocks(corefile), expected);
+    fn blocks_of_hosts_are_found_with_the_zones_that_they_pass_on() {
+        let kubeadm = ".:53 {\n errors # hosts x {\n hosts /e/tunnel-nodes {\n ttl 5\n }\n\
+                       hosts {\n  192.0.2.1 a\n  fallthrough\n }\n forward . 192.0.2.53\n}\n";
+        let k3s = ".:53 {\n    errors\n    kubernetes cluster.local in-addr.arpa ip6.arpa {\n      pods \
+                   insecure\n      fallthrough in-addr.arpa ip6.arpa\n    }\n    hosts \
+                   /etc/coredns/NodeHosts {\n      ttl 60\n      reload 15s\n      fallthrough\n    }\n    \
+                   import /etc/coredns/custom/*.override\n}\nimport /etc/coredns/custom/*.server\n";
+        let of = |fallthrough: &str| {
+            format!(
+                "edge.example:53 example.org {{\n hosts /e/tunnel-nodes {{\n {fallthrough}\n }}\n}}\n"
+            )
+        };
+        let own_zone = "hosts /e/tunnel-nodes edge.example {\n fallthrough edge.example.\n}\n";
+        for (text, expected) in [
+            (
+                kubeadm.to_owned(),
+                vec![("/e/tunnel-nodes", false), ("", true)],
+            ),
+            (k3s.to_owned(), vec![("/etc/coredns/NodeHosts", true)]),
+            (of("fallthrough"), vec![("/e/tunnel-nodes", true)]),
+            (of("fallthrough ."), vec![("/e/tunnel-nodes", true)]),
+            (
+                of("fallthrough edge.example"),
+                vec![("/e/tunnel-nodes", false)],
+            ),
+            (
+                of("fallthrough EXAMPLE org"),
+                vec![("/e/tunnel-nodes", true)],
+            ),
+            (
+                of("fallthrough ample org"),
+                vec![("/e/tunnel-nodes", false)],
+            ),
+            (of("ttl 5"), vec![("/e/tunnel-nodes", false)]),
+            (own_zone.to_owned(), vec![("/e/tunnel-nodes", true)]),
+            (
+                "hosts /e/tunnel-nodes".to_owned(),
+                vec![("/e/tunnel-nodes", false)],
+            ),
+            (String::new(), vec![]),
+        ] {
+            let blocks = hosts_blocks(&text);
+            let found = blocks
+                .iter()
+                .map(|block| (block.file, block.passes_others()));
+            assert_eq!(found.collect::<Vec<_>>(), expected, "{text}");
+        }
     }
 
     #[test]

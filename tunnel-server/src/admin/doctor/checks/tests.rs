@@ -6,10 +6,11 @@ use super::*;
 use crate::admin::doctor::facts::dialed::{Dialed, DialedFacts};
 use crate::admin::doctor::facts::kubelets::{KubeletAnswer, KubeletProbe};
 use crate::admin::doctor::survey::{NodeSurvey, SurveySettings};
+use crate::admin::failures::FailureStatus;
 use crate::admin::status::{NodeStatus, VersionSkew};
 use crate::cluster::doctor::{
-    AddonFacts, ApiServerFacts, ClusterDnsFacts, ClusterFacts, NodesFacts, PortListsFacts,
-    RecordsFacts, ReportedNode, ServiceFacts,
+    AddonFacts, ApiServerFacts, ClusterDnsFacts, ClusterFacts, Corefile, NodesFacts,
+    PortListsFacts, RecordsFacts, ReportedNode, ServiceFacts,
 };
 use crate::config::ObjectNames;
 
@@ -31,15 +32,30 @@ fn node(name: &str) -> NodeStatus {
 
 /// Returns what a server with these nodes answers.
 fn answer(nodes: &[NodeStatus]) -> ServerAnswer {
+    answer_with(nodes, &[])
+}
+
+/// Returns what a server with these nodes and failures answers.
+fn answer_with(nodes: &[NodeStatus], failures: &[FailureStatus]) -> ServerAnswer {
     let mut survey = NodeSurvey::new(SurveySettings {
         only_nodes: Vec::new(),
         renewal_margin: Duration::from_secs(7 * 24 * 60 * 60),
         now: humantime::parse_rfc3339(NOW).unwrap(),
     });
+    for failure in failures {
+        survey.add_failure(failure);
+    }
     for node in nodes {
         survey.add(node);
     }
     ServerAnswer::Nodes(survey)
+}
+
+fn corefile(config_map: &str, text: &str) -> Corefile {
+    Corefile {
+        config_map: config_map.to_owned(),
+        text: text.to_owned(),
+    }
 }
 
 fn reported(name: &str, address: &str) -> ReportedNode {
@@ -94,7 +110,10 @@ fn healthy_cluster() -> ClusterFacts {
             nameservers: vec!["10.96.0.8".to_owned(), "192.0.2.53".to_owned()],
             ..ApiServerFacts::default()
         }]),
-        corefile: Ok(Some(".:53 {\n    forward . 10.96.0.8\n}\n".to_owned())),
+        corefiles: Ok(vec![corefile(
+            "coredns",
+            ".:53 {\n    forward . 10.96.0.8\n}\n",
+        )]),
         addons: AddonFacts {
             records_mounts: Ok(Vec::new()),
             cluster_dns: Ok(Some(ClusterDnsFacts::default())),
@@ -128,6 +147,7 @@ fn healthy() -> Facts {
             disk: Ok(None),
             buffer_pool: None,
         },
+        credentials: Ok(()),
         cluster: Ok(healthy_cluster()),
         kubelets: Ok(vec![KubeletProbe {
             node: "a".to_owned(),
@@ -180,7 +200,107 @@ fn ensure_only(findings: &[Finding], id: &str, severity: Severity) {
 #[test]
 fn healthy_installation_has_no_finding() {
     let report = examine(&healthy());
-    assert_eq!(report, Report::default());
+    assert!(report.findings.is_empty(), "{:?}", report.findings);
+    assert!(report.skipped.is_empty(), "{:?}", report.skipped);
+    for (id, text) in [
+        ("D01", "the path from kube-apiserver to kubelets"),
+        (
+            "D09",
+            "2 of 2 nodes connected; slowest round trip 20 ms (b); first certificate to end in 20 days (a)",
+        ),
+        ("D21", "no agent failed to connect"),
+    ] {
+        let mut passed = report.passed.iter();
+        let passed = passed.find(|passed| passed.id == id).unwrap();
+        assert!(passed.what.contains(text), "{passed:?}");
+    }
+}
+
+#[test]
+fn d21_failures_of_agents_are_found_until_they_are_over() {
+    let failure = FailureStatus {
+        code: "name_in_use".to_owned(),
+        node: Some("a".to_owned()),
+        is_verified: true,
+        source: "192.0.2.0/24".to_owned(),
+        address: "192.0.2.1:5".to_owned(),
+        count: 7,
+        first: "2025-12-31T23:00:00Z".to_owned(),
+        last: "2025-12-31T23:59:00Z".to_owned(),
+        detail: "another live agent serves a".to_owned(),
+        remedy: "two running agents have this name".to_owned(),
+        ..FailureStatus::default()
+    };
+    let found = |change: &dyn Fn(&mut FailureStatus)| {
+        let mut changed = failure.clone();
+        change(&mut changed);
+        findings(|facts| facts.server = answer_with(&[node("a"), node("b")], &[changed]))
+    };
+    let cloned = found(&|_| {});
+    ensure_only(&cloned, "D21", Severity::Error);
+    assert_eq!(cloned[0].place, "a");
+    assert!(cloned[0].what.contains("7 times"), "{cloned:?}");
+    assert_eq!(cloned[0].fix, failure.remedy);
+    ensure_only(
+        &found(&|it| it.is_verified = false),
+        "D21",
+        Severity::Warning,
+    );
+    let scanner = found(&|it| (it.is_verified, it.is_noise, it.node) = (false, true, None));
+    ensure_only(&scanner, "D21", Severity::Info);
+    assert_eq!(scanner[0].place, "192.0.2.0/24");
+    assert!(found(&|it| it.is_over = true).is_empty());
+    assert!(found(&|it| it.last = "2025-12-31T22:00:00Z".to_owned()).is_empty());
+    let others = findings(|facts| {
+        let failures = (0..500).map(|number| FailureStatus {
+            node: Some(format!("n{number}")),
+            ..failure.clone()
+        });
+        facts.server = answer_with(&[], &failures.collect::<Vec<_>>());
+    });
+    assert_eq!(others.len(), 1, "{others:?}");
+    assert_eq!(others[0].objects.count(), 500);
+}
+
+/// An operator at the server learns whether the node reaches it at all.
+#[test]
+fn d09_node_that_is_away_says_whether_connections_of_it_arrive() {
+    let away = NodeStatus {
+        connected: false,
+        last_seen: Some("2025-12-31T23:00:00Z".to_owned()),
+        ..node("a")
+    };
+    let failure = FailureStatus {
+        code: "server_untrusted".to_owned(),
+        source: "192.0.2.0/24".to_owned(),
+        last: "2025-12-31T23:59:00Z".to_owned(),
+        nodes_from_address: vec!["a".to_owned()],
+        ..FailureStatus::default()
+    };
+    for (failures, what, fix) in [
+        (
+            &[][..],
+            "no connection of it has arrived since",
+            "its DNS, a proxy or a firewall",
+        ),
+        (&[failure][..], "see D21", "tunnel-server nodes --failed a"),
+    ] {
+        let found = findings(|facts| facts.server = answer_with(&[away.clone()], failures));
+        let found = found.iter().find(|finding| finding.id == "D09").unwrap();
+        assert!(
+            found.what.contains(what) && found.fix.contains(fix),
+            "{found:?}"
+        );
+    }
+    let pending = findings(|facts| {
+        let unused = NodeStatus {
+            is_pending: true,
+            connected: false,
+            ..node("a")
+        };
+        facts.server = answer(&[unused]);
+    });
+    ensure_only(&pending, "D09", Severity::Info);
 }
 
 #[test]
@@ -338,9 +458,33 @@ fn d05_records_are_missing_stale_or_repeated() {
 
 #[test]
 fn d06_hosts_block_needs_fallthrough() {
-    let corefile = ".:53 {\n    hosts /etc/edge/tunnel-nodes {\n        ttl 5\n    }\n}\n";
-    let findings = in_cluster(|cluster| cluster.corefile = Ok(Some(corefile.to_owned())));
-    ensure_only(&findings, "D06", Severity::Error);
+    for (map, line, fix) in [
+        ("coredns", "ttl 5", "kubectl replace"),
+        (
+            "coredns",
+            "fallthrough cluster.local",
+            "edit configmap coredns",
+        ),
+        ("rke2-coredns-rke2-coredns", "ttl 5", "HelmChartConfig"),
+        ("coredns-custom", "ttl 5", "edit configmap coredns-custom"),
+    ] {
+        let text =
+            format!(".:53 {{\n    hosts /etc/edge/tunnel-nodes {{\n        {line}\n    }}\n}}\n");
+        let findings = in_cluster(|cluster| cluster.corefiles = Ok(vec![corefile(map, &text)]));
+        ensure_only(&findings, "D06", Severity::Error);
+        assert!(findings[0].fix.contains(fix), "{findings:?}");
+        assert!(findings[0].place.ends_with(map), "{findings:?}");
+    }
+}
+
+/// Nothing that cannot be read is "0 errors".
+#[test]
+fn d11_kubeconfig_that_cannot_be_read_is_an_error() {
+    let unreadable = findings(|facts| {
+        facts.credentials = Err("--kubeconfig: /x: not YAML".to_owned());
+        facts.cluster = Err("--kubeconfig: /x: not YAML".to_owned());
+    });
+    ensure_only(&unreadable, "D11", Severity::Error);
 }
 
 #[test]

@@ -80,6 +80,7 @@ impl Listener {
                 };
                 let half_open = HalfOpenConn {
                     sessions: sessions.clone(),
+                    peer,
                     deadline: Instant::now() + handshake_limit,
                     permit,
                 };
