@@ -62,7 +62,11 @@ fn explain_all(error: &DialError<Denied>, context: &DialContext<'_>) -> Refusal 
     for (address, error) in &error.failures {
         let (result, why) = explain(error, context.limit);
         context.metrics.dialed(result);
-        details.push(format!("{address}: {why}"));
+        let detail = format!("{address}: {why}");
+        // The node's address may be loopback, too.
+        if !details.contains(&detail) {
+            details.push(detail);
+        }
         code = match result {
             DialResult::Timeout => RefusalCode::TargetTimeout,
             DialResult::Failed => RefusalCode::Internal,

@@ -19,10 +19,10 @@ use tunnel_routing::policy::Denied;
 /// A failure before a response began, with its code and one line of text that names the node and
 /// the target.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
-#[error("{text}")]
+#[error("{text}{}", self.advice())]
 pub struct ProxyError {
     pub outcome: Outcome,
-    /// One line of text for the caller.
+    /// What failed, in one line. The error's own text also says what to do.
     pub text: String,
     /// The limit of this server that was reached, if any.
     pub limit: Option<Limit>,
@@ -40,6 +40,17 @@ impl ProxyError {
             limit: None,
             refusal: None,
             cut: None,
+        }
+    }
+
+    /// Returns what the caller can do about a target that fails, to append to the text.
+    fn advice(&self) -> &'static str {
+        match self.outcome {
+            Outcome::TargetRefused => REFUSED_ADVICE,
+            Outcome::TargetTimeout => TIMEOUT_ADVICE,
+            // The text may know that the target speaks https.
+            Outcome::TargetBadResponse if !self.text.contains("https") => BAD_RESPONSE_ADVICE,
+            _ => "",
         }
     }
 
@@ -210,6 +221,13 @@ fn root_cause(error: &(dyn std::error::Error + 'static)) -> String {
     one_line(&deepest.to_string())
 }
 
+const REFUSED_ADVICE: &str = "; start the program, or let it listen on this address and port; on the node: tunnel-agent \
+                              doctor --port PORT";
+const TIMEOUT_ADVICE: &str = "; look for a firewall that drops packets, or a program that hangs; on the node: tunnel-agent \
+                              doctor --port PORT";
+const BAD_RESPONSE_ADVICE: &str = "; see the target's log; if it speaks https, move its port to the https proxy ports, and if \
+                                   it speaks no HTTP, use CONNECT or a TCP service";
+
 #[cfg(test)]
 mod tests {
     use std::io;
@@ -298,6 +316,36 @@ mod tests {
         let failure = error.into();
         assert_eq!(failure.outcome, outcome, "{failure}");
         assert!(failure.text.starts_with(text), "{failure}");
+    }
+
+    #[test]
+    fn failure_of_a_target_says_what_to_do_and_others_add_nothing() {
+        for (outcome, text, advice) in [
+            (
+                Outcome::TargetRefused,
+                "a:22: connection refused",
+                "start the program",
+            ),
+            (
+                Outcome::TargetTimeout,
+                "a:22: no answer",
+                "a firewall that drops",
+            ),
+            (
+                Outcome::TargetBadResponse,
+                "a:22: invalid HTTP",
+                "the https proxy ports",
+            ),
+        ] {
+            let failure = ProxyError::new(outcome, text);
+            let shown = failure.to_string();
+            assert!(shown.starts_with(text) && shown.contains(advice), "{shown}");
+            assert_eq!(failure.text, text, "the cause alone, for the access log");
+        }
+        let https = ProxyError::new(Outcome::TargetBadResponse, "a:22 speaks https");
+        assert_eq!(https.to_string(), "a:22 speaks https");
+        let other = ProxyError::new(Outcome::NoAgent, "a: no agent");
+        assert_eq!(other.to_string(), "a: no agent");
     }
 
     #[test]
