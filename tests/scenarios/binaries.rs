@@ -17,6 +17,7 @@ mod logs;
 mod many;
 mod memory;
 mod metrics;
+mod planted;
 mod raw_quic;
 mod restart;
 mod subcommands;

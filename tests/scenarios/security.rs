@@ -81,7 +81,7 @@ fn every_threat_has_a_row_whose_tests_exist() -> Result<()> {
     let mut wrong = Vec::new();
     for id in IDS.into_iter().chain([
         "C1", "C2", "C12", "F36", "K01", "K02", "K03", "P10", "P11", "P12", "C14", "C15", "T24",
-        "T25", "T26", "T27",
+        "T25", "T26", "T27", "T28", "T29",
     ]) {
         let Some(row) = by_id.get(id) else {
             wrong.push(format!("{id} has no row"));

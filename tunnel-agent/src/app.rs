@@ -26,6 +26,7 @@ use crate::connector::member_addresses::ServerPolicy;
 use crate::connector::status::{SESSION, SessionStatuses};
 use crate::connector::{ConnectorSet, Dialers};
 use crate::credentials::{CaFile, CredentialError, RotatingCredentials};
+use crate::diag::AgentFacts;
 use crate::egress::Egress;
 use crate::handover::HostLock;
 use crate::ingress::sessions::CloudSessions;
@@ -310,6 +311,10 @@ impl App {
             node_ip,
             instance: self.instance,
             limits: config.limits,
+            facts: config.remote_diag.then(|| {
+                let (readiness, statuses) = (self.readiness.clone(), self.statuses.clone());
+                Arc::new(AgentFacts::new(&config, readiness, statuses))
+            }),
             egress: Arc::new(egress),
             cloud_sessions: self.cloud_sessions.clone(),
             lost_sessions: LostSessions::default(),

@@ -1,8 +1,91 @@
-//! The verb `diag`: collects facts about an agent and its host for a bug report.
+//! Facts about an agent: the verb `diag`, which collects them on its host for a bug report, and the
+//! document that a running agent sends to a server that asks for it.
 
-use tunnel_process::diag::DiagDocument;
+use std::sync::Arc;
+use std::time::SystemTime;
+
+use serde_json::json;
+use tokio::time::Instant;
+use tunnel_process::diag::redact::{redact, redacted};
+use tunnel_process::diag::{DiagDocument, settings_lines};
+use tunnel_process::meta::Readiness;
+use tunnel_process::metrics::COMMIT;
+use tunnel_process::telemetry::recent_lines;
+use tunnel_proto::wire::control::DIAG_DOCUMENT_MAX;
 
 use crate::config::{self, Config, DEFAULT_DATA_DIR, LoadError, RawConfig};
+use crate::connector::status::SessionStatuses;
+
+/// What a running agent says of itself.
+#[derive(Debug)]
+pub(crate) struct AgentFacts {
+    started: Instant,
+    settings: Vec<String>,
+    readiness: Readiness,
+    statuses: Arc<SessionStatuses>,
+}
+
+impl AgentFacts {
+    pub(crate) fn new(
+        config: &Config,
+        readiness: Readiness,
+        statuses: Arc<SessionStatuses>,
+    ) -> Self {
+        Self {
+            started: Instant::now(),
+            settings: settings_lines(config),
+            readiness,
+            statuses,
+        }
+    }
+
+    /// Returns the facts as JSON, without secrets and with as many of the last log lines as fit.
+    pub(crate) fn document(&self) -> String {
+        let now = Instant::now();
+        let conditions = self.readiness.conditions().into_iter();
+        let conditions = conditions.map(|(component, text)| format!("{component}: {text}"));
+        let facts = json!({
+            "schemaVersion": 1,
+            "program": { "name": "tunnel-agent", "version": env!("CARGO_PKG_VERSION"), "commit": COMMIT },
+            "clock": humantime::format_rfc3339_seconds(SystemTime::now()).to_string(),
+            "uptimeSeconds": now.duration_since(self.started).as_secs(),
+            "sessions": self.statuses.report(now),
+            "waitsFor": self.readiness.read().0,
+            "conditions": first(conditions, CONDITIONS_BYTES_MAX),
+            "settings": first(self.settings.iter().cloned(), SETTINGS_BYTES_MAX),
+            "log": [],
+        });
+        let mut facts = redacted(facts);
+        let lines = recent_lines().into_iter().rev().map(|line| redact(&line));
+        let used = facts.to_string().len();
+        let mut lines = first(lines, DIAG_DOCUMENT_MAX.saturating_sub(used));
+        lines.reverse();
+        facts["log"] = lines.into();
+        let text = facts.to_string();
+        if text.len() <= DIAG_DOCUMENT_MAX {
+            return text;
+        }
+        // Reasons of servers in the list of sessions are that long only by intent.
+        json!({ "schemaVersion": 1, "error": "the facts are too long for a message" }).to_string()
+    }
+}
+
+/// Returns the first of the texts that take at most `max` bytes as JSON.
+fn first(texts: impl Iterator<Item = String>, max: usize) -> Vec<String> {
+    let mut left = max;
+    let fitting = texts.take_while(|text| {
+        // A text, its quotes and a comma.
+        let bytes = json!(text).to_string().len() + 1;
+        let fits = bytes <= left;
+        left = left.saturating_sub(bytes);
+        fits
+    });
+    fitting.collect()
+}
+
+/// Room for the settings and for the conditions. Log lines have the other two thirds of a message.
+const SETTINGS_BYTES_MAX: usize = 12 * 1024;
+const CONDITIONS_BYTES_MAX: usize = 4 * 1024;
 
 /// Collects the facts of an agent with these settings. The settings need not be complete: the data
 /// directory and the meta address have defaults.
@@ -25,6 +108,44 @@ pub async fn collect(settings: Result<RawConfig, LoadError>) -> DiagDocument {
     document
 }
 
-/// The meta port of an agent can be reached through the tunnel, and another interface does not
-/// exist.
-const NO_LOG: &str = "the agent offers its log to no command; add the lines of journalctl -u tunnel-agent or kubectl logs";
+/// The meta port of an agent can be reached through the tunnel, and another interface does not exist on
+/// its host.
+const NO_LOG: &str = "the agent offers its log to no command of its host; add the lines of journalctl -u tunnel-agent or \
+                      kubectl logs, or use tunnel-server diag --node NAME on the server";
+
+#[cfg(test)]
+mod tests {
+    use serde_json::Value;
+
+    use super::*;
+
+    #[test]
+    fn first_texts_that_fit_are_there() {
+        let texts = || ["x".repeat(10), "\u{1}second".to_owned()].into_iter();
+        assert_eq!(first(texts(), 12), Vec::<String>::new());
+        assert_eq!(first(texts(), 13), ["x".repeat(10)]);
+        // A control character takes six bytes.
+        assert_eq!(first(texts(), 13 + 14), ["x".repeat(10)]);
+        assert_eq!(first(texts(), 13 + 15).len(), 2);
+    }
+
+    #[test]
+    fn document_fits_into_a_message_whatever_it_has() {
+        let readiness = Readiness::default();
+        let lines = (0..5000).map(|number| format!("http://user:canary@proxy {number}\u{202e}"));
+        readiness.set_conditions("x", lines.collect());
+        let facts = AgentFacts {
+            started: Instant::now(),
+            settings: vec!["long".repeat(30); 5000],
+            statuses: Arc::new(SessionStatuses::new(readiness.clone())),
+            readiness,
+        };
+        let text = facts.document();
+        assert!(text.len() <= DIAG_DOCUMENT_MAX, "{}", text.len());
+        assert!(!text.contains("canary"));
+        let document: Value = serde_json::from_str(&text).unwrap();
+        assert_eq!(document["program"]["name"], "tunnel-agent");
+        assert!(!document["settings"].as_array().unwrap().is_empty());
+        assert!(!document["conditions"].as_array().unwrap().is_empty());
+    }
+}

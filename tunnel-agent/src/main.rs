@@ -19,7 +19,7 @@ use tunnel_process::diag::default_path;
 use tunnel_process::meta::MetaAddress;
 use tunnel_process::metrics::COMMIT;
 use tunnel_process::timers::record_runtime_start;
-use tunnel_process::{meta, secrets, settings, shutdown, telemetry, terminal};
+use tunnel_process::{secrets, settings, shutdown, telemetry, terminal};
 use tunnel_proto::audit;
 
 fn main() -> ExitCode {
@@ -63,6 +63,9 @@ fn run(source: ConfigArgs) -> anyhow::Result<()> {
     let _logs = telemetry::start(config.log_level, config.log_format, &config.access_log)
         .context("cannot start logging")?;
     let _audit = audit::start(&config.audit).context("cannot start the audit log")?;
+    if config.remote_diag {
+        telemetry::enable_recent_lines();
+    }
     let (version, commit) = (env!("CARGO_PKG_VERSION"), COMMIT);
     info!(node = %config.node_name, version, commit, "starting");
     if let Err(error) = secrets::forbid_core_dumps() {

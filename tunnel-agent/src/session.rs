@@ -214,6 +214,8 @@ struct ActiveSession<'a> {
     can_renew: bool,
     /// Certificate requests without an answer on this session.
     pending_renewals: u32,
+    /// Time of the last answer to a request for facts.
+    facts_sent: Option<Instant>,
 }
 
 impl<'a> ActiveSession<'a> {
@@ -252,6 +254,7 @@ impl<'a> ActiveSession<'a> {
             is_draining: false,
             can_renew: has_capability(CAPABILITY_RENEW),
             pending_renewals: 0,
+            facts_sent: None,
             session,
         };
         (active, admitted.reader)
@@ -412,6 +415,7 @@ impl<'a> ActiveSession<'a> {
                 debug!(node = %agent, session = session.0, members = members.len(), "server reported its replicas");
                 self.handle.send(SessionEvent::Members(members)).await;
             }
+            ControlMessage::DiagRequest => self.send_facts(),
             ControlMessage::Unknown => {
                 debug!(node = %agent, session = session.0, "message of a later version ignored")
             }
@@ -423,6 +427,7 @@ impl<'a> ActiveSession<'a> {
             | ControlMessage::Renew(_)
             | ControlMessage::Lost(_)
             | ControlMessage::Renewed(_)
+            | ControlMessage::DiagReply(_)
             | ControlMessage::Bye(_) => {
                 // The server may repeat such messages at will.
                 static UNEXPECTED: LogRateLimit =
@@ -432,6 +437,21 @@ impl<'a> ActiveSession<'a> {
                 }
             }
         }
+    }
+
+    /// Answers a request for facts, at most once a second: they take a millisecond to make.
+    fn send_facts(&mut self) {
+        let now = Instant::now();
+        let is_early = self
+            .facts_sent
+            .is_some_and(|sent| now - sent < FACTS_INTERVAL);
+        let Some(facts) = self.context.facts.as_ref().filter(|_| !is_early) else {
+            debug!(node = %self.context.node, session = self.params.session.0, "request for facts ignored");
+            return;
+        };
+        info!(node = %self.context.node, session = self.params.session.0, "sending facts and last log lines to the server, which an operator asked for");
+        self.facts_sent = Some(now);
+        self.control_sender.diag_reply(facts.document());
     }
 
     /// Checks the session's liveness and acts on any transition except the end.
@@ -610,6 +630,8 @@ const PATH_PROBES: u32 = 4;
 /// Time between these probes, the first of which is sent at once. The endpoints change some time after
 /// the servers have reported a change, and kube-proxy acts once a second at most.
 const PATH_PROBE_INTERVAL: Duration = Duration::from_secs(1);
+/// Shortest time between two answers to requests for facts.
+const FACTS_INTERVAL: Duration = Duration::from_secs(1);
 /// Time from the replacement of a session whose server is stopping to its Withdraw. The server of the
 /// new session announces it to the others within 100 ms. Until then they forward to the old one.
 const WITHDRAW_DELAY: Duration = Duration::from_millis(500);

@@ -186,6 +186,7 @@ pub(crate) fn context(limits: Limits) -> SessionContext {
         node_ip,
         instance: InstanceId::new([7; 16]),
         limits,
+        facts: None,
         egress: Arc::new(egress),
         cloud_sessions: Arc::new(CloudSessions::default()),
         lost_sessions: LostSessions::default(),

@@ -46,6 +46,7 @@ mod message;
 pub(crate) mod node_metrics;
 pub(crate) mod page;
 pub mod pages;
+pub mod ping;
 pub mod render;
 pub mod status;
 pub mod verbs;
@@ -226,6 +227,15 @@ async fn answer(
             let failures = blocking(state, |state| state.sources.failures()).await?;
             value(StatusCode::OK, &failures)
         }
+        ("GET", ["ping", node]) => {
+            let node = node_names(&[(*node).to_owned()])?.remove(0);
+            let report = ping::ping(&state.sources, &node).await;
+            value(StatusCode::OK, &report.ok_or_else(|| unknown_node(&node))?)
+        }
+        ("GET", ["diag", node]) => {
+            let node = node_names(&[(*node).to_owned()])?.remove(0);
+            value(StatusCode::OK, &agent_diag(state, &node).await?)
+        }
         ("GET", ["node-labels"]) => value(StatusCode::OK, &state.node_labels),
         ("POST", ["revocations"]) => {
             let order = read(request, NAMES_MAX_BYTES).await?;
@@ -250,7 +260,8 @@ async fn answer(
         (
             _,
             [
-                "tokens" | "nodes" | "failures" | "node-labels" | "revocations" | "ca" | "diag",
+                "tokens" | "nodes" | "failures" | "ping" | "node-labels" | "revocations" | "ca"
+                | "diag",
                 ..,
             ],
         ) => Err(RequestError {
@@ -401,6 +412,38 @@ fn forget_nodes(state: &AdminState, names: &[NodeName]) -> Result<ForgetOutcome,
     let saved = state.nodes.save();
     saved.map_err(|error| RequestError::internal(&error))?;
     Ok(outcome)
+}
+
+/// Asks the agent of a node for facts about itself.
+async fn agent_diag(
+    state: &Arc<AdminState>,
+    node: &NodeName,
+) -> Result<serde_json::Value, RequestError> {
+    let sessions = state.sources.sessions.as_ref();
+    let agents = sessions.map_or_else(Vec::new, |sessions| sessions.registry.of_node(node));
+    let agent = agents.iter().find(|agent| agent.is_routable());
+    let Some(agent) = agent.or_else(|| agents.first()).cloned() else {
+        let lookup = node.clone();
+        let status = blocking(state, move |state| state.sources.of_node(&lookup)).await?;
+        let replica = status.ok_or_else(|| unknown_node(node))?.replica;
+        return Err(RequestError::conflict(&match replica {
+            Some(server) => format!(
+                "the agent of {node} is connected to server {server}: use the command there"
+            ),
+            None => {
+                format!("no agent is connected for {node}: tunnel-server nodes --failed {node}")
+            }
+        }));
+    };
+    let document = agent.diag().await;
+    let document = document.map_err(|error| RequestError::conflict(&error))?;
+    let unreadable =
+        |error| RequestError::conflict(&format!("cannot read the agent's answer: {error}"));
+    serde_json::from_str(&document).map_err(unreadable)
+}
+
+fn unknown_node(node: &NodeName) -> RequestError {
+    RequestError::not_found(format!("no node has the name {node}"))
 }
 
 /// Returns the stage of the rotation of the CA. Blocks the thread.

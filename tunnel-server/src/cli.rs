@@ -4,11 +4,12 @@ use std::path::PathBuf;
 
 use clap::{CommandFactory, Parser, Subcommand};
 use clap_complete::Shell;
+use tunnel_proto::wire::name::NodeName;
 
 use crate::admin::doctor::DoctorOptions;
 use crate::admin::render::RenderVerb;
 use crate::admin::verbs::connect::ConnectArgs;
-use crate::admin::verbs::{CaArgs, DataVerb, HealthcheckArgs, NodesArgs, TokenVerb};
+use crate::admin::verbs::{CaArgs, DataVerb, HealthcheckArgs, NodesArgs, PingArgs, TokenVerb};
 use crate::config::RawConfig;
 
 /// Culvert's cloud side: accepts agents and forwards requests for edge nodes to them
@@ -56,6 +57,12 @@ pub enum Verb {
     /// certificate. If the node or the port cannot be reached, or the connection is reset, the
     /// command exits with code 1 and a line on standard error.
     Connect(ConnectArgs),
+    /// Ask the agent of a node whether it answers, and how fast; with a port also connect to it
+    ///
+    /// Prints for each session of the node the transport, the time of an answer and the round trip,
+    /// and for a port the way to it, the time until it had accepted, and the agent's part of that.
+    /// Exit code 1 if nothing answers.
+    Ping(PingArgs),
     /// Ask a running server on this host whether it is ready: exit code 0 or 1
     ///
     /// Intended for images without a shell: HEALTHCHECK CMD ["/tunnel-server", "healthcheck"].
@@ -116,6 +123,10 @@ pub struct DiagArgs {
     /// [default: tunnel-server-diag-TIME.json in the current directory]
     #[arg(short, long, value_name = "FILE")]
     pub output: Option<PathBuf>,
+    /// Instead of this server: a node, its failures, and what its agent says of itself over the
+    /// session: version, settings without secrets, sessions, conditions, last log lines
+    #[arg(long, value_name = "NAME")]
+    pub node: Option<NodeName>,
     /// Settings of the server, as `run` has them.
     #[command(flatten)]
     pub source: ConfigArgs,

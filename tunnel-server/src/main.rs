@@ -70,6 +70,7 @@ fn run_verb(verb: Verb) -> anyhow::Result<ExitCode> {
         Verb::Ca(arguments) => block_on(arguments.run()),
         Verb::Data(verb) => block_on(verb.run()),
         Verb::Connect(arguments) => block_on(arguments.run()),
+        Verb::Ping(arguments) => block_on(arguments.run()),
         Verb::Healthcheck(arguments) => block_on(arguments.run()),
         Verb::Diag(arguments) => block_on(run_diag(*arguments)),
         Verb::Doctor(arguments) => run_doctor(*arguments),
@@ -139,7 +140,11 @@ fn run_doctor(arguments: DoctorArgs) -> anyhow::Result<ExitCode> {
 
 async fn run_diag(arguments: DiagArgs) -> Result<(), VerbError> {
     let ConfigArgs { config, settings } = arguments.source;
-    let document = diag::collect(config::load(settings, config.as_deref())).await;
+    let settings = config::load(settings, config.as_deref());
+    let document = match &arguments.node {
+        Some(node) => diag::collect_node(settings, node).await,
+        None => diag::collect(settings).await,
+    };
     let path = arguments.output;
     let path = path.unwrap_or_else(|| default_path("tunnel-server", SystemTime::now()));
     Ok(document.write(&path)?)

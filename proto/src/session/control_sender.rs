@@ -78,6 +78,20 @@ impl ControlSender {
         });
     }
 
+    /// Asks the agent for facts about itself.
+    pub fn diag_request(&self) {
+        self.pending
+            .send_modify(|pending| pending.diag_request_count += 1);
+    }
+
+    /// Answers the last request for facts.
+    pub fn diag_reply(&self, document: String) {
+        self.pending.send_modify(|pending| {
+            pending.diag_reply = Some(document);
+            pending.diag_reply_count += 1;
+        });
+    }
+
     /// Names sessions of this agent process with the same server that have ended at this end.
     pub fn lost(&self, sessions: Vec<SessionId>) {
         self.pending.send_modify(|pending| pending.lost = sessions);
@@ -103,6 +117,9 @@ struct PendingMessages {
     renew_count: u64,
     renewed: Option<EnrollReply>,
     renewed_count: u64,
+    diag_request_count: u64,
+    diag_reply: Option<String>,
+    diag_reply_count: u64,
     lost: Vec<SessionId>,
     bye: Option<String>,
 }
@@ -117,6 +134,8 @@ struct SentMessages {
     receiving_count: u64,
     renew_count: u64,
     renewed_count: u64,
+    diag_request_count: u64,
+    diag_reply_count: u64,
     lost: Vec<SessionId>,
     bye: bool,
 }
@@ -161,6 +180,16 @@ impl SentMessages {
         {
             self.renewed_count = pending.renewed_count;
             return Some(ControlMessage::Renewed(reply.clone()));
+        }
+        if pending.diag_request_count != self.diag_request_count {
+            self.diag_request_count = pending.diag_request_count;
+            return Some(ControlMessage::DiagRequest);
+        }
+        if let Some(document) = &pending.diag_reply
+            && pending.diag_reply_count != self.diag_reply_count
+        {
+            self.diag_reply_count = pending.diag_reply_count;
+            return Some(ControlMessage::DiagReply(document.clone()));
         }
         if pending.lost != self.lost {
             self.lost.clone_from(&pending.lost);
@@ -247,6 +276,8 @@ mod tests {
             control_sender.members(Vec::new());
             control_sender.renew(vec![7]);
             control_sender.renewed(reply());
+            control_sender.diag_request();
+            control_sender.diag_reply("{}".into());
             control_sender.lost(vec![SessionId(7)]);
         });
         let expected = [
@@ -256,6 +287,8 @@ mod tests {
             ControlMessage::Suspect(true),
             ControlMessage::Renew(vec![7]),
             ControlMessage::Renewed(reply()),
+            ControlMessage::DiagRequest,
+            ControlMessage::DiagReply("{}".into()),
             ControlMessage::Lost(vec![SessionId(7)]),
             ControlMessage::Bye("done".into()),
         ];

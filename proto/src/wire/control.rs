@@ -17,10 +17,16 @@ const REPEATED_FIELD_MAX: usize = 64;
 /// Maximum number of addresses of a server that are decoded.
 const ADDRESSES_MAX: usize = 8;
 
+/// Maximum size of the document of a [`ControlMessage::DiagReply`]. Leaves room for the frame.
+pub const DIAG_DOCUMENT_MAX: usize = CONTROL_MESSAGE_MAX - 1024;
+
 /// The capability in Welcome of a server that answers `Renew`.
 pub const CAPABILITY_RENEW: &str = "renew";
 /// The capability in Welcome of a server that has targets of the cloud for this agent.
 pub const CAPABILITY_CLOUD: &str = "cloud";
+
+/// The capability in Hello of an agent that answers [`ControlMessage::DiagRequest`].
+pub const CAPABILITY_DIAG: &str = "diag";
 
 /// A message of the control stream, sent after its header and reply.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -59,6 +65,11 @@ pub enum ControlMessage {
     /// Agent: names other sessions of this agent process with this server that have ended at the
     /// agent. Their connections are lost, so that the server would learn it late.
     Lost(Vec<SessionId>),
+    /// Server: asks for facts about the agent. Sent only to an agent with [`CAPABILITY_DIAG`].
+    DiagRequest,
+    /// Agent: answers [`ControlMessage::DiagRequest`] with a JSON document of at most
+    /// [`DIAG_DOCUMENT_MAX`] bytes, whose texts are the agent's.
+    DiagReply(String),
     /// A message of a later version, which is ignored.
     Unknown,
 }
@@ -165,6 +176,10 @@ impl ControlMessage {
             Self::Lost(sessions) => Some(Kind::Lost(pb::Lost {
                 session_ids: sessions.iter().map(|session| session.0).collect(),
             })),
+            Self::DiagRequest => Some(Kind::DiagRequest(pb::DiagRequest {})),
+            Self::DiagReply(document) => Some(Kind::DiagReply(pb::DiagReply {
+                document: document.clone(),
+            })),
             Self::Unknown => None,
         };
         frame::encode(&pb::ControlMessage { kind }, CONTROL_MESSAGE_MAX, out)
@@ -221,6 +236,8 @@ impl ControlMessage {
             Kind::Renew(pb::Renew { csr }) => Self::Renew(csr),
             Kind::Renewed(reply) => Self::Renewed(EnrollReply::from_message(reply)),
             Kind::Members(members) => Self::Members(decode_members(members.members)?),
+            Kind::DiagRequest(pb::DiagRequest {}) => Self::DiagRequest,
+            Kind::DiagReply(reply) => Self::DiagReply(reply.document),
             Kind::Lost(lost) => {
                 let sessions = lost.session_ids.into_iter().take(REPEATED_FIELD_MAX);
                 Self::Lost(sessions.map(SessionId).collect())

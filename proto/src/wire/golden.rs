@@ -341,6 +341,8 @@ fn control_messages_are_as_captured() {
             ("023a00", ControlMessage::Suspect(false)),
             ("027a00", ControlMessage::Receiving),
             ("0642040a023000", ControlMessage::Renew(vec![0x30, 0])),
+            ("025a00", ControlMessage::DiagRequest),
+            ("0662040a027b7d", ControlMessage::DiagReply("{}".to_owned())),
             (
                 "0772050a0307ac02",
                 ControlMessage::Lost(vec![SessionId(7), SessionId(300)]),

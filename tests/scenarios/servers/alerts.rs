@@ -192,7 +192,10 @@ impl Monitored {
             for _ in 0..4 {
                 number += 1;
                 let cut = start(CUT_NODE, "cut", "agents-ca.crt", number)?;
-                operated.server.wait_until_connected(&[OPERATED_NODE, CUT_NODE]).await;
+                operated
+                    .server
+                    .wait_until_connected(&[OPERATED_NODE, CUT_NODE])
+                    .await;
                 cut.signal(Signal::Kill)?;
             }
             check(prometheus, &fired).await

@@ -52,6 +52,8 @@ fn control_messages() -> Result<Vec<ControlMessage>> {
         ControlMessage::Suspect(true),
         ControlMessage::Receiving,
         ControlMessage::Renew(vec![0x30; 64]),
+        ControlMessage::DiagRequest,
+        ControlMessage::DiagReply("{\"log\": []}".into()),
         ControlMessage::Lost(vec![SessionId(9), SessionId(u64::MAX)]),
         ControlMessage::Renewed(EnrollReply::Refused(EnrollCode::Revoked, "no".into())),
         ControlMessage::Renewed(EnrollReply::Issued {

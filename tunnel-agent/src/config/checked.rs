@@ -56,6 +56,8 @@ pub struct Config {
     pub meta_listen: Option<SocketAddr>,
     /// Unix socket with the content of the meta port.
     pub meta_socket: Option<PathBuf>,
+    /// Whether servers may ask for facts about this agent.
+    pub remote_diag: bool,
     /// Time that open streams may continue when the agent stops.
     pub drain_timeout: Duration,
     pub worker_threads: usize,
@@ -144,6 +146,12 @@ impl Config {
         let meta_listen = errors.ok_or_record("--meta-listen", meta_listen).flatten();
         let cloud_listeners = cloud::listeners(&settings, meta_listen, &mut errors);
         let dial_policy = dial_policy(&settings, &cloud_listeners, &mut errors);
+        let remote_diag = errors.parse_with(
+            "--remote-diag",
+            settings.remote_diag.as_deref(),
+            true,
+            on_or_off,
+        );
         let drain_timeout = errors.parse_with(
             "--drain-timeout",
             settings.drain_timeout.as_deref(),
@@ -189,6 +197,7 @@ impl Config {
             meta_socket: settings
                 .meta_socket
                 .filter(|path| !path.as_os_str().is_empty()),
+            remote_diag,
             drain_timeout,
             worker_threads,
             log_level,
@@ -197,6 +206,14 @@ impl Config {
             audit,
             limits,
         })
+    }
+}
+
+fn on_or_off(text: &str) -> Result<bool, String> {
+    match text {
+        "on" => Ok(true),
+        "off" => Ok(false),
+        other => Err(format!("{other:?} is neither on nor off")),
     }
 }
 

@@ -178,6 +178,11 @@ tunnel_process::layered! {
         #[arg(long, env = "TUNNEL_AGENT_META_SOCKET", value_name = "FILE", help_heading = "Process")]
         pub meta_socket: Option<PathBuf>,
 
+        /// Whether a server may ask for facts about this agent, for `tunnel-server diag --node`: version,
+        /// settings without secrets, sessions, conditions and last log lines [default: on]
+        #[arg(long, env = "TUNNEL_AGENT_REMOTE_DIAG", value_name = "on|off", help_heading = "Process")]
+        pub remote_diag: Option<String>,
+
         /// Time that open streams may continue after SIGTERM [default: 30s]
         ///
         /// Connections to --cloud-listen have 5 s of it, since watches never end and their clients dial

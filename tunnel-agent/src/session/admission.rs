@@ -8,7 +8,7 @@ use tokio::time::{Instant, timeout};
 use tunnel_proto::session::control::{self, ControlReader, ControlWriter};
 use tunnel_proto::transport::{CloseReason, ClosedBy, IncomingStream, Session, SessionError};
 use tunnel_proto::wire::code::CloseCode;
-use tunnel_proto::wire::control::{ControlMessage, Hello, Welcome};
+use tunnel_proto::wire::control::{CAPABILITY_DIAG, ControlMessage, Hello, Welcome};
 use tunnel_proto::wire::header::StreamKind;
 use tunnel_proto::wire::{VERSION_MAX, VERSION_MIN, negotiate_version};
 
@@ -167,6 +167,8 @@ async fn recv_welcome(reader: &mut ControlReader) -> Result<Welcome, AdmitError>
                 | ControlMessage::Bye(_)
                 | ControlMessage::Renew(_)
                 | ControlMessage::Lost(_)
+                | ControlMessage::DiagRequest
+                | ControlMessage::DiagReply(_)
                 | ControlMessage::Renewed(_)
                 | ControlMessage::Suspect(_)
                 | ControlMessage::Receiving,
@@ -179,7 +181,11 @@ async fn recv_welcome(reader: &mut ControlReader) -> Result<Welcome, AdmitError>
 fn hello(context: &SessionContext, node_ip: Option<NodeIp>) -> Hello {
     Hello {
         versions: (VERSION_MIN, VERSION_MAX),
-        capabilities: Vec::new(),
+        capabilities: context
+            .facts
+            .iter()
+            .map(|_offered| CAPABILITY_DIAG.to_owned())
+            .collect(),
         node_name: context.node.clone(),
         instance: context.instance,
         software: env!("CARGO_PKG_VERSION").to_owned(),

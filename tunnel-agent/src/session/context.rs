@@ -12,6 +12,7 @@ use tunnel_proto::wire::name::{InstanceId, NodeName, ReplicaId};
 use super::lost::LostSessions;
 use crate::config::Limits;
 use crate::credentials::RotatingCredentials;
+use crate::diag::AgentFacts;
 use crate::egress::Egress;
 use crate::handover::HostLock;
 use crate::ingress::sessions::CloudSessions;
@@ -25,6 +26,8 @@ pub(crate) struct SessionContext {
     pub(crate) node_ip: Arc<NodeIpLookup>,
     pub(crate) instance: InstanceId,
     pub(crate) limits: Limits,
+    /// The facts that a server may ask for. `None` with `--remote-diag off`.
+    pub(crate) facts: Option<Arc<AgentFacts>>,
     pub(crate) egress: Arc<Egress>,
     /// The sessions that open streams to targets of the cloud.
     pub(crate) cloud_sessions: Arc<CloudSessions>,

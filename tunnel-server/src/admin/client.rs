@@ -19,6 +19,7 @@ use super::{
 };
 use crate::admin::failures::FailureStatus;
 use crate::admin::pages::{NamedNodes, NodesPage, PageQuery, RevocationsPage};
+use crate::admin::ping::PingReport;
 use tunnel_ca::rotation::{RotationAction, RotationStatus};
 use tunnel_ca::tokens::TokenInfo;
 use tunnel_store::data_dir::DataDir;
@@ -119,6 +120,24 @@ impl AdminClient {
     /// Returns the failures of agents at the server, the last one first.
     pub async fn failures(&self) -> Result<Vec<FailureStatus>, AdminError> {
         parse(&self.call(Method::GET, "/failures", Vec::new()).await?)
+    }
+
+    /// Probes the agent of a node.
+    pub async fn ping(&self, node: &NodeName) -> Result<PingReport, AdminError> {
+        parse(
+            &self
+                .call(Method::GET, &format!("/ping/{node}"), Vec::new())
+                .await?,
+        )
+    }
+
+    /// Returns the facts of a node's agent about itself, as the agent sent them.
+    pub async fn agent_diag(&self, node: &NodeName) -> Result<serde_json::Value, AdminError> {
+        parse(
+            &self
+                .call(Method::GET, &format!("/diag/{node}"), Vec::new())
+                .await?,
+        )
     }
 
     /// Returns the keys of the Nodes' labels that the server stores.

@@ -11,7 +11,7 @@ use tunnel_process::name_list::NAMES_SHOWN_MAX;
 use tunnel_proto::wire::name::{NodeName, ReplicaId};
 
 use crate::routing::peers::Peers;
-use crate::routing::registry::{AgentSession, LastClose, Registry};
+use crate::routing::registry::{AgentSession, LastClose, Registry, SessionHistory};
 use crate::routing::routes::{NodeLabels, RouteNode, RouteSource, Routes};
 use crate::session::failures::Failures;
 use tunnel_ca::revocation::Revocations;
@@ -62,6 +62,8 @@ pub struct NodeStatus {
     /// How the last session with this server ended, or why the last one was refused. Empty if that
     /// was before the start of the server.
     pub last_close: Option<CloseStatus>,
+    /// The sessions of the node with this server since its start, if it has seen one.
+    pub history: Option<HistoryStatus>,
     /// Time at which the node was revoked, RFC 3339. Empty if it is not revoked.
     pub revoked_at: Option<String>,
     /// How the agent enrolled last, if this server knows.
@@ -88,6 +90,29 @@ pub struct NodeStatus {
     pub address_conflicts: BTreeMap<IpAddr, Vec<String>>,
     /// The labels of `--node-label` that the Node object has.
     pub labels: NodeLabels,
+}
+
+/// What a server has seen of a node's sessions since its start.
+#[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "camelCase")]
+pub struct HistoryStatus {
+    /// Time with a session, in seconds.
+    pub connected_seconds: u64,
+    /// Number of times that the node came back after it had no session.
+    pub reconnects: u64,
+    /// Number of ended sessions by the code of their close, as in docs/reference/codes.md.
+    pub ends: BTreeMap<String, u64>,
+}
+
+impl From<SessionHistory> for HistoryStatus {
+    fn from(history: SessionHistory) -> Self {
+        let ends = history.ends.into_iter();
+        Self {
+            connected_seconds: history.connected.as_secs(),
+            reconnects: history.connects.saturating_sub(1),
+            ends: ends.map(|(code, count)| (code.to_owned(), count)).collect(),
+        }
+    }
 }
 
 /// The end of a session.
@@ -199,6 +224,9 @@ impl NodeSources {
                 .max(known.as_ref().and_then(|node| node.last_seen))
                 .map(rfc3339),
             last_close: last_close.map(CloseStatus::from),
+            history: registry
+                .and_then(|registry| registry.history(name))
+                .map(HistoryStatus::from),
             revoked_at: self.revocations.revoked_at(name).map(rfc3339),
             enrollment: known.as_ref().and_then(|node| node.enrollment),
             certificate_not_after: certificate.map(rfc3339),

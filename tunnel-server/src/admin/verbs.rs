@@ -6,6 +6,7 @@ use std::path::{Path, PathBuf};
 use std::time::{Duration, SystemTime};
 
 use tunnel_process::name_list::NameList;
+use tunnel_proto::wire::name::NodeName;
 
 use crate::admin::{AdminClient, AdminError, CreateToken, CreatedToken};
 use tunnel_ca::revocation::Revocations;
@@ -23,6 +24,7 @@ mod healthcheck;
 mod json_list;
 mod names_file;
 mod nodes;
+mod ping;
 mod rotate;
 mod selector;
 mod table;
@@ -34,6 +36,7 @@ pub use args::{
 use connect::ConnectArgs;
 pub use names_file::NamesFileError;
 pub(crate) use names_file::load_names;
+pub use ping::PingArgs;
 pub use selector::{LabelSelector, UnknownLabel};
 
 /// The reason why a command failed.
@@ -129,6 +132,9 @@ pub enum VerbError {
     /// The connection to a node could not be opened.
     #[error(transparent)]
     Connect(#[from] connect::ConnectError),
+    /// Nothing answered a ping; what is printed says why.
+    #[error("{0} does not answer")]
+    NoAnswer(NodeName),
     /// A list cannot be encoded as JSON.
     #[error("cannot make JSON")]
     Json(#[from] serde_json::Error),
@@ -172,6 +178,7 @@ impl VerbError {
             | Self::OtherCa(_)
             | Self::FileExists(_)
             | Self::Connect(_)
+            | Self::NoAnswer(_)
             | Self::Json(_) => 1,
         }
     }

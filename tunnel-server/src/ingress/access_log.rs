@@ -17,7 +17,7 @@ use tunnel_proto::open_record::{OpenRecord, RecordSinks};
 use tunnel_proto::stream_record::{StreamEnd, StreamRecord};
 use tunnel_proto::transport::ByteCount;
 use tunnel_proto::wire::header::{AuditId, StreamHeader, one_line};
-use tunnel_proto::wire::name::{NodeName, Port};
+use tunnel_proto::wire::name::{NodeName, Port, ReplicaId};
 
 use super::peer::{CallerAddr, CallerIdentity};
 use crate::ingress::caller_stream::ResponseGuard;
@@ -192,6 +192,11 @@ impl AccessLog {
     pub fn reused(&mut self, via: Option<Via>, bytes: ByteCount, audit_id: Option<AuditId>) {
         self.carried(via, bytes);
         self.0.stream = audit_id;
+    }
+
+    /// Returns the other server that forwards the stream of the request.
+    pub fn via(&self) -> Option<&ReplicaId> {
+        self.0.via.as_ref()
     }
 
     fn carried(&mut self, via: Option<Via>, bytes: ByteCount) {

@@ -30,7 +30,7 @@ pub(super) mod dial;
 pub(crate) mod table;
 mod throttle;
 
-pub use admin::AdminTunnels;
+pub use admin::{AdminTunnels, VIA_HEADER};
 use basic_auth::BasicAuthError;
 pub use dial::DirectDialer;
 use tunnel_routing::decision::proxy::{ProxyRequest, RequestKind};

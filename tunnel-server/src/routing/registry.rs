@@ -27,9 +27,9 @@ mod idle;
 mod limiter;
 mod probe;
 
-pub use crate::routing::registry::agent_session::{AgentSession, SuspectReason};
-pub use closes::LastClose;
+pub use crate::routing::registry::agent_session::{AgentSession, DiagError, SuspectReason};
 use closes::{CLOSES_MAX, Closes};
+pub use closes::{LastClose, SessionHistory};
 use holders::ChangedNodes;
 pub use idle::IdleStream;
 use idle::IdleStreams;
@@ -172,6 +172,8 @@ struct NodeSessions {
     sessions: Arc<[Arc<AgentSession>]>,
     /// Shared by all sessions of the agent.
     limiter: Arc<StreamLimiter>,
+    /// Time since which the node has sessions without interruption.
+    since: Instant,
 }
 
 impl NodeSessions {
@@ -264,7 +266,9 @@ impl Registry {
         let node = node.or_insert_with(|| NodeSessions {
             sessions: Arc::default(),
             limiter: StreamLimiter::new(self.limits.streams_per_agent),
+            since: Instant::now(),
         });
+        let is_first = node.sessions.is_empty();
         if let Some(other) = node.rival(session.instance, yielded) {
             return Err(RegisterError::InUse(other.clone()));
         }
@@ -286,6 +290,9 @@ impl Registry {
         let newest = std::iter::once(&session);
         node.sessions = newest.chain(node.sessions.iter()).cloned().collect();
         drop(nodes);
+        if is_first {
+            self.closes.lock().record_connect(&session.node);
+        }
         self.notify(&session.node);
         Ok(Registration {
             registry: self.clone(),
@@ -357,6 +364,19 @@ impl Registry {
     /// at most 20,000 nodes.
     pub fn record_close(&self, node: &NodeName, close: LastClose) {
         self.closes.lock().record(node, close);
+    }
+
+    /// Records why an agent of a node was not admitted.
+    pub fn record_refusal(&self, node: &NodeName, close: LastClose) {
+        self.closes.lock().record_refusal(node, close);
+    }
+
+    /// Returns the history of a node at this process, up to now.
+    pub fn history(&self, node: &NodeName) -> Option<SessionHistory> {
+        let since = self.nodes.lock().get(node).map(|node| node.since);
+        let mut history = self.closes.lock().history(node).cloned()?;
+        history.connected += since.map_or(Duration::ZERO, |since| since.elapsed());
+        Some(history)
     }
 
     /// Returns how the session of a node that closed last has ended, if this process saw it.
@@ -535,15 +555,20 @@ impl Registry {
     }
 
     fn remove(&self, node: &NodeName, id: SessionId) {
+        let mut connected = None;
         let mut nodes = self.nodes.lock();
         if let Some(of_node) = nodes.get_mut(node) {
             let others = of_node.sessions.iter().filter(|session| session.id != id);
             of_node.sessions = others.cloned().collect();
             if of_node.sessions.is_empty() {
+                connected = Some(of_node.since.elapsed());
                 nodes.remove(node);
             }
         }
         drop(nodes);
+        if let Some(connected) = connected {
+            self.closes.lock().record_connected(node, connected);
+        }
         self.notify(node);
     }
 

@@ -13,7 +13,7 @@ use tunnel_proto::tls::AgentTrust;
 use tunnel_proto::transport::{CloseReason, ClosedBy, Session, SessionError};
 use tunnel_proto::wire::code::CloseCode;
 use tunnel_proto::wire::control::{
-    CAPABILITY_CLOUD, CAPABILITY_RENEW, ControlMessage, Hello, Member, Welcome,
+    CAPABILITY_CLOUD, CAPABILITY_DIAG, CAPABILITY_RENEW, ControlMessage, Hello, Member, Welcome,
 };
 use tunnel_proto::wire::header::{StreamHeader, StreamKind};
 use tunnel_proto::wire::name::{InstanceId, NodeName, SessionId};
@@ -227,6 +227,8 @@ impl Sessions {
             let mut entry = AgentSession::new(id, node.clone(), hello.instance, session.clone());
             entry.software.clone_from(&hello.software);
             entry.claimed_address.clone_from(&hello.node_ip);
+            let mut capabilities = hello.capabilities.iter();
+            entry.offers_diag = capabilities.any(|name| name == CAPABILITY_DIAG);
             match self.registry.register(entry, &yielded) {
                 Ok(registration) => break registration,
                 // A session that was registered in the meantime.
@@ -361,7 +363,7 @@ impl Sessions {
             let refusal = CloseReason { by, code, reason };
             let now = SystemTime::now();
             let close = LastClose::new(&refusal, peer, now, now);
-            self.registry.record_close(node, close);
+            self.registry.record_refusal(node, close);
         }
     }
 }

@@ -70,6 +70,7 @@ impl Sessions {
                 result = &mut closed => break Ok(result),
                 () = &mut next_poll => {}
                 () = agent.busy() => {}
+                () = agent.diag_requested() => control_sender.diag_request(),
                 () = &mut leaving, if !is_leaving => {
                     is_leaving = true;
                     control_sender.drain(self.drain, self.move_within());
@@ -234,6 +235,7 @@ impl Sessions {
             ControlMessage::Suspect(silent) => monitor.peer_suspects(*silent),
             ControlMessage::Receiving => monitor.peer_receives(),
             ControlMessage::Lost(sessions) => self.close_lost(agent, sessions),
+            ControlMessage::DiagReply(document) => agent.diag_received(document),
             ControlMessage::Hello(_)
             | ControlMessage::Welcome(_)
             | ControlMessage::NotAdmitted(..)
@@ -241,6 +243,7 @@ impl Sessions {
             | ControlMessage::Renew(_)
             | ControlMessage::Renewed(_)
             | ControlMessage::Members(_)
+            | ControlMessage::DiagRequest
             | ControlMessage::Unknown => {
                 debug!(%node, session = session.0, "unexpected control message");
             }

@@ -25,6 +25,7 @@ use tunnel_proto::tls::files::{FileError, KeyPairFiles, load_roots};
 use tunnel_proto::wire::name::{NodeName, Port};
 
 use super::args::DataDirArg;
+use crate::ingress::connect::VIA_HEADER;
 
 /// Connect standard input and output to a port of a node.
 #[derive(Debug, Clone, clap::Args)]
@@ -123,17 +124,24 @@ impl ConnectArgs {
     where
         S: AsyncRead + AsyncWrite + Send + Unpin + 'static,
     {
-        relay_stdio(open_tunnel(socket, &self.node, self.port).await?).await
+        relay_stdio(open_tunnel(socket, &self.node, self.port).await?.io).await
     }
 }
 
-/// Sends CONNECT for a port of a node over a connection to the server. Returns the byte stream to
-/// the node.
+/// A byte stream to a port of a node.
+#[derive(Debug)]
+pub(in crate::admin) struct OpenTunnel {
+    pub(in crate::admin) io: TokioIo<Upgraded>,
+    /// The other server that forwards the stream, if one does and the admin socket was used.
+    pub(in crate::admin) via: Option<String>,
+}
+
+/// Sends CONNECT for a port of a node over a connection to the server.
 pub(in crate::admin) async fn open_tunnel<S>(
     socket: S,
     node: &NodeName,
     port: Port,
-) -> Result<TokioIo<Upgraded>, ConnectError>
+) -> Result<OpenTunnel, ConnectError>
 where
     S: AsyncRead + AsyncWrite + Send + Unpin + 'static,
 {
@@ -153,8 +161,11 @@ where
         let mut response = response.map_err(ConnectError::InvalidResponse)?;
         let status = response.status();
         if status == StatusCode::OK {
+            let via = response.headers().get(VIA_HEADER);
+            let via = via.and_then(|via| via.to_str().ok()).map(str::to_owned);
             let upgraded = hyper::upgrade::on(&mut response).await;
-            return upgraded.map_err(ConnectError::InvalidResponse);
+            let io = TokioIo::new(upgraded.map_err(ConnectError::InvalidResponse)?);
+            return Ok(OpenTunnel { io, via });
         }
         let body = Limited::new(response.into_body(), REASON_MAX_BYTES);
         let reason = match body.collect().await {
@@ -175,7 +186,7 @@ where
         }
     };
     match tokio::time::timeout(RESPONSE_TIMEOUT, asked).await {
-        Ok(tunnel) => Ok(TokioIo::new(tunnel?)),
+        Ok(opened) => opened,
         Err(_elapsed) => Err(ConnectError::Timeout),
     }
 }

@@ -8,6 +8,7 @@ use serde_json::Value;
 use tunnel_process::diag::DiagDocument;
 use tunnel_process::settings::ConfigError;
 use tunnel_proto::wire::PORT_SERVER_META;
+use tunnel_proto::wire::name::NodeName;
 
 use super::VerbError;
 use crate::admin::AdminClient;
@@ -28,6 +29,35 @@ pub async fn collect(settings: Result<Config, ConfigError>) -> DiagDocument {
     document.add("running", running(&data_dir)).await;
     document.add("nodes", nodes(&data_dir)).await;
     document.add_files(data_dir).await;
+    document
+}
+
+/// Collects what the running server knows of a node, and the facts that its agent sends about itself:
+/// version, settings without secrets, sessions, conditions and last log lines.
+pub async fn collect_node(settings: Result<Config, ConfigError>, node: &NodeName) -> DiagDocument {
+    let mut document = DiagDocument::new("tunnel-server", env!("CARGO_PKG_VERSION"));
+    let data_dir = settings.map_or_else(|_invalid| DATA_DIR.into(), |config| config.data_dir);
+    let status = async {
+        let named = client(&data_dir)
+            .await?
+            .named_nodes(std::slice::from_ref(node))
+            .await?;
+        let status = named.nodes.first();
+        let unknown = || VerbError::UnknownNodes([node].into_iter().collect());
+        as_json(status.ok_or_else(unknown)?)
+    };
+    document.add("node", status).await;
+    let failures = async {
+        let mut failures = client(&data_dir).await?.failures().await?;
+        failures.retain(|failure| {
+            let mut named = failure.node.iter().chain(&failure.nodes_from_address);
+            named.any(|name| name == node.as_str())
+        });
+        as_json(&failures)
+    };
+    document.add("failures", failures).await;
+    let agent = async { Ok::<_, VerbError>(client(&data_dir).await?.agent_diag(node).await?) };
+    document.add("agent", agent).await;
     document
 }
 

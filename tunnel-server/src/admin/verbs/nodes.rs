@@ -169,6 +169,7 @@ impl NodesArgs {
         out: &mut impl Write,
     ) -> Result<(), VerbError> {
         let mut printer = NodePrinter::new(self.output, SystemTime::now());
+        printer.has_histories = !names.is_empty();
         let totals = self
             .for_each_page(source, names, |page| printer.page(out, &page))
             .await?;
@@ -288,6 +289,8 @@ struct NodePrinter {
     table: NodeTable,
     document: JsonList,
     has_nodes: bool,
+    /// Whether each page of the table has the histories of its nodes below.
+    has_histories: bool,
 }
 
 impl NodePrinter {
@@ -302,6 +305,7 @@ impl NodePrinter {
             table: NodeTable::new(columns),
             document: JsonList::new("nodes"),
             has_nodes: false,
+            has_histories: false,
         }
     }
 
@@ -313,6 +317,9 @@ impl NodePrinter {
         match self.output {
             NodesOutput::Table | NodesOutput::Wide => {
                 out.write_all(self.table.rows(page, self.now).as_bytes())?;
+                for node in page.nodes.iter().filter(|_| self.has_histories) {
+                    out.write_all(table::history(node).as_bytes())?;
+                }
             }
             NodesOutput::Json => {
                 for node in &page.nodes {
@@ -357,6 +364,7 @@ impl NodesWatch {
     fn observe(&mut self, node: &NodeStatus) -> bool {
         let lasting = NodeStatus {
             last_seen: None,
+            history: None,
             rtt_millis: None,
             streams: 0,
             bytes_in: 0,

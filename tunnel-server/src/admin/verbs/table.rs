@@ -228,6 +228,35 @@ impl RevocationTable {
     }
 }
 
+/// Returns a line about the sessions of a node since the start of the server. Empty if it has had none.
+pub(super) fn history(node: &NodeStatus) -> String {
+    let Some(history) = &node.history else {
+        return String::new();
+    };
+    let ends: Vec<String> = history
+        .ends
+        .iter()
+        .map(|(code, count)| format!("{} {count}", clean(code)))
+        .collect();
+    let ends = if ends.is_empty() {
+        "none ended".to_owned()
+    } else {
+        format!("ended: {}", ends.join(", "))
+    };
+    let reason = node
+        .last_close
+        .as_ref()
+        .filter(|close| !close.reason.is_empty());
+    let reason = reason.map(|close| format!("; last reason: {}", clean(&close.reason)));
+    format!(
+        "{}: connected for {} since the start of this server, reconnects: {}, sessions {ends}{}\n",
+        clean(&node.node),
+        short(Duration::from_secs(history.connected_seconds)),
+        history.reconnects,
+        reason.unwrap_or_default()
+    )
+}
+
 /// Returns the failures of agents, with what to do about each code below.
 pub(super) fn failures(failures: &[&FailureStatus], now: SystemTime) -> String {
     if failures.is_empty() {
@@ -411,7 +440,7 @@ const TEXT_MAX: usize = 253;
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::admin::status::{CloseStatus, VersionSkew};
+    use crate::admin::status::{CloseStatus, HistoryStatus, VersionSkew};
 
     fn nodes(nodes: Vec<NodeStatus>, columns: NodeColumns, now: SystemTime) -> String {
         let mut table = NodeTable::new(columns);
@@ -440,6 +469,55 @@ mod tests {
         assert_eq!(table.rows(&page("worker-1"), now).find("no"), Some(10));
         assert_eq!(table.rows(&page("b"), now).find("no"), Some(10));
         assert_eq!(table.conflicts(), "");
+    }
+
+    #[test]
+    fn history_is_a_line_and_failures_have_their_remedies_once() {
+        let history = HistoryStatus {
+            connected_seconds: 11_000,
+            reconnects: 4,
+            ends: [("dead".to_owned(), 3), ("draining".to_owned(), 1)].into(),
+        };
+        let node = NodeStatus {
+            node: "worker-1".to_owned(),
+            history: Some(history),
+            last_close: Some(CloseStatus {
+                reason: "silent\u{202e}".to_owned(),
+                ..close(SystemTime::UNIX_EPOCH)
+            }),
+            ..NodeStatus::default()
+        };
+        let expected = "worker-1: connected for 3h 3m since the start of this server, reconnects: 4, \
+                        sessions ended: dead 3, draining 1; last reason: silent?\n";
+        assert_eq!(super::history(&node), expected);
+        assert_eq!(super::history(&NodeStatus::default()), "");
+        let now = SystemTime::UNIX_EPOCH + Duration::from_secs(1_750_000_000);
+        let failure = |node: Option<&str>, is_verified| FailureStatus {
+            code: "name_in_use".to_owned(),
+            node: node.map(str::to_owned),
+            is_verified,
+            first: rfc3339(now - Duration::from_secs(60)),
+            last: rfc3339(now),
+            address: "192.0.2.1:5".to_owned(),
+            count: 3,
+            detail: "hostile\n\u{202e}".to_owned(),
+            remedy: "stop one".to_owned(),
+            ..FailureStatus::default()
+        };
+        let mut unnamed = failure(None, false);
+        unnamed.nodes_from_address = vec!["a".to_owned(), "b".to_owned()];
+        let all = [failure(Some("w"), true), failure(Some("w"), false), unnamed];
+        let text = failures(&all.iter().collect::<Vec<_>>(), now);
+        let lines: Vec<&str> = text.lines().collect();
+        assert!(lines[0].starts_with("CODE         NODE"), "{text}");
+        assert!(
+            lines[1].contains(" w ") && lines[1].ends_with("hostile??"),
+            "{text}"
+        );
+        assert!(lines[2].contains("w (claimed)"), "{text}");
+        assert!(lines[3].contains("perhaps a, b"), "{text}");
+        assert_eq!(lines[4..], ["", "name_in_use: stop one"], "{text}");
+        assert!(failures(&[], now).starts_with("no failures"));
     }
 
     #[test]

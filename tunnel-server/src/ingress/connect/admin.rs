@@ -6,7 +6,7 @@ use std::time::Duration;
 
 use bytes::Bytes;
 use futures_util::TryFutureExt;
-use http::{Request, Response};
+use http::{HeaderValue, Request, Response};
 use http_body_util::Full;
 use hyper::body::Incoming;
 use hyper_util::rt::TokioIo;
@@ -25,11 +25,15 @@ use crate::ingress::http::headers::trace_parent;
 use crate::ingress::outcome::Outcome;
 use crate::ingress::tunnel::Tunnel;
 use crate::routing::registry::CallerKey;
+use crate::routing::via::Via;
 use tunnel_routing::decision::proxy::{ProxyRequest, RequestKind};
 use tunnel_routing::dial_policy::{DialPolicy, LiveClusterNetworks};
 
 /// Largest number of concurrent tunnels on the admin socket.
 const TUNNELS_MAX: usize = 256;
+
+/// Field of the answer to CONNECT on the admin socket: the other server that forwards the stream.
+pub const VIA_HEADER: &str = "x-tunnel-via";
 
 /// Opens tunnels for callers that have access to the admin socket.
 #[derive(Debug, Clone)]
@@ -81,6 +85,12 @@ impl AdminTunnels {
             }
         };
         access_log.status(http::StatusCode::OK);
+        let mut granted = Response::default();
+        if let Some(replica) = access_log.via()
+            && let Ok(name) = HeaderValue::from_str(replica.as_str())
+        {
+            granted.headers_mut().insert(VIA_HEADER, name);
+        }
         let caller = hyper::upgrade::on(&mut request).map_ok(TokioIo::new);
         let close_mode = Arc::new(CloseMode::default());
         let exchange_guard = Box::new(ExchangeGuard {
@@ -91,7 +101,7 @@ impl AdminTunnels {
             let _permit = permit;
             relay_granted(caller, Box::new(tunnel), exchange_guard).await;
         });
-        Response::default()
+        granted
     }
 
     async fn open(

@@ -7,8 +7,8 @@ use std::time::{Duration, SystemTime};
 
 use parking_lot::{Mutex, MutexGuard};
 use rustls_pki_types::CertificateDer;
-use tokio::sync::Notify;
-use tokio::time::Instant;
+use tokio::sync::{Notify, oneshot};
+use tokio::time::{Instant, timeout};
 use tunnel_proto::transport::{CloseReason, ClosedBy, Session};
 use tunnel_proto::wire::code::CloseCode;
 use tunnel_proto::wire::name::{InstanceId, NodeName, SessionId};
@@ -27,6 +27,8 @@ pub struct AgentSession {
     pub software: String,
     /// Address that the agent claims. Shown to operators and never used for routing.
     pub claimed_address: String,
+    /// Whether the agent answers requests for facts about itself.
+    pub offers_diag: bool,
     /// Time at which the session was admitted.
     pub since: SystemTime,
     /// [`AgentSession::since`] on the monotonic clock.
@@ -43,12 +45,35 @@ pub struct AgentSession {
     becomes_suspect: Notify,
     streams: Arc<AtomicUsize>,
     busy: Notify,
+    diag: DiagExchange,
     closing: OnceLock<CloseReason>,
     /// End of the last certificate that the agent proved or was issued over this session. Stored on
     /// the monotonic clock, so that a change of the system time cannot end every session.
     valid_until: Mutex<Instant>,
     /// Chain of the last certificate that was issued over this session.
     issued: Mutex<Vec<CertificateDer<'static>>>,
+}
+
+/// Requests of operators for facts about the agent.
+#[derive(Debug, Default)]
+struct DiagExchange {
+    requested: Notify,
+    waiting: Mutex<Vec<oneshot::Sender<String>>>,
+}
+
+/// The reason why an agent gave no facts about itself.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
+pub enum DiagError {
+    #[error(
+        "the agent offers no facts: it is older than this server, or runs with --remote-diag off; use tunnel-agent diag on the node"
+    )]
+    NotOffered,
+    #[error("others wait for facts of this agent; try again")]
+    Busy,
+    #[error("the agent gave no answer in {} s; tunnel-server ping NODE says whether it answers at all", DIAG_TIMEOUT.as_secs())]
+    NoAnswer,
+    #[error("the session with the agent ended before the answer")]
+    Ended,
 }
 
 /// Reason why a session accepts no new streams until the agent responds again.
@@ -99,6 +124,7 @@ impl AgentSession {
             instance,
             software: String::new(),
             claimed_address: String::new(),
+            offers_diag: false,
             since: SystemTime::now(),
             registered: now,
             admitted: now,
@@ -110,6 +136,7 @@ impl AgentSession {
             becomes_suspect: Notify::new(),
             streams: Arc::default(),
             busy: Notify::new(),
+            diag: DiagExchange::default(),
             closing: OnceLock::new(),
             valid_until: Mutex::new(valid_until),
             issued: Mutex::default(),
@@ -241,6 +268,51 @@ impl AgentSession {
         self.busy.notified().await;
     }
 
+    /// Asks the agent for facts about itself. Returns its document, whose content is the agent's
+    /// choice.
+    ///
+    /// # Errors
+    /// Returns a [`DiagError`].
+    pub async fn diag(&self) -> Result<String, DiagError> {
+        if !self.offers_diag {
+            return Err(DiagError::NotOffered);
+        }
+        let (sender, receiver) = oneshot::channel();
+        {
+            let mut waiting = self.diag.waiting.lock();
+            waiting.retain(|other| !other.is_closed());
+            if waiting.len() >= DIAG_WAITING_MAX {
+                return Err(DiagError::Busy);
+            }
+            waiting.push(sender);
+        }
+        self.diag.requested.notify_one();
+        let answer = async {
+            tokio::select! {
+                biased;
+                answer = timeout(DIAG_TIMEOUT, receiver) => match answer {
+                    Ok(Ok(document)) => Ok(document),
+                    Ok(Err(_dropped)) => Err(DiagError::Ended),
+                    Err(_elapsed) => Err(DiagError::NoAnswer),
+                },
+                _ = self.session.closed() => Err(DiagError::Ended),
+            }
+        };
+        answer.await
+    }
+
+    /// Waits until facts about the agent are asked for. Cancel-safe. Supports one waiter.
+    pub async fn diag_requested(&self) {
+        self.diag.requested.notified().await;
+    }
+
+    /// Passes the agent's document to all who wait for it. One that nobody asked for is dropped.
+    pub fn diag_received(&self, document: &str) {
+        for waiting in self.diag.waiting.lock().drain(..) {
+            let _gone = waiting.send(document.to_owned());
+        }
+    }
+
     /// Closes the session and stores the reason, because a transport may report only that the
     /// session was closed locally.
     pub async fn close(&self, code: CloseCode, reason: &str) {
@@ -304,3 +376,8 @@ impl Drop for StreamCountGuard {
         self.0.fetch_sub(1, Ordering::Relaxed);
     }
 }
+
+/// Time for an agent's document.
+const DIAG_TIMEOUT: Duration = Duration::from_secs(10);
+/// Operators that wait for one agent's document at once.
+const DIAG_WAITING_MAX: usize = 4;

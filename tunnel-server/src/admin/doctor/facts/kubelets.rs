@@ -118,7 +118,7 @@ async fn probe(dir: &DataDir, tls: Arc<ClientConfig>, kubelet: &Kubelet) -> Kube
         Err(error) => return KubeletAnswer::Unreachable(error.to_string()),
     };
     let tunnel = match open_tunnel(socket, &kubelet.node, kubelet.port).await {
-        Ok(tunnel) => tunnel,
+        Ok(tunnel) => tunnel.io,
         Err(error) => return KubeletAnswer::Unreachable(error.to_string()),
     };
     let name = match server_name(&kubelet.node) {
