@@ -15,6 +15,7 @@ pub mod cli;
 pub mod cluster;
 pub mod config;
 pub mod egress;
+pub mod failure_code;
 pub mod ingress;
 pub mod metrics;
 pub mod outcome;

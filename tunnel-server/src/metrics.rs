@@ -20,8 +20,8 @@ use tunnel_proto::transport::{BufferPool, PoolGauges, TransportKind};
 use tunnel_proto::wire::code::{CloseCode, EnrollCode, RefusalCode};
 
 use crate::config::Limit;
+use crate::failure_code::failure_codes;
 use crate::outcome::Outcome;
-use crate::session::failures::failure_codes;
 
 /// The result label of a handshake that timed out.
 pub(crate) const TIMEOUT: &str = "timeout";

@@ -8,7 +8,8 @@ use serde::{Deserialize, Serialize};
 use tunnel_proto::wire::name::NodeName;
 
 use super::status::NodeSources;
-use crate::session::failures::{FailedNode, Failure, SHORT_SESSION_CODE, network};
+use crate::failure_code::SHORT_SESSION_CODE;
+use crate::session::failures::{FailedNode, Failure, network};
 use tunnel_store::data_dir::rfc3339;
 
 /// Equal failures of agents at this server: a handshake, an enrollment or an admission that failed, or a
@@ -287,7 +288,7 @@ const REPEATED: u64 = 3;
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::session::failures::failure_codes;
+    use crate::failure_code::failure_codes;
 
     #[test]
     fn each_code_has_a_remedy_with_the_name_of_the_node() {

@@ -7,14 +7,13 @@ use std::net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr};
 use std::time::{Duration, SystemTime};
 
 use parking_lot::Mutex;
-use tunnel_proto::wire::code::{CloseCode, EnrollCode};
 use tunnel_proto::wire::name::NodeName;
 
 /// What failed at an agent.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Attempt {
     /// Name of the failure: a label of `tunnel_server_handshakes_total` or
-    /// `tunnel_server_enrollments_total`, a close code, or one of this module's constants.
+    /// `tunnel_server_enrollments_total`, a close code, or a constant of `failure_code`.
     pub code: &'static str,
     pub node: FailedNode,
     /// Address that the connection came from.
@@ -156,7 +155,9 @@ impl Table {
         if self.owners.get(&key.owner).copied().unwrap_or(0) >= self.per_owner {
             let mut keys = self.by_number.values();
             let oldest = keys.find(|other| other.owner == key.owner).cloned();
-            oldest.and_then(|oldest| self.remove(&oldest));
+            if let Some(oldest) = oldest {
+                self.remove(&oldest);
+            }
         } else if self.entries.len() >= self.limit
             && let Some(oldest) = self.by_number.values().next().cloned()
         {
@@ -219,47 +220,6 @@ pub fn network(address: IpAddr) -> IpAddr {
         IpAddr::V6(address) => Ipv6Addr::from_bits(address.to_bits() & (u128::MAX << 64)).into(),
     }
 }
-
-/// Returns the codes of all failures.
-pub fn failure_codes() -> impl Iterator<Item = &'static str> {
-    let no_failures = ["normal", "draining", "superseded", "dead", "unknown"];
-    let of_sessions = CloseCode::labels().filter(move |code| !no_failures.contains(code));
-    let of_enrollments = EnrollCode::labels().filter(|code| *code != "unknown");
-    OWN_CODES
-        .into_iter()
-        .chain(of_sessions)
-        .chain(of_enrollments)
-}
-
-/// The codes that are neither close codes nor those of enrollments.
-const OWN_CODES: [&str; 12] = [
-    "timeout",
-    "handshake_failed",
-    "no_identity",
-    "unknown_protocol",
-    "proxy_protocol",
-    "cut",
-    NOT_TLS,
-    NO_CERTIFICATE,
-    SERVER_EXPIRED,
-    SERVER_REJECTED,
-    SERVER_UNTRUSTED,
-    SHORT_SESSION_CODE,
-];
-
-/// A session that ended less than [`SHORT_SESSION`] after its admission, and not because an end was
-/// stopped or had another session.
-pub const SHORT_SESSION_CODE: &str = "short_session";
-/// The agent does not trust the CA of this server's certificate.
-pub const SERVER_UNTRUSTED: &str = "server_untrusted";
-/// The agent finds the server's certificate expired or not yet valid.
-pub const SERVER_EXPIRED: &str = "server_expired";
-/// The agent rejects the server's certificate for another reason.
-pub const SERVER_REJECTED: &str = "server_rejected";
-/// A session without a certificate of the agent.
-pub const NO_CERTIFICATE: &str = "no_certificate";
-/// The first bytes are not TLS.
-pub const NOT_TLS: &str = "not_tls";
 
 /// Life below which a session counts as a failure.
 pub const SHORT_SESSION: Duration = Duration::from_secs(30);

@@ -22,10 +22,11 @@ use tunnel_proto::wire::enroll::EnrollReply;
 use tunnel_proto::wire::name::SessionId;
 
 use super::admission::AdmittedSession;
-use super::failures::{FailedNode, SHORT_SESSION, SHORT_SESSION_CODE};
+use super::failures::{FailedNode, SHORT_SESSION};
 use super::renewal::RenewalTask;
 use super::{Sessions, can_agents_move};
 use crate::config::Limit;
+use crate::failure_code::SHORT_SESSION_CODE;
 use crate::metrics::{GaugeGuard, Metrics};
 use crate::routing::registry::{AgentSession, LastClose, SuspectReason};
 

@@ -361,14 +361,17 @@ fn away(node: &NodeStatus, has_failed: bool) -> (FaultKind, Fault) {
     } else {
         "never seen"
     };
-    let since = if has_failed {
-        "; its connections fail, see D21"
+    let (since, several_since) = if has_failed {
+        (
+            "; its connections fail, see D21",
+            ", and connections fail, see D21",
+        )
     } else {
-        "; no connection of it has arrived since"
+        ("; no connection of it has arrived since", "")
     };
     let kind = FaultKind {
         noun: "nodes",
-        what: format!("no agent is connected; {several}{ended}{since}"),
+        what: format!("no agent is connected{several_since}; {several}{ended}"),
         fix: "tunnel-server nodes --away -o wide; tunnel-server nodes --failed; on a node: \
               tunnel-agent doctor",
     };

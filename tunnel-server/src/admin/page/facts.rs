@@ -185,6 +185,22 @@ impl FailureFacts {
         }
     }
 
+    pub(super) fn count(&self) -> u64 {
+        self.0.count
+    }
+
+    pub(super) fn first(&self) -> VisibleText {
+        VisibleText::new(self.0.first.as_str())
+    }
+
+    pub(super) fn last(&self) -> VisibleText {
+        VisibleText::new(self.0.last.as_str())
+    }
+
+    pub(super) fn is_over(&self) -> bool {
+        self.0.is_over
+    }
+
     pub(super) fn address(&self) -> VisibleText {
         VisibleText::new(self.0.address.as_str())
     }

@@ -12,11 +12,10 @@ use tunnel_proto::tls::{CertificateAlert, CertificateRejection};
 use tunnel_proto::transport::{HandshakeError, Session};
 use tunnel_proto::wire::code::CloseCode;
 
+use crate::failure_code::{NO_CERTIFICATE, SERVER_EXPIRED, SERVER_REJECTED, SERVER_UNTRUSTED};
 use crate::metrics::TIMEOUT;
 use crate::session::Sessions;
-use crate::session::failures::{
-    FailedNode, NO_CERTIFICATE, SERVER_EXPIRED, SERVER_REJECTED, SERVER_UNTRUSTED,
-};
+use crate::session::failures::FailedNode;
 
 /// A connection that has not presented a credential yet.
 #[derive(Debug)]

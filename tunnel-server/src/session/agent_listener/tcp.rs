@@ -19,8 +19,9 @@ use tunnel_proto::wire::enroll::{RENEW_EXPORT_BYTES, RENEW_LABEL};
 use tunnel_proto::wire::{ALPN_ENROLL, ALPN_SESSION_TCP};
 
 use super::half_open::{HalfOpenConn, HandshakeResult, PreAuthError, rejection_code};
+use crate::failure_code::NOT_TLS;
 use crate::metrics::PROXY_PROTOCOL;
-use crate::session::failures::{FailedNode, NOT_TLS};
+use crate::session::failures::FailedNode;
 use tunnel_ca::enrollment::{Enrollment, EnrollmentEnd};
 
 /// The fatal alert `no_application_protocol` (RFC 8446, section 6; RFC 7301, section 3.2) as a
