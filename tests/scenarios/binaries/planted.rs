@@ -70,7 +70,7 @@ impl Planted {
             "--kubernetes",
             "off",
             "--meta-listen",
-            &meta,
+            meta.as_str(),
         ];
         let verbs = [&["nodes"][..], &["nodes", "--failed"], &doctor];
         let said = eventually(&format!("{texts:?}"), SAID, async || {
