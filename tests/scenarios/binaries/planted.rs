@@ -73,7 +73,8 @@ impl Planted {
             meta.as_str(),
         ];
         let verbs = [&["nodes"][..], &["nodes", "--failed"], &doctor];
-        let said = eventually(&format!("{texts:?}"), SAID, async || {
+        let what = format!("{texts:?}");
+        let said = eventually(&what, SAID, async || {
             let mut said = String::new();
             for verb in verbs {
                 said.push_str(&self.server.verb(verb)?.run().await?.out);

@@ -1,9 +1,9 @@
 //! Names on an edge node that is cut off: a cache on the node asks the cluster's DNS through the
 //! tunnel, and answers the names that it has while the link is down.
 
+use std::cell::Cell;
 use std::collections::BTreeMap;
 use std::net::IpAddr;
-use std::path::Path;
 use std::time::Duration;
 
 use anyhow::{Context, Result, ensure};
@@ -204,11 +204,11 @@ impl Edge {
 
     /// Waits until names that are not known fail at once.
     async fn expect_failures_at_once(&self, label: &str) {
-        let mut number = 0;
+        let number = Cell::new(0);
         eventually("a failure at once", LONG, async || {
-            number += 1;
+            number.set(number.get() + 1);
             let asked = Instant::now();
-            let name = name(&format!("{label}-{number}"));
+            let name = name(&format!("{label}-{}", number.get()));
             let answer = self.client.ask(&name, RecordType::A).await?;
             ensure!(answer.metadata.response_code == ResponseCode::ServFail);
             ensure!(asked.elapsed() < AT_ONCE, "{:?}", asked.elapsed());

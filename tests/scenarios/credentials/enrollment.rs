@@ -89,7 +89,7 @@ async fn t04_ten_thousand_guesses_get_nothing_and_see_the_limit() -> Result<()> 
             "abcdef012345"
         };
         let guess = JoinToken::new(id, &random.random::<[u8; TOKEN_SECRET_BYTES]>(), Some(pin))?;
-        match env.tokens().redeem(&guess.reveal(), &node, [1; 32], now) {
+        match env.tokens().redeem(&guess.reveal(), &node, [1; 32], &|_| false, now) {
             Err((EnrollCode::BadToken, detail)) => {
                 ensure!(!detail.contains(&guess.reveal()));
                 answered += 1;
@@ -107,7 +107,7 @@ async fn t04_ten_thousand_guesses_get_nothing_and_see_the_limit() -> Result<()> 
     let redeem = |node: &str, key, at| {
         let answer = env
             .tokens()
-            .redeem(&right, &node.parse().unwrap(), [key; 32], at);
+            .redeem(&right, &node.parse().unwrap(), [key; 32], &|_| false, at);
         answer.map(drop).map_err(|(code, _)| code)
     };
     ensure!(redeem("worker-2", 1, now) == Err(EnrollCode::WrongNode));

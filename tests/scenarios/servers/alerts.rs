@@ -1,6 +1,7 @@
 //! Each alert of `deploy/monitoring` in a real Prometheus: it fires with its fault and ends after
 //! it.
 
+use std::cell::Cell;
 use std::collections::BTreeSet;
 use std::net::{Ipv4Addr, SocketAddr};
 use std::path::Path;
@@ -185,13 +186,13 @@ impl Monitored {
         for number in 2..6 {
             others.push(start(OPERATED_NODE, "agent", "callers-ca.crt", number)?);
         }
-        let (prometheus, mut number) = (&self.prometheus, 6);
+        let (prometheus, number) = (&self.prometheus, Cell::new(6));
         let fired = expected.map(|alert| (alert, OPERATED_SERVER));
         eventually("the alerts of agents", ALERT, async || {
             // The limit of the alerts is within a window of seconds.
             for _ in 0..4 {
-                number += 1;
-                let cut = start(CUT_NODE, "cut", "agents-ca.crt", number)?;
+                number.set(number.get() + 1);
+                let cut = start(CUT_NODE, "cut", "agents-ca.crt", number.get())?;
                 operated
                     .server
                     .wait_until_connected(&[OPERATED_NODE, CUT_NODE])

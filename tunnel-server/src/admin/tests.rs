@@ -29,6 +29,7 @@ pub(super) fn state(dir: &DataDir) -> AdminState {
             sessions: Some(SessionSources {
                 registry: Bench::new().sessions.registry.clone(),
                 peers: peers_holding(&[node("worker-9")]),
+                failures: Arc::default(),
             }),
         },
         revocations,

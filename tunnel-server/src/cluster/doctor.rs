@@ -247,7 +247,8 @@ impl ClusterObjects {
             ..ClusterState::default()
         };
         let local_facts = LocalFacts {
-            policy: config.ports.clone(),
+            ports: config.ports.clone(),
+            own_ports: Vec::new(),
             listener_ports: listener_ports(config),
         };
         let has_agent = |node: &NodeName| settings.edge_by_agent && has_agent(node);
@@ -424,7 +425,7 @@ fn value_of(map: ConfigMap, key: &str) -> Option<String> {
 }
 
 fn port_lists(derived: &DerivedPorts, map: &ConfigMap) -> PortListsFacts {
-    let (http, https) = (&derived.policy.http, &derived.policy.https);
+    let (http, https) = (&derived.lists.http, &derived.lists.https);
     let in_both = http.ports().filter(|port| https.contains(*port));
     PortListsFacts {
         mistakes: derived.mistakes.clone(),

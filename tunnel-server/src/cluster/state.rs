@@ -59,6 +59,8 @@ pub(super) struct LocalFacts {
 #[derive(Debug)]
 pub(super) struct DerivedPorts {
     pub(super) policy: PortPolicy,
+    /// The lists of the policy.
+    pub(super) lists: PortLists,
     /// Ignored entries of the ports ConfigMap.
     pub(super) mistakes: Vec<String>,
 }
@@ -118,6 +120,7 @@ impl ClusterState {
             (settings.lists, mistakes) = read_lists(data, local_facts.listener_ports.http);
         }
         DerivedPorts {
+            lists: settings.lists.clone(),
             policy: PortPolicy::new(settings, local_facts.own_ports.clone()),
             mistakes,
         }

@@ -73,7 +73,7 @@ fn flags_win_over_the_file() {
         ..RawConfig::default()
     };
     let config = Config::try_from(flags.or(file)).unwrap();
-    assert_eq!(config.ports.http.to_string(), "9200");
+    assert_eq!(config.ports.lists.http.to_string(), "9200");
     assert_eq!(config.log_level, LevelFilter::DEBUG);
 }
 
@@ -134,10 +134,10 @@ fn unknown_keys_are_refused() {
 fn ports_and_lists_are_read_in_each_form() {
     for ports in ["9100", "'9100'", "[9100]", "['9100']"] {
         let config = yaml(&format!("httpProxyPorts: {ports}")).unwrap();
-        assert_eq!(config.ports.http.to_string(), "9100", "{ports}");
+        assert_eq!(config.ports.lists.http.to_string(), "9100", "{ports}");
     }
     let config = yaml("httpProxyPorts: [9100, 9200-9201]\nadvertise: a.example:1").unwrap();
-    assert_eq!(config.ports.http.to_string(), "9100, 9200-9201");
+    assert_eq!(config.ports.lists.http.to_string(), "9100, 9200-9201");
     assert_eq!(config.advertise, ["a.example:1"]);
 }
 

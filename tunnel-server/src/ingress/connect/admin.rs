@@ -25,7 +25,6 @@ use crate::ingress::http::headers::trace_parent;
 use crate::ingress::outcome::Outcome;
 use crate::ingress::tunnel::Tunnel;
 use crate::routing::registry::CallerKey;
-use crate::routing::via::Via;
 use tunnel_routing::decision::proxy::{ProxyRequest, RequestKind};
 use tunnel_routing::dial_policy::{DialPolicy, LiveClusterNetworks};
 
