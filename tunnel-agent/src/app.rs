@@ -313,7 +313,8 @@ impl App {
             limits: config.limits,
             facts: config.remote_diag.then(|| {
                 let (readiness, statuses) = (self.readiness.clone(), self.statuses.clone());
-                Arc::new(AgentFacts::new(&config, readiness, statuses))
+                let sessions = move |now| serde_json::json!(statuses.report(now));
+                Arc::new(AgentFacts::new(&config, readiness, Box::new(sessions)))
             }),
             egress: Arc::new(egress),
             cloud_sessions: self.cloud_sessions.clone(),

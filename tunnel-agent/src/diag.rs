@@ -1,10 +1,10 @@
 //! Facts about an agent: the verb `diag`, which collects them on its host for a bug report, and the
 //! document that a running agent sends to a server that asks for it.
 
-use std::sync::Arc;
+use std::fmt;
 use std::time::SystemTime;
 
-use serde_json::json;
+use serde_json::{Value, json};
 use tokio::time::Instant;
 use tunnel_process::diag::redact::{redact, redacted};
 use tunnel_process::diag::{DiagDocument, settings_lines};
@@ -14,28 +14,31 @@ use tunnel_process::telemetry::recent_lines;
 use tunnel_proto::wire::control::DIAG_DOCUMENT_MAX;
 
 use crate::config::{self, Config, DEFAULT_DATA_DIR, LoadError, RawConfig};
-use crate::connector::status::SessionStatuses;
+
+/// Returns the sessions as the meta port lists them.
+type SessionsAt = Box<dyn Fn(Instant) -> Value + Send + Sync>;
 
 /// What a running agent says of itself.
-#[derive(Debug)]
 pub(crate) struct AgentFacts {
     started: Instant,
     settings: Vec<String>,
     readiness: Readiness,
-    statuses: Arc<SessionStatuses>,
+    sessions: SessionsAt,
+}
+
+impl fmt::Debug for AgentFacts {
+    fn fmt(&self, formatter: &mut fmt::Formatter<'_>) -> fmt::Result {
+        formatter.write_str("AgentFacts(..)")
+    }
 }
 
 impl AgentFacts {
-    pub(crate) fn new(
-        config: &Config,
-        readiness: Readiness,
-        statuses: Arc<SessionStatuses>,
-    ) -> Self {
+    pub(crate) fn new(config: &Config, readiness: Readiness, sessions: SessionsAt) -> Self {
         Self {
             started: Instant::now(),
             settings: settings_lines(config),
             readiness,
-            statuses,
+            sessions,
         }
     }
 
@@ -49,7 +52,7 @@ impl AgentFacts {
             "program": { "name": "tunnel-agent", "version": env!("CARGO_PKG_VERSION"), "commit": COMMIT },
             "clock": humantime::format_rfc3339_seconds(SystemTime::now()).to_string(),
             "uptimeSeconds": now.duration_since(self.started).as_secs(),
-            "sessions": self.statuses.report(now),
+            "sessions": (self.sessions)(now),
             "waitsFor": self.readiness.read().0,
             "conditions": first(conditions, CONDITIONS_BYTES_MAX),
             "settings": first(self.settings.iter().cloned(), SETTINGS_BYTES_MAX),
@@ -115,8 +118,6 @@ const NO_LOG: &str = "the agent offers its log to no command of its host; add th
 
 #[cfg(test)]
 mod tests {
-    use serde_json::Value;
-
     use super::*;
 
     #[test]
@@ -137,7 +138,7 @@ mod tests {
         let facts = AgentFacts {
             started: Instant::now(),
             settings: vec!["long".repeat(30); 5000],
-            statuses: Arc::new(SessionStatuses::new(readiness.clone())),
+            sessions: Box::new(|_now| json!([])),
             readiness,
         };
         let text = facts.document();

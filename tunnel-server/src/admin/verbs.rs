@@ -1,4 +1,4 @@
-//! The commands `token`, `nodes`, `ca`, `data`, `connect`, `healthcheck` and `diag`. They use the running
+//! The commands `token`, `nodes`, `ca`, `data`, `connect`, `ping`, `healthcheck` and `diag`. They use the running
 //! server if there is one, or else the files of the data directory.
 
 use std::io::{self, Write};

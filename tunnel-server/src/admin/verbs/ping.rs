@@ -9,10 +9,10 @@ use tokio::net::UnixStream;
 use tokio::time::{Instant, sleep};
 use tunnel_proto::wire::name::{NodeName, Port};
 
+use super::VerbError;
 use super::args::{DataDirArg, OutputFormat};
 use super::connect::{ConnectError, open_tunnel};
 use super::table::clean;
-use super::{VerbError, VerbOutput};
 use crate::admin::ping::PingReport;
 use crate::admin::{AdminClient, AdminError};
 use tunnel_store::data_dir::DataDir;
@@ -109,7 +109,7 @@ impl Pinged {
             });
         }
         if let Some(target) = &self.target {
-            let way = match &target.hop {
+            let path = match &target.hop {
                 Some(server) => format!("through server {}", clean(server)),
                 None => "through a session of this server".to_owned(),
             };
@@ -121,7 +121,7 @@ impl Pinged {
                         format!(", of which the agent's dial took {dial:.1} ms")
                     });
                     format!(
-                        "{node}:{}: connected in {:.1} ms {way}{dial}\n",
+                        "{node}:{}: connected in {:.1} ms {path}{dial}\n",
                         target.port,
                         millis.unwrap_or_default()
                     )
@@ -155,7 +155,7 @@ impl PingArgs {
             output.flush()?;
         }
         if is_good {
-            VerbOutput::out(String::new()).print()
+            Ok(())
         } else {
             Err(VerbError::NoAnswer(self.node))
         }
