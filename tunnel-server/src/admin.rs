@@ -437,9 +437,9 @@ async fn agent_diag(
     };
     let document = agent.diag().await;
     let document = document.map_err(|error| RequestError::conflict(&error))?;
-    let unreadable =
-        |error| RequestError::conflict(&format!("cannot read the agent's answer: {error}"));
-    serde_json::from_str(&document).map_err(unreadable)
+    serde_json::from_str(&document).map_err(|error| {
+        RequestError::conflict(&format!("cannot read the agent's answer: {error}"))
+    })
 }
 
 fn unknown_node(node: &NodeName) -> RequestError {

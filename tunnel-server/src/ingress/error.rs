@@ -19,7 +19,7 @@ use tunnel_routing::policy::Denied;
 /// A failure before a response began, with its code and one line of text that names the node and
 /// the target.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
-#[error("{text}{}", self.advice())]
+#[error("{text}{}", advice(*.outcome, .text))]
 pub struct ProxyError {
     pub outcome: Outcome,
     /// What failed, in one line. The error's own text also says what to do.
@@ -40,17 +40,6 @@ impl ProxyError {
             limit: None,
             refusal: None,
             cut: None,
-        }
-    }
-
-    /// Returns what the caller can do about a target that fails, to append to the text.
-    fn advice(&self) -> &'static str {
-        match self.outcome {
-            Outcome::TargetRefused => REFUSED_ADVICE,
-            Outcome::TargetTimeout => TIMEOUT_ADVICE,
-            // The text may know that the target speaks https.
-            Outcome::TargetBadResponse if !self.text.contains("https") => BAD_RESPONSE_ADVICE,
-            _ => "",
         }
     }
 
@@ -219,6 +208,17 @@ fn root_cause(error: &(dyn std::error::Error + 'static)) -> String {
         deepest = source;
     }
     one_line(&deepest.to_string())
+}
+
+/// Returns what the caller can do about a target that fails, to append to the text.
+fn advice(outcome: Outcome, text: &str) -> &'static str {
+    match outcome {
+        Outcome::TargetRefused => REFUSED_ADVICE,
+        Outcome::TargetTimeout => TIMEOUT_ADVICE,
+        // The text may know that the target speaks https.
+        Outcome::TargetBadResponse if !text.contains("https") => BAD_RESPONSE_ADVICE,
+        _ => "",
+    }
 }
 
 const REFUSED_ADVICE: &str = "; start the program, or let it listen on this address and port; on the node: tunnel-agent \

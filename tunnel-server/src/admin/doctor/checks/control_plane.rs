@@ -149,7 +149,7 @@ pub(super) fn corefile(facts: &Facts) -> Fact<Vec<Fault>> {
     let faults = corefiles.iter().flat_map(|corefile| {
         let blocks = hosts_blocks(&corefile.text).into_iter();
         let of_records = blocks.filter(|block| block.file.contains("tunnel-nodes"));
-        of_records.filter_map(|block| fallthrough_fault(&corefile.config_map, &block))
+        of_records.filter_map(move |block| fallthrough_fault(&corefile.config_map, &block))
     });
     Ok(faults.collect())
 }
