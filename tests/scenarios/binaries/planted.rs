@@ -66,7 +66,7 @@ impl Planted {
         let doctor = [
             "doctor",
             "--only",
-            "D09,D21",
+            "D09,D22",
             "--kubernetes",
             "off",
             "--meta-listen",
@@ -201,7 +201,7 @@ async fn agent_of_another_ca_is_named_by_its_address() -> Result<()> {
         "server_untrusted",
         "127.0.0.0/24",
         "the agent knows another CA than this server's",
-        "warning D21",
+        "warning D22",
     ];
     planted.says(&expected).await;
     Ok(())
@@ -236,7 +236,7 @@ async fn cloned_disk_is_named_within_10_s_with_the_node_and_a_condition() -> Res
     let named = async {
         let expected = [
             "name_in_use",
-            "error D21 worker-1",
+            "error D22 worker-1",
             "two running agents have this name: a cloned disk",
         ];
         planted.says(&expected).await;
@@ -374,7 +374,7 @@ async fn node_whose_sessions_are_cut_is_named_with_their_number() -> Result<()> 
     let _agent = start(NODE, cutter, &folder, &["--transport", "h2"])?;
     let expected = [
         "short_session",
-        "error D21 worker-1",
+        "error D22 worker-1",
         "a proxy, firewall or NAT with a short time limit",
     ];
     planted.says(&expected).await;

@@ -20,7 +20,7 @@ mod dialed;
 const CHECKS: Checks<Facts> = Checks {
     single: SINGLE,
     grouped: GROUPED,
-    values: &[(&report::D09, nodes), (&report::D21, no_failures)],
+    values: &[(&report::D09, nodes), (&report::D22, no_failures)],
 };
 
 const SINGLE: &[(&Explanation, Check<Facts>)] = &[
@@ -53,7 +53,7 @@ const SINGLE: &[(&Explanation, Check<Facts>)] = &[
 const GROUPED: &[(&Explanation, GroupedCheck<Facts>)] = &[
     (&report::D08, cluster::node_names),
     (&report::D09, agents),
-    (&report::D21, failures),
+    (&report::D22, failures),
 ];
 
 /// Does all checks and returns their results, sorted.
@@ -120,7 +120,7 @@ fn nodes(facts: &Facts) -> Option<String> {
     }
 }
 
-/// D21: what failed at agents.
+/// D22: what failed at agents.
 fn failures(facts: &Facts) -> Fact<FaultGroups> {
     match &facts.server {
         ServerAnswer::Nodes(survey) => Ok(survey.failures().clone()),
@@ -283,7 +283,7 @@ const OF_OTHER_CHECKS: &[&str] = &[
     "records size",
     "watching records",
     "writing records",
-    // D21 has the failures of which this condition has some.
+    // D22 has the failures of which this condition has some.
     "agents",
 ];
 /// Packet of IPv6 that every link passes (RFC 8200, section 5). QUIC's packets have at least 1,200

@@ -162,8 +162,8 @@ pub(super) const D18: Explanation = Explanation {
     link: "docs/reference/limits.md",
 };
 
-pub(super) const D21: Explanation = Explanation {
-    id: "D21",
+pub(super) const D22: Explanation = Explanation {
+    id: "D22",
     checks: "what failed at agents in the last hour, as the running server remembers it: handshakes, \
              enrollments and admissions, sessions that ended within 30 s",
     consequence: "the node cannot be reached, or not for long; or it is not the node that it claims to be",
@@ -173,7 +173,7 @@ pub(super) const D21: Explanation = Explanation {
 
 /// The explanations of all checks, by id.
 pub(super) const EXPLANATIONS: &[Explanation] = &[
-    D01, D02, D03, D04, D05, D06, D07, D08, D09, D10, D11, D12, D13, D14, D15, D16, D17, D18, D21,
+    D01, D02, D03, D04, D05, D06, D07, D08, D09, D10, D11, D12, D13, D14, D15, D16, D17, D18, D22,
 ];
 
 #[cfg(test)]

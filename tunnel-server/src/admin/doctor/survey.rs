@@ -363,8 +363,8 @@ fn away(node: &NodeStatus, has_failed: bool) -> (FaultKind, Fault) {
     };
     let (since, several_since) = if has_failed {
         (
-            "; its connections fail, see D21",
-            ", and connections fail, see D21",
+            "; its connections fail, see D22",
+            ", and connections fail, see D22",
         )
     } else {
         ("; no connection of it has arrived since", "")

@@ -208,7 +208,7 @@ fn healthy_installation_has_no_finding() {
             "D09",
             "2 of 2 nodes connected; slowest round trip 20 ms (b); first certificate to end in 20 days (a)",
         ),
-        ("D21", "no agent failed to connect"),
+        ("D22", "no agent failed to connect"),
     ] {
         let mut passed = report.passed.iter();
         let passed = passed.find(|passed| passed.id == id).unwrap();
@@ -217,7 +217,7 @@ fn healthy_installation_has_no_finding() {
 }
 
 #[test]
-fn d21_failures_of_agents_are_found_until_they_are_over() {
+fn d22_failures_of_agents_are_found_until_they_are_over() {
     let failure = FailureStatus {
         code: "name_in_use".to_owned(),
         node: Some("a".to_owned()),
@@ -237,17 +237,17 @@ fn d21_failures_of_agents_are_found_until_they_are_over() {
         findings(|facts| facts.server = answer_with(&[node("a"), node("b")], &[changed]))
     };
     let cloned = found(&|_| {});
-    ensure_only(&cloned, "D21", Severity::Error);
+    ensure_only(&cloned, "D22", Severity::Error);
     assert_eq!(cloned[0].place, "a");
     assert!(cloned[0].what.contains("7 times"), "{cloned:?}");
     assert_eq!(cloned[0].fix, failure.remedy);
     ensure_only(
         &found(&|it| it.is_verified = false),
-        "D21",
+        "D22",
         Severity::Warning,
     );
     let scanner = found(&|it| (it.is_verified, it.is_noise, it.node) = (false, true, None));
-    ensure_only(&scanner, "D21", Severity::Info);
+    ensure_only(&scanner, "D22", Severity::Info);
     assert_eq!(scanner[0].place, "192.0.2.0/24");
     assert!(found(&|it| it.is_over = true).is_empty());
     assert!(found(&|it| it.last = "2025-12-31T22:00:00Z".to_owned()).is_empty());
@@ -283,7 +283,7 @@ fn d09_node_that_is_away_says_whether_connections_of_it_arrive() {
             "no connection of it has arrived since",
             "its DNS, a proxy or a firewall",
         ),
-        (&[failure][..], "see D21", "tunnel-server nodes --failed a"),
+        (&[failure][..], "see D22", "tunnel-server nodes --failed a"),
     ] {
         let found = findings(|facts| facts.server = answer_with(&[away.clone()], failures));
         let found = found.iter().find(|finding| finding.id == "D09").unwrap();
