@@ -11,7 +11,7 @@ use tunnel_process::shutdown::Shutdown;
 use tunnel_proto::session::control::{self, ControlReader, ControlWriter};
 use tunnel_proto::transport::memory::{self, MemorySession};
 use tunnel_proto::transport::{BufferPool, Session, Stream};
-use tunnel_proto::wire::control::{ControlMessage, Hello};
+use tunnel_proto::wire::control::{CAPABILITY_DIAG, ControlMessage, Hello};
 use tunnel_proto::wire::header::{StreamHeader, StreamKind, Target};
 use tunnel_proto::wire::name::{InstanceId, NodeName, Port};
 use tunnel_proto::wire::peer::{HeldNode, Holds};
@@ -239,7 +239,7 @@ pub(crate) async fn say_hello(
     let (reader, mut writer) = control::split(stream);
     let hello = Hello {
         versions: (1, 1),
-        capabilities: vec![],
+        capabilities: vec![CAPABILITY_DIAG.to_owned()],
         node_name: node(),
         instance: InstanceId::new([instance; 16]),
         software: "played".into(),

@@ -71,7 +71,6 @@ impl Sessions {
                 result = &mut closed => break Ok(result),
                 () = &mut next_poll => {}
                 () = agent.busy() => {}
-                () = agent.diag_requested() => control_sender.diag_request(),
                 () = &mut leaving, if !is_leaving => {
                     is_leaving = true;
                     control_sender.drain(self.drain, self.move_within());
@@ -96,6 +95,9 @@ impl Sessions {
                         debug!(node = %agent.node, session = agent.id.0, %error, "cannot send on the control stream");
                     }
                 }
+            }
+            if agent.take_diag_request() {
+                control_sender.diag_request();
             }
             match self.check(&agent, &mut monitor, &control_sender) {
                 Ok(next) => next_poll.as_mut().reset(coalesced(next)),

@@ -57,7 +57,8 @@ pub struct AgentSession {
 /// Requests of operators for facts about the agent.
 #[derive(Debug, Default)]
 struct DiagExchange {
-    requested: Notify,
+    /// Whether the agent has to be asked.
+    is_due: AtomicBool,
     waiting: Mutex<Vec<oneshot::Sender<String>>>,
 }
 
@@ -263,7 +264,8 @@ impl AgentSession {
         self.streams.load(Ordering::Relaxed) > 0
     }
 
-    /// Waits until a stream opens on a session that had none. Cancel-safe. Supports one waiter.
+    /// Waits until a stream opens on a session that had none, or until facts about the agent are asked
+    /// for. Cancel-safe. Supports one waiter.
     pub async fn busy(&self) {
         self.busy.notified().await;
     }
@@ -286,7 +288,8 @@ impl AgentSession {
             }
             waiting.push(sender);
         }
-        self.diag.requested.notify_one();
+        self.diag.is_due.store(true, Ordering::Relaxed);
+        self.busy.notify_one();
         let answer = async {
             tokio::select! {
                 biased;
@@ -301,9 +304,9 @@ impl AgentSession {
         answer.await
     }
 
-    /// Waits until facts about the agent are asked for. Cancel-safe. Supports one waiter.
-    pub async fn diag_requested(&self) {
-        self.diag.requested.notified().await;
+    /// Returns whether the agent has to be asked for facts about itself, once for each request.
+    pub fn take_diag_request(&self) -> bool {
+        self.diag.is_due.swap(false, Ordering::Relaxed)
     }
 
     /// Passes the agent's document to all who wait for it. One that nobody asked for is dropped.

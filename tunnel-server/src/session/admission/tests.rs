@@ -41,6 +41,15 @@ async fn other_instance_is_refused_while_the_first_answers() {
     let detail = is_refused(second, &answer, CloseCode::NameInUse).await;
     assert!(detail.contains("worker-1"), "{detail}");
     assert_eq!(bench.sessions.registry.of_node(&node()).len(), 1);
+    let failures = bench.sessions.failures.all();
+    let [failure] = &failures[..] else {
+        panic!("{failures:?}");
+    };
+    let refused = (failure.code, &failure.node);
+    assert_eq!(refused, ("name_in_use", &FailedNode::Verified(node())));
+    assert!(failure.detail.contains("cloned disk"), "{failure:?}");
+    let counted = "tunnel_server_agent_failures_total{code=\"name_in_use\"}";
+    assert_eq!(bench.metric(counted), Some(1));
     drop(first);
 }
 

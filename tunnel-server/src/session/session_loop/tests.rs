@@ -3,7 +3,7 @@ use tokio::task::JoinSet;
 use tunnel_proto::transport::{Session, StreamCut, find_cause};
 
 use super::*;
-use crate::routing::registry::{OpenError, SuspectReason};
+use crate::routing::registry::{DiagError, OpenError, SuspectReason};
 use crate::testing::{Bench, eventually, node};
 
 fn secs(seconds: u64) -> Duration {
@@ -172,6 +172,41 @@ async fn end_of_the_control_stream_withdraws_and_a_broken_one_closes() {
     eventually("gone", gone).await;
     let ends = "tunnel_server_session_ends_total{code=\"normal\"}";
     eventually("counted", || bench.metric(ends) == Some(1)).await;
+    assert!(bench.sessions.failures.all().is_empty(), "an orderly end");
+}
+
+#[tokio::test(start_paused = true)]
+async fn session_that_is_cut_within_half_a_minute_is_a_failure_and_a_longer_one_is_none() {
+    for (lasted, expected) in [(secs(1), &["short_session"][..]), (secs(31), &[])] {
+        let (bench, agent) = Bench::with_agent().await;
+        sleep(lasted).await;
+        agent.far.close(CloseCode::Protocol, "cut").await;
+        let ends = "tunnel_server_session_ends_total{code=\"protocol\"}";
+        eventually("the end is counted", || bench.metric(ends) == Some(1)).await;
+        let failures = bench.sessions.failures.all();
+        let codes: Vec<_> = failures.iter().map(|failure| failure.code).collect();
+        assert_eq!(codes, expected, "{failures:?}");
+        let history = bench.sessions.registry.history(&node()).unwrap();
+        assert_eq!((history.connects, history.ends["protocol"]), (1, 1));
+        assert!(history.connected >= lasted, "{history:?}");
+    }
+}
+
+#[tokio::test(start_paused = true)]
+async fn agent_is_asked_for_facts_and_only_its_answer_to_that_counts() {
+    let (bench, mut agent) = Bench::with_agent().await;
+    let registered = bench.sessions.registry.of_node(&node()).remove(0);
+    agent.send(ControlMessage::DiagReply("early".into())).await;
+    let document = "{}".to_owned();
+    let asking = registered.diag();
+    let answering = async {
+        assert_eq!(agent.recv().await, ControlMessage::DiagRequest);
+        agent
+            .send(ControlMessage::DiagReply(document.clone()))
+            .await;
+    };
+    assert_eq!(tokio::join!(asking, answering).0, Ok(document.clone()));
+    assert_eq!(registered.diag().await, Err(DiagError::NoAnswer));
 }
 
 #[tokio::test(start_paused = true)]

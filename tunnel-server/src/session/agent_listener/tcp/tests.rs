@@ -136,6 +136,17 @@ impl Listener {
         Ok(String::from_utf8(agreed.unwrap_or_default()).unwrap())
     }
 
+    /// Waits until a failure with this code is remembered so many times.
+    async fn remembers(&self, code: &str, count: u64) {
+        let failures = &self.bench.sessions.failures;
+        eventually(code, || {
+            let all = failures.all();
+            let mut of_code = all.iter().filter(|failure| failure.code == code);
+            of_code.any(|failure| failure.count == count)
+        })
+        .await;
+    }
+
     fn handshakes(&self, result: &str) -> Option<u64> {
         let metric = format!("tunnel_server_handshakes_total{{result=\"{result}\"}}");
         self.bench.metric(&metric)
@@ -206,6 +217,7 @@ async fn header_of_a_load_balancer_is_known_and_ends_the_connection() {
     }
     let is_counted = || test_listener.handshakes("proxy_protocol") == Some(2);
     eventually("both are counted", is_counted).await;
+    test_listener.remembers("proxy_protocol", 2).await;
     test_listener.all_permits_are_free().await;
 }
 
@@ -218,6 +230,7 @@ async fn enrollment_needs_no_certificate_and_a_session_does() {
     assert_contains(&error.unwrap_err(), "CertificateRequired");
     let is_counted = || test_listener.handshakes("handshake_failed") == Some(1);
     eventually("the failure is counted", is_counted).await;
+    test_listener.remembers("no_certificate", 1).await;
     let key = Some(test_listener.agent_key());
     let agreed = test_listener.connect(&[ALPN_SESSION_TCP], key).await;
     assert_eq!(agreed.as_deref(), Ok("h2"));
@@ -231,6 +244,7 @@ async fn certificate_of_another_ca_ends_in_the_handshake() {
     let key = Some(other.agent_key());
     let error = test_listener.connect(&[ALPN_SESSION_TCP], key).await;
     assert_contains(&error.unwrap_err(), "UnknownCA");
+    test_listener.remembers("credential_untrusted", 1).await;
     assert!(test_listener.bench.sessions.registry.all().is_empty());
 }
 
