@@ -196,7 +196,11 @@ async fn session_that_is_cut_within_half_a_minute_is_a_failure_and_a_longer_one_
 async fn agent_is_asked_for_facts_and_only_its_answer_to_that_counts() {
     let (bench, mut agent) = Bench::with_agent().await;
     let registered = bench.sessions.registry.of_node(&node()).remove(0);
-    agent.send(ControlMessage::DiagReply("early".into())).await;
+    let early = ControlMessage::DiagReply("early".into());
+    for message in [early, ControlMessage::Withdraw] {
+        agent.send(message).await;
+    }
+    eventually("both are read", || registered.is_withdrawn()).await;
     let document = "{}".to_owned();
     let asking = registered.diag();
     let answering = async {
