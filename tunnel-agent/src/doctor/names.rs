@@ -79,7 +79,7 @@ fn read(root: &Path) -> (Result<Vec<IpAddr>, String>, Vec<IpAddr>) {
     let nameservers = resolv_conf.lines().filter_map(|line| {
         let mut words = line.split_whitespace();
         words.next().filter(|word| *word == "nameserver")?;
-        words.next()?.parse().ok()
+        words.next()?.parse::<IpAddr>().ok()
     });
     (cluster_dns(root), nameservers.collect())
 }
@@ -89,8 +89,10 @@ fn cluster_dns(root: &Path) -> Result<Vec<IpAddr>, String> {
     let command = kubelet(&root.join("proc"));
     let flag = |name: &str| flag(command.as_deref()?, name);
     if let Some(list) = flag("cluster-dns") {
-        let addresses = list.split(',').map(|address| address.trim().parse());
-        let addresses = addresses.collect::<Result<_, _>>();
+        let addresses = list
+            .split(',')
+            .map(|address| address.trim().parse::<IpAddr>());
+        let addresses = addresses.collect::<Result<Vec<_>, _>>();
         return addresses.map_err(|_error| format!("--cluster-dns of the kubelet is {list:?}"));
     }
     let file = flag("config").map_or_else(|| PathBuf::from(KUBELET_CONFIG), PathBuf::from);
@@ -154,7 +156,11 @@ fn cluster_dns_of(config: &str) -> Option<Vec<IpAddr>> {
     };
     let addresses = entries.into_iter().map(|entry| {
         let entry = entry.split('#').next().unwrap_or_default();
-        entry.trim().trim_matches(['"', '\'']).parse().ok()
+        entry
+            .trim()
+            .trim_matches(['"', '\''])
+            .parse::<IpAddr>()
+            .ok()
     });
     let addresses: Vec<IpAddr> = addresses.collect::<Option<_>>()?;
     (!addresses.is_empty()).then_some(addresses)

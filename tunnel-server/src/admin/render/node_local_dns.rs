@@ -266,9 +266,10 @@ changed=
 # replace FILE PATTERN EDIT: edits a file with the pattern, and keeps the old one as FILE.culvert.
 replace() {
     [ -f "$1" ] && grep -q "$2" "$1" || return 0
+    if sed -e "$3" "$1" | cmp -s - "$1"; then return 0; fi
     cp -p "$1" "$1.culvert"
     sed -i -e "$3" "$1"
-    cmp -s "$1" "$1.culvert" && rm "$1.culvert" || changed=yes
+    changed=yes
 }
 # Flags, in files that a provider or kubeadm reads into the kubelet's command line.
 for file in /etc/kubernetes/kubelet /etc/default/kubelet /etc/sysconfig/kubelet \

@@ -155,7 +155,8 @@ fn node_local_dns_asks_the_agent_for_names_of_the_cluster_and_the_node_for_other
         ("ipvs", vec!["169.254.20.10"]),
         ("iptables", vec!["169.254.20.10", "10.96.0.10"]),
     ] {
-        let more = [&*format!("--proxy-mode={mode}"), "--zone=nodes.example.com"];
+        let mode = format!("--proxy-mode={mode}");
+        let more = [&*mode, "--zone=nodes.example.com"];
         let objects = documents(&[&flags[..], &more].concat());
         let kinds: Vec<_> = objects.iter().map(|object| &object["kind"]).collect();
         let expected = [
@@ -212,7 +213,9 @@ fn flags_of_node_local_dns_that_contradict_each_other_are_errors() {
         ),
     ] {
         let line = ["render", "node-local-dns", "--cluster-dns=10.96.0.10"];
-        let verb = Line::try_parse_from([&line, flags].concat()).unwrap().verb;
+        let verb = Line::try_parse_from([&line[..], flags].concat())
+            .unwrap()
+            .verb;
         let error = verb.run().unwrap_err();
         assert_eq!(error.exit_code(), 64);
         assert!(error.to_string().contains(hint), "{flags:?}: {error}");

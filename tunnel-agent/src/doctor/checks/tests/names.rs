@@ -51,12 +51,12 @@ fn way_of_names_is_reported_with_what_happens_while_the_link_is_down() {
         ),
         (Box::new(pods_ask(listener)), Severity::Error, "TCP only"),
         (
-            Box::new(|facts| facts.names.host = vec![LISTENER.into()]),
+            Box::new(|facts: &mut Facts| facts.names.host = vec![LISTENER.into()]),
             Severity::Error,
             "finds none",
         ),
         (
-            Box::new(move |facts| {
+            Box::new(move |facts: &mut Facts| {
                 pods_ask(elsewhere.clone())(facts);
                 facts.cloud.listeners.clear();
             }),
