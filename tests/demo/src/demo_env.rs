@@ -22,6 +22,8 @@ pub(super) struct DemoEnv {
     server: Server,
     /// The address where the server answers DNS.
     pub(super) dns: SocketAddr,
+    /// The address of the server's console.
+    console: SocketAddr,
     network: Network,
     folder: Folder,
     curl: String,
@@ -56,11 +58,16 @@ impl DemoEnv {
             .process()
             .wait_for_line("DNS", START, |line| Listener::Dns.opened(line))
             .await?;
+        let console = server
+            .process()
+            .wait_for_line("console", START, |line| Listener::Status.opened(line))
+            .await?;
         let mut demo_env = Self {
             agents: Vec::new(),
             sites: Vec::new(),
             server,
             dns,
+            console,
             network,
             folder,
             curl,
@@ -203,6 +210,11 @@ impl DemoEnv {
         Some(lines.map(|line| self.folder.inside(Some(caller), line)))
     }
 
+    /// Returns the URL of the server's console.
+    pub(super) fn console(&self) -> String {
+        format!("http://{}/", self.console)
+    }
+
     /// Returns the path of the file of that name.
     pub(super) fn file(&self, name: &str) -> String {
         self.folder.path(name)
@@ -240,7 +252,10 @@ impl Network {
             Ok(topology) => {
                 terminal.message(&format!(
                     "A cloud and two edge sites, each in network namespaces of its own. Both edges are {EDGE_ADDRESS}, \
-                     behind NAT, and can only dial out."
+                     behind NAT, and can only dial out. The first word of a line says where it runs: {} in the cloud, {} \
+                     on the first edge.",
+                    folder.path("cloud"),
+                    folder.path("edge-1"),
                 ));
                 let resolv_conf = format!("nameserver {CLOUD_ADDRESS}\noptions ndots:0\n");
                 let cloud = topology.cloud();
@@ -279,10 +294,16 @@ impl Network {
             Some(topology) => ServerSetup::new(data, Some(topology.cloud()))
                 .args(&["--advertise", &format!("{CLOUD_ADDRESS}:10262")])
                 .args(&["--proxy-port-listen", "0.0.0.0", "--allow-unauthenticated"])
-                .args(&["--dns-listen", &format!("{CLOUD_ADDRESS}:53")]),
+                .args(&["--dns-listen", &format!("{CLOUD_ADDRESS}:53")])
+                .args(&["--status-listen", CONSOLE]),
             None => ServerSetup::on_loopback(data)
                 .args(&["--https-proxy-ports", &self.kubelet_port.to_string()])
-                .args(&["--dns-listen", "127.0.0.1:0"]),
+                .args(&[
+                    "--dns-listen",
+                    "127.0.0.1:0",
+                    "--status-listen",
+                    "127.0.0.1:0",
+                ]),
         };
         setup
             .args(&["--http-proxy-ports", &self.exporter_port.to_string()])
@@ -322,6 +343,9 @@ fn free_port() -> Result<u16> {
 fn loopback_of(edge: usize) -> IpAddr {
     Ipv4Addr::new(127, 0, 0, if edge == 0 { 2 } else { 3 }).into()
 }
+
+/// Address of the console in the namespace of the cloud.
+const CONSOLE: &str = "127.0.0.1:10270";
 
 /// The fix for a machine where `tests/tools.sh` cannot install the tools.
 const INSTALL: &str = "install curl and dig, on Debian with `apt-get install curl bind9-dnsutils`, \

@@ -56,6 +56,11 @@ impl Terminal {
         self.command(&demo_env.over_http("-sN", &host, "/follow?interval_ms=500"));
         self.command(&demo_env.server_verb(&["nodes", "-o", "json"]));
         self.command(&demo_env.server_verb(&["token", "list"]));
+        self.command(&demo_env.curl(&["-sS", &demo_env.console()]));
+        self.message(
+            "\nNext: docs/tutorials/standalone.md without namespaces, docs/how-to/packages.md for two machines, \
+             docs/tutorials/cluster.md in a cluster",
+        );
     }
 }
 
@@ -100,6 +105,10 @@ fn sections(demo_env: &DemoEnv) -> Vec<Section> {
         ),
         Section::new("The nodes, and that they share an address", [nodes]),
         Section::new(
+            "What the server says of itself: `doctor`, and the console for a browser",
+            operating(demo_env),
+        ),
+        Section::new(
             "What is refused: an address that two nodes share, an unknown node, a port that is not \
              allowed",
             refusals(demo_env),
@@ -123,6 +132,17 @@ fn sections(demo_env: &DemoEnv) -> Vec<Section> {
         ));
     }
     sections
+}
+
+/// Returns the steps of an operator.
+fn operating(demo_env: &DemoEnv) -> Vec<TourStep> {
+    let doctor = demo_env.server_verb(&["doctor", "--only", "D09"]);
+    let url = demo_env.console();
+    let console = demo_env.curl(&["-sS", "-H", "Accept: application/json", &url]);
+    vec![
+        TourStep::new(doctor, &["errors: 0"]),
+        TourStep::new(console, &NODES),
+    ]
 }
 
 /// Returns the steps in which the server resolves the nodes' names itself.
