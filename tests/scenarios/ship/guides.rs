@@ -7,13 +7,16 @@ use std::time::Duration;
 
 use anyhow::{Context, Result, ensure};
 use serde_json::{Value, json};
+use tokio::io::{AsyncReadExt, AsyncWriteExt};
+use tokio::time::timeout;
 use tunnel_server::config::EDGE_LABEL;
 use tunnel_tests::cluster::{Cluster, Kind, Node, Objects};
-use tunnel_tests::eventually::eventually;
+use tunnel_tests::eventually::{eventually, scaled};
+use tunnel_tests::fakes::edge_sites;
 use tunnel_tests::guides::{blocks, links, page, pages, script};
 use tunnel_tests::manifests::{documents, repository};
-use tunnel_tests::netns::Namespace;
-use tunnel_tests::process::{AgentSetup, Listener, Program, ScratchDir, ServerSetup};
+use tunnel_tests::netns::{Namespace, Topology};
+use tunnel_tests::process::{AgentSetup, Listener, Piped, Program, ScratchDir, ServerSetup};
 use tunnel_tests::tools::{Skip, Tool, bin_dir, or_skip, require};
 
 use crate::cluster::kustomizers;
@@ -70,8 +73,10 @@ const GUIDES: &[&str] = &[
     "docs/how-to/troubleshooting.md",
     "docs/how-to/upgrade.md",
     "docs/tutorials/cluster.md",
+    TWO_MACHINES,
 ];
 const STANDALONE: &str = "docs/tutorials/standalone.md";
+const TWO_MACHINES: &str = "docs/tutorials/two-machines.md";
 
 const LISTED: Duration = Duration::from_secs(20);
 /// The pages that follow an old set-up, and the number of its steps.
@@ -247,8 +252,50 @@ async fn machines_join_by_one_token_as_the_guide_says() -> Result<()> {
     ensure!(approved.code() == Some(0), "{approved}");
     let approved = approved.to_string();
     ensure!(approved.contains("node cam-18 approved"), "{approved}");
-    ensure!(approved.contains("not waiting for an approval: cam-19"), "{approved}");
+    ensure!(
+        approved.contains("not waiting for an approval: cam-19"),
+        "{approved}"
+    );
     server.wait_until_connected(&["cam-17", "cam-18"]).await;
+    Ok(())
+}
+
+/// The blocks of each machine run in a network of its own, in the order of the page. The reader copies
+/// the token, and so does the test.
+#[tokio::test(flavor = "multi_thread")]
+async fn two_machines_tutorial_runs_as_it_stands() -> Result<()> {
+    let tools = require(&[Tool::Bash, Tool::Curl, Tool::Prometheus]);
+    let Some(sites) = or_skip(tools.and_then(|()| Topology::new())) else {
+        return Ok(());
+    };
+    let _exporters = edge_sites(&sites).await?;
+    let [edge, _] = sites.edges();
+    let scratch = ScratchDir::new()?;
+    let mut server = Machine::start(sites.cloud(), &scratch, "server")?;
+    let mut node = Machine::start(edge.node(), &scratch, "node")?;
+    let mut printed = String::new();
+    for block in blocks(&page(TWO_MACHINES)?) {
+        let machine = match &*block.mark {
+            "run server" => &mut server,
+            "run node" => &mut node,
+            _ => continue,
+        };
+        printed += &machine.run(&block.text).await?;
+        let token = server.home.join("culvert/token");
+        if token.exists() {
+            std::fs::create_dir_all(node.home.join("culvert"))?;
+            std::fs::rename(token, node.home.join("culvert/token"))?;
+        }
+    }
+    for part in ["# node worker-1", "\"worker-1:9100\"", "errors: 0"] {
+        ensure!(printed.contains(part), "no {part}: {printed}");
+    }
+    for machine in [server, node] {
+        ensure!(
+            !machine.home.join("culvert").exists(),
+            "it leaves its folder"
+        );
+    }
     Ok(())
 }
 
@@ -472,6 +519,54 @@ async fn edge_apiserver_guide_renders_its_files() -> Result<()> {
     );
     Ok(())
 }
+
+/// A shell with a home of its own that runs one block after the other.
+struct Machine {
+    home: std::path::PathBuf,
+    shell: Piped,
+}
+
+impl Machine {
+    fn start(network: &Namespace, scratch: &ScratchDir, name: &str) -> Result<Self> {
+        let home = scratch.path().join(name);
+        std::fs::create_dir_all(&home)?;
+        let prometheus = Tool::Prometheus.find();
+        let prometheus = prometheus.as_deref().and_then(Path::parent);
+        let shell = Program::tool(Tool::Bash)?
+            .args(["-e", "-m"])
+            .env("HOME", &home)
+            .env("PATH", path_with(prometheus)?)
+            .inside(Some(network))
+            .start_piped()?;
+        Ok(Self { home, shell })
+    }
+
+    /// Runs a block to its end and returns its output.
+    async fn run(&mut self, text: &str) -> Result<String> {
+        let script = format!("{{\n{text}\n}} 2>&1\necho {END}\n");
+        self.shell.stdin.write_all(script.as_bytes()).await?;
+        let mut printed = Vec::new();
+        let read = async {
+            while !printed.ends_with(format!("{END}\n").as_bytes()) {
+                ensure!(
+                    self.shell.stdout.read_buf(&mut printed).await? > 0,
+                    "the shell has ended"
+                );
+            }
+            Ok(())
+        };
+        let read = timeout(scaled(BLOCK_LIMIT), read).await;
+        let printed = String::from_utf8_lossy(&printed).into_owned();
+        read.context("no end")
+            .and_then(|read| read)
+            .with_context(|| format!("{text}\nprinted {printed}"))?;
+        Ok(printed)
+    }
+}
+
+/// What a machine prints after a block.
+const END: &str = "end-of-the-block";
+const BLOCK_LIMIT: Duration = Duration::from_secs(60);
 
 /// An API server, and a person with kubectl in a clone.
 struct ShipFixture {
