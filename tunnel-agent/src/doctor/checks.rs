@@ -29,6 +29,7 @@ const CHECKS: Checks<Facts> = Checks {
         (&report::TCP, network::round_trip),
         (&report::TLS, certificate_days),
         (&report::AGENT, sessions),
+        (&report::NAMES, names::cache),
     ],
 };
 

@@ -42,7 +42,7 @@ pub(super) fn names(facts: &Facts) -> Result<Vec<Fault>, String> {
     match pods {
         Ok(resolvers) => {
             let resolvers = resolvers.iter();
-            faults.extend(resolvers.map(|resolver| of_pods(resolver, &listeners, is_wanted)));
+            faults.extend(resolvers.filter_map(|one| of_pods(one, &listeners, is_wanted)));
             Ok(faults)
         }
         Err(_reason) if !faults.is_empty() => Ok(faults),
@@ -50,15 +50,33 @@ pub(super) fn names(facts: &Facts) -> Result<Vec<Fault>, String> {
     }
 }
 
-fn of_pods(resolver: &ResolverFacts, listeners: &[IpAddr], is_wanted: bool) -> Fault {
+/// D21: the cache that pods ask.
+pub(super) fn cache(facts: &Facts) -> Option<String> {
+    let resolvers = facts.names.pods.as_ref().ok()?;
+    let addresses: Vec<_> = resolvers
+        .iter()
+        .map(|one| one.address.to_string())
+        .collect();
+    (!addresses.is_empty()).then(|| {
+        format!(
+            "pods ask {} on this node, which answers; while the link is down, it has the names that it \
+             was asked before",
+            addresses.join(" and ")
+        )
+    })
+}
+
+fn of_pods(resolver: &ResolverFacts, listeners: &[IpAddr], is_wanted: bool) -> Option<Fault> {
     let ResolverFacts {
         address, answer, ..
     } = resolver;
-    let fault = |severity, what, fix: &str| Fault {
-        severity,
-        place: address.to_string(),
-        what,
-        fix: fix.to_owned(),
+    let fault = |severity, what, fix: &str| {
+        Some(Fault {
+            severity,
+            place: address.to_string(),
+            what,
+            fix: fix.to_owned(),
+        })
     };
     match answer {
         _ if listeners.contains(address) => fault(
@@ -82,12 +100,7 @@ fn of_pods(resolver: &ResolverFacts, listeners: &[IpAddr], is_wanted: bool) -> F
             format!("pods ask a resolver on this node that does not answer: {reason}"),
             "kubectl -n kube-system get pods -l k8s-app=node-local-dns -o wide",
         ),
-        Ok(()) => fault(
-            Severity::Info,
-            "pods ask a cache on this node: while the link is down, it answers the names that it has"
-                .to_owned(),
-            "nothing to do",
-        ),
+        Ok(()) => None,
     }
 }
 
