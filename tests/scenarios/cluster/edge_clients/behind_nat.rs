@@ -11,7 +11,7 @@ use tunnel_tests::netns::in_service_namespace;
 use tunnel_tests::process::{Program, ScratchDir};
 use tunnel_tests::tools::or_skip;
 
-use super::pods::{KUBELET_PORT, LIMIT, NODE, create_pod};
+use super::pods::{LIMIT, NODE, create_pod};
 use super::{EdgePair, Kubectl, LONG, kubectls};
 
 #[tokio::test(flavor = "multi_thread")]
@@ -56,9 +56,8 @@ async fn behind_nat(kind: Kind) -> Result<()> {
         .1;
     for transport in ["quic", "h2"] {
         let socket = socket.to_string_lossy();
-        let ports = format!("{port},{KUBELET_PORT}");
         let server_args = [
-            &["--https-proxy-ports", &ports, "--proxy-port-listen", "off"][..],
+            &["--connect-ports", port][..],
             &["--connect-listen", "127.0.0.1:0", "--connect-uds", &socket],
         ]
         .concat();

@@ -292,5 +292,5 @@ const SERVICE_IP: &str = "10.96.0.1";
 const POD_LISTEN: &str = "169.254.2.1";
 const POD_PORT: &str = "10268";
 pub(super) const NODE: &str = "worker-1";
-pub(super) const KUBELET_PORT: u16 = 10250;
+const KUBELET_PORT: u16 = 10250;
 pub(super) const LIMIT: Duration = Duration::from_secs(120);
