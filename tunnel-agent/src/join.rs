@@ -90,7 +90,7 @@ pub async fn run(
         }
         Err(reason) => Err(JoinCommandError::NotJoined {
             reason,
-            undone: before.restore(&plan),
+            undone: before.restore(plan.has_changes(), || plan.restore()),
         }),
     }
 }

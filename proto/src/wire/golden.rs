@@ -530,9 +530,10 @@ fn numbers_are_as_released() {
         EnrollCode::ClockWrong,
         EnrollCode::NotOffered,
         EnrollCode::BadProof,
-        EnrollCode::Unknown(13),
+        EnrollCode::Pending,
+        EnrollCode::Unknown(14),
     ];
-    let released: Vec<_> = (0..=13).map(EnrollCode::from_number).collect();
+    let released: Vec<_> = (0..=14).map(EnrollCode::from_number).collect();
     assert_eq!(released, enrollments);
     for number in 0..64 {
         assert_eq!(RefusalCode::from_number(number).number(), number);

@@ -7,7 +7,6 @@ use tunnel_proto::wire::header::one_line;
 
 use super::error::JoinCommandError;
 use super::paths::SERVICE;
-use super::plan::Plan;
 
 /// The state of the service before `join`.
 #[derive(Debug, Clone, Copy)]
@@ -36,9 +35,13 @@ impl ServiceBefore {
         }
     }
 
-    /// Restores the files and the service. Returns what an operator is told.
-    pub(super) fn restore(self, plan: &Plan) -> String {
-        if !plan.has_changes() && self.is_active && self.is_enabled {
+    /// Restores the files and the service. Returns a text about it for the operator.
+    pub(super) fn restore(
+        self,
+        has_changes: bool,
+        restore_files: impl FnOnce() -> Result<(), JoinCommandError>,
+    ) -> String {
+        if !has_changes && self.is_active && self.is_enabled {
             return "nothing was changed, and the service runs on".to_owned();
         }
         let mut failures = Vec::new();
@@ -54,7 +57,7 @@ impl ServiceBefore {
         if !self.is_enabled {
             keep(systemctl(&["disable", "--quiet", SERVICE]));
         }
-        let restored = plan.restore().map_err(|error| error.to_string());
+        let restored = restore_files().map_err(|error| error.to_string());
         keep(restored.map(|()| String::new()));
         keep(systemctl(&["daemon-reload"]));
         if self.is_active {

@@ -34,11 +34,12 @@ mod pace;
 mod rows;
 mod uses;
 
-use object::{LIFE_MAX, TokenScope};
+pub(crate) use object::unavailable;
+use object::{CONFLICTS_MAX, LIFE_MAX, TokenScope};
 pub use object::{StoredToken, TokenObject, TokenObjects};
 use pace::LookupPace;
 use rows::TokenRows;
-use uses::TokenUse;
+use uses::{PatternUses, TokenUse};
 
 /// The join tokens of a data directory or of a cluster. Calls block the thread, unless they are
 /// asynchronous.
@@ -48,9 +49,7 @@ pub struct TokenStore {
     failures: Mutex<Failures>,
     lookups: Arc<Semaphore>,
     pace: Mutex<LookupPace>,
-    /// Held while a use of a token for a pattern is counted, so that the uses at this server do not
-    /// conflict with each other.
-    counting: Mutex<()>,
+    uses: PatternUses,
     /// The CA whose key marks the tokens that this store creates.
     ca: Option<Arc<LocalCa>>,
 }
@@ -162,11 +161,11 @@ impl TokenStore {
 
     pub fn of(objects: Arc<dyn TokenObjects>) -> Self {
         Self {
+            uses: PatternUses::of(objects.clone()),
             objects,
             failures: Mutex::default(),
             lookups: Arc::new(Semaphore::new(LOOKUPS_MAX)),
             pace: Mutex::default(),
-            counting: Mutex::default(),
             ca: None,
         }
     }
@@ -333,6 +332,15 @@ impl TokenStore {
         Err(io::Error::other("the token keeps changing; try again"))
     }
 
+    /// Approves the uses of tokens by these nodes that wait for it. Returns the nodes that were
+    /// approved.
+    ///
+    /// # Errors
+    /// Returns an error if the tokens cannot be read or saved.
+    pub fn approve(&self, nodes: &[NodeName]) -> io::Result<Vec<NodeName>> {
+        self.uses.approve(nodes)
+    }
+
     /// Accepts or refuses a token for a node and a key (SHA-256 of its SubjectPublicKeyInfo). The
     /// first key that uses a token may repeat it until the token expires, because an answer may be
     /// lost. Failures are rate-limited per token and, for unknown ids, globally. A valid token is
@@ -389,7 +397,7 @@ impl TokenStore {
                         node,
                         key: &key,
                     };
-                    self.use_pattern(&token_use, object, is_known(node), now)?;
+                    self.uses.take(&token_use, object, is_known(node), now)?;
                     return self.granted(token.id(), node, order);
                 }
             }
@@ -445,28 +453,6 @@ impl Failures {
 }
 
 impl StoredToken {
-    /// Checks the token for a sender that has proved its possession, so that the answer may name the
-    /// reason.
-    fn check(&self, key: &str, now: SystemTime) -> Result<(), EnrollRefusal> {
-        if self.revoked {
-            return Err((EnrollCode::Revoked, REVOKED.to_owned()));
-        }
-        if self.expires() <= now {
-            let detail = format!("the token ended at {}", rfc3339(self.expires()));
-            return Err((EnrollCode::TokenExpired, detail));
-        }
-        if self.used_by.as_ref().is_some_and(|first| first != key) {
-            let detail = match &self.scope {
-                TokenScope::Use { node, .. } => format!(
-                    "another key has enrolled {node} with this token: a cloned disk, or a second machine of this name"
-                ),
-                TokenScope::Node(_) | TokenScope::Pattern { .. } => USED.to_owned(),
-            };
-            return Err((EnrollCode::TokenUsed, detail));
-        }
-        Ok(())
-    }
-
     /// Returns the token for a list. A use has no line, unless it waits for an approval.
     fn info(&self, id: &str, now: SystemTime) -> Option<TokenInfo> {
         let is_spent = match &self.scope {
@@ -558,25 +544,12 @@ fn bad_token(is_within_limit: bool) -> EnrollRefusal {
     }
 }
 
-pub(super) fn unavailable(error: &io::Error) -> EnrollRefusal {
-    static FAILED: LogRateLimit = LogRateLimit::new("join tokens cannot be used");
-    if FAILED.admit() {
-        warn!(%error, "cannot use a join token");
-    }
-    let detail = "the server cannot read or save the token; try again later";
-    (EnrollCode::Unavailable, detail.to_owned())
-}
-
 /// Length of the mark in a secret, whose other bytes are random.
 const MARK_BYTES: usize = 8;
 /// Tokens of agents that are looked up at a time. Others wait.
 const LOOKUPS_MAX: usize = 16;
 /// Nodes that one token can enroll.
 pub const USES_MAX: u32 = 100_000;
-/// Changes of a token by others during one use.
-const CONFLICTS_MAX: usize = 8;
-const REVOKED: &str = "the token was revoked";
-const USED: &str = "the token was used by another key; create a new one";
 const MINUTE: Duration = Duration::from_secs(60);
 /// Wrong secrets per minute and token that are answered in detail.
 pub(crate) const FAILURES_PER_MINUTE: u32 = 5;

@@ -6,9 +6,14 @@ use std::net::IpAddr;
 use std::time::{Duration, SystemTime};
 
 use serde::{Deserialize, Serialize};
+use tracing::warn;
+use tunnel_process::telemetry::LogRateLimit;
+use tunnel_proto::wire::code::EnrollCode;
 use tunnel_proto::wire::name::NodeName;
 use tunnel_proto::wire::name_pattern::NamePattern;
-use tunnel_store::data_dir::{name_text, time_text, whole_seconds};
+use tunnel_store::data_dir::{name_text, rfc3339, time_text, whole_seconds};
+
+use crate::renewal::EnrollRefusal;
 
 /// The objects of the join tokens. Calls block the thread.
 pub trait TokenObjects: fmt::Debug + Send + Sync {
@@ -104,6 +109,28 @@ mod pattern_text {
 }
 
 impl StoredToken {
+    /// Checks the token for a sender that has proved its possession, so that the answer may name the
+    /// reason.
+    pub(super) fn check(&self, key: &str, now: SystemTime) -> Result<(), EnrollRefusal> {
+        if self.revoked {
+            return Err((EnrollCode::Revoked, REVOKED.to_owned()));
+        }
+        if self.expires() <= now {
+            let detail = format!("the token ended at {}", rfc3339(self.expires()));
+            return Err((EnrollCode::TokenExpired, detail));
+        }
+        if self.used_by.as_ref().is_some_and(|first| first != key) {
+            let detail = match &self.scope {
+                TokenScope::Use { node, .. } => format!(
+                    "another key has enrolled {node} with this token: a cloned disk, or a second machine of this name"
+                ),
+                TokenScope::Node(_) | TokenScope::Pattern { .. } => USED.to_owned(),
+            };
+            return Err((EnrollCode::TokenUsed, detail));
+        }
+        Ok(())
+    }
+
     pub fn expires(&self) -> SystemTime {
         let ttl = Duration::from_secs(self.ttl_seconds).min(LIFE_MAX);
         whole_seconds(self.created.checked_add(ttl).unwrap_or(self.created))
@@ -119,3 +146,17 @@ impl StoredToken {
 pub(super) const LIFE_MAX: Duration = Duration::from_secs(365 * 24 * 60 * 60);
 /// Time for which an expired token stays, so that "expired" differs from "unknown".
 pub(super) const RETENTION_AFTER_EXPIRY: Duration = Duration::from_secs(24 * 60 * 60);
+
+pub(crate) fn unavailable(error: &io::Error) -> EnrollRefusal {
+    static FAILED: LogRateLimit = LogRateLimit::new("join tokens cannot be used");
+    if FAILED.admit() {
+        warn!(%error, "cannot use a join token");
+    }
+    let detail = "the server cannot read or save the token; try again later";
+    (EnrollCode::Unavailable, detail.to_owned())
+}
+
+const REVOKED: &str = "the token was revoked";
+const USED: &str = "the token was used by another key; create a new one";
+/// Changes of a token by others during one use.
+pub(super) const CONFLICTS_MAX: usize = 8;

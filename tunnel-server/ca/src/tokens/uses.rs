@@ -1,16 +1,20 @@
 //! Uses of tokens for patterns. Each use is an object of its own, named after token and node, so the
 //! creation of the object is the compare-and-swap on the node.
 
+use std::io;
+use std::sync::Arc;
 use std::time::SystemTime;
 
+use parking_lot::Mutex;
 use tunnel_proto::identity::sha256;
 use tunnel_proto::wire::code::EnrollCode;
 use tunnel_proto::wire::enroll::hex;
 use tunnel_proto::wire::name::NodeName;
 use tunnel_store::data_dir::whole_seconds;
 
-use super::object::{StoredToken, TokenObject, TokenScope};
-use super::{CONFLICTS_MAX, TokenStore, unavailable};
+use super::object::{
+    CONFLICTS_MAX, StoredToken, TokenObject, TokenObjects, TokenScope, unavailable,
+};
 use crate::renewal::EnrollRefusal;
 
 /// The use of a token by the key of a node.
@@ -21,13 +25,28 @@ pub(super) struct TokenUse<'a> {
     pub(super) key: &'a str,
 }
 
-impl TokenStore {
+/// The uses of tokens for patterns.
+#[derive(Debug)]
+pub(super) struct PatternUses {
+    objects: Arc<dyn TokenObjects>,
+    /// Held while a use is counted, so that the uses at this server do not conflict with each other.
+    counting: Mutex<()>,
+}
+
+impl PatternUses {
+    pub(super) fn of(objects: Arc<dyn TokenObjects>) -> Self {
+        Self {
+            objects,
+            counting: Mutex::default(),
+        }
+    }
+
     /// Lets a node use a token for a pattern that matches its name. The same key may repeat the use.
     /// A node that is known has no use of its own: somebody else could take its name.
     ///
     /// # Errors
     /// Returns the code and a message for the operator.
-    pub(super) fn use_pattern(
+    pub(super) fn take(
         &self,
         token_use: &TokenUse<'_>,
         object: TokenObject,
@@ -98,11 +117,7 @@ impl TokenStore {
         }
         // Another server created it.
         let found = self.objects.get(id).map_err(|error| unavailable(&error))?;
-        let gone = || {
-            unavailable(&std::io::Error::other(
-                "the use of the token keeps changing",
-            ))
-        };
+        let gone = || unavailable(&io::Error::other("the use of the token keeps changing"));
         found.map(|found| found.token).ok_or_else(gone)
     }
 
@@ -132,11 +147,9 @@ impl TokenStore {
             let found = self.objects.get(token_use.token);
             object = found
                 .map_err(|error| unavailable(&error))?
-                .ok_or_else(|| unavailable(&std::io::Error::other("the token was removed")))?;
+                .ok_or_else(|| unavailable(&io::Error::other("the token was removed")))?;
         }
-        Err(unavailable(&std::io::Error::other(
-            "the token keeps changing",
-        )))
+        Err(unavailable(&io::Error::other("the token keeps changing")))
     }
 
     /// Approves the uses of tokens by these nodes that wait for it. Returns the nodes that were
@@ -144,7 +157,7 @@ impl TokenStore {
     ///
     /// # Errors
     /// Returns an error if the tokens cannot be read or saved.
-    pub fn approve(&self, nodes: &[NodeName]) -> std::io::Result<Vec<NodeName>> {
+    pub(super) fn approve(&self, nodes: &[NodeName]) -> io::Result<Vec<NodeName>> {
         let mut approved = Vec::new();
         for (id, token) in self.objects.list()? {
             let TokenScope::Use {
