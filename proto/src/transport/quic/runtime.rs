@@ -18,6 +18,7 @@ use std::time::{Duration, Instant};
 use quinn::udp::{RecvMeta, Transmit};
 use quinn::{AsyncTimer, AsyncUdpSocket, Runtime, TokioRuntime, UdpPoller};
 use tokio::task::coop;
+use tunnel_process::wakeups::Wakeups;
 
 use super::backlog::{Backlog, EndpointEvents, LastRun, QueueState, RunOutcome};
 use super::delivery::DeliveryClock;
@@ -30,6 +31,10 @@ const UNBATCHED_DATAGRAMS: u32 = 16;
 
 /// tokio's budget for a run. A connection uses one unit for each datagram.
 const DATAGRAMS_PER_RUN: usize = 128;
+/// Polls of a quinn task in a run. The endpoint's task stops after a datagram or more to let others
+/// run, wakes itself, and mostly finds nothing then. A task that wakes itself is scheduled again, which
+/// wakes another thread: two system calls of each datagram.
+const ROUNDS_PER_RUN: usize = 2;
 /// Target for the duration of a run, because a run blocks other tasks on its runtime thread.
 /// Datagrams that are expensive to process take up to some milliseconds each.
 const RUN_TIME_TARGET: Duration = Duration::from_millis(4);
@@ -204,6 +209,7 @@ impl Runtime for EndpointRuntime {
     }
 
     fn spawn(&self, mut future: Pin<Box<dyn Future<Output = ()> + Send>>) {
+        let wakeups = Arc::<Wakeups>::default();
         let driven = poll_fn(move |cx| {
             // Outside of the scope there is no driver, and the task runs without limits.
             if DRIVER.try_with(|driver| driver.is_admitted(cx)) == Ok(false) {
@@ -217,7 +223,7 @@ impl Runtime for EndpointRuntime {
             let run_at = tokio::time::Instant::from_std(began);
             let _inside_the_scope =
                 DRIVER.try_with(|driver| driver.sample(|schedule| schedule.begin_run(run_at)));
-            let polled = future.as_mut().poll(cx);
+            let polled = wakeups.poll(cx, ROUNDS_PER_RUN, |cx| future.as_mut().poll(cx));
             let emptied = coop::has_budget_remaining();
             let _inside_the_scope = DRIVER.try_with(|driver| {
                 driver.ran(emptied, began.elapsed());
@@ -364,6 +370,28 @@ mod tests {
             assert_eq!(segments.pop(), Some(system.max_transmit_segments()));
             assert!(segments.iter().all(|&count| count == 1), "{segments:?}");
         }
+    }
+
+    #[tokio::test]
+    async fn task_that_wakes_itself_once_runs_on_before_others() {
+        let (runtime, (sender, mut runs)) = (EndpointRuntime::default(), mpsc::channel(8));
+        for task in 0..2 {
+            let (sender, mut polls) = (sender.clone(), 0..3);
+            runtime.spawn(Box::pin(poll_fn(move |cx| {
+                let Some(_poll) = polls.next() else {
+                    return Poll::Ready(());
+                };
+                sender.try_send(task).unwrap();
+                cx.waker().wake_by_ref();
+                Poll::Pending
+            })));
+        }
+        drop(sender);
+        let mut order = Vec::new();
+        while let Some(task) = runs.recv().await {
+            order.push(task);
+        }
+        assert_eq!(order, [0, 0, 1, 1, 0, 1]);
     }
 
     #[tokio::test]
