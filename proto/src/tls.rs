@@ -2,8 +2,8 @@
 //! chain to a role.
 //!
 //! Sessions between agent and server use TLS 1.3. There is one crypto provider (aws-lc-rs), and
-//! hybrid post-quantum key exchange is preferred. Resumption is disabled where client certificates
-//! matter, because a resumed session would skip the verifier.
+//! hybrid post-quantum key exchange is preferred wherever bytes pass a network. Resumption is
+//! disabled where client certificates matter, because a resumed session would skip the verifier.
 #![expect(
     clippy::disallowed_methods,
     reason = "this is the one place where rustls configurations are built"
@@ -12,6 +12,7 @@
 use std::sync::Arc;
 
 use rustls::client::{ResolvesClientCert, Resumption, WebPkiServerVerifier};
+use rustls::crypto::CryptoProvider;
 use rustls::server::danger::ClientCertVerifier;
 use rustls::server::{NoServerSessionStorage, ResolvesServerCert, WebPkiClientVerifier};
 use rustls::sign::{CertifiedKey, SingleCertAndKey};
@@ -42,6 +43,7 @@ pub use alerts::{
 use client_verifier::ClientVerifier;
 pub(crate) use client_verifier::issuer_path;
 pub use client_verifier::{AgentTrust, RevocationCheck, Revoked};
+use crypto::loopback_provider;
 pub use crypto::{certified_key, provider, signing_key};
 pub use peer::PeerTrust;
 pub use proof::{ProofError, sign_proof, verify_proof};
@@ -210,12 +212,33 @@ pub fn target_client(
     roots: Option<Arc<RootCertStore>>,
     own: Option<Arc<CertifiedKey>>,
 ) -> Result<Arc<ClientConfig>, Error> {
+    target(provider(), roots, own)
+}
+
+/// Returns a configuration like [`target_client`] does, for targets on the loopback of a node. Their
+/// bytes pass a session and no other network, so that nobody can record them: a key exchange and a
+/// cipher that resist a quantum computer are offered behind cheaper ones.
+///
+/// # Errors
+/// When the roots cannot be used.
+pub fn loopback_target_client(
+    roots: Option<Arc<RootCertStore>>,
+    own: Option<Arc<CertifiedKey>>,
+) -> Result<Arc<ClientConfig>, Error> {
+    target(loopback_provider(), roots, own)
+}
+
+fn target(
+    offered: Arc<CryptoProvider>,
+    roots: Option<Arc<RootCertStore>>,
+    own: Option<Arc<CertifiedKey>>,
+) -> Result<Arc<ClientConfig>, Error> {
     let by_roots = |roots| {
         let verifier = WebPkiServerVerifier::builder_with_provider(roots, provider()).build();
         verifier.map_err(|error| Error::General(error.to_string()))
     };
     let verifier = ServerVerifier::new(ExpectedServer::Target(roots.map(by_roots).transpose()?));
-    let builder = ClientConfig::builder_with_provider(provider())
+    let builder = ClientConfig::builder_with_provider(offered)
         .with_protocol_versions(&[&rustls::version::TLS13, &rustls::version::TLS12])?
         .dangerous()
         .with_custom_certificate_verifier(verifier);

@@ -1,7 +1,7 @@
 use std::time::Duration;
 
 use rcgen::ExtendedKeyUsagePurpose::{Any, ClientAuth, CodeSigning, Other, ServerAuth};
-use rustls::{ClientConnection, ConnectionCommon, ServerConnection};
+use rustls::{CipherSuite, ClientConnection, ConnectionCommon, NamedGroup, ServerConnection};
 use rustls_pki_types::{CertificateDer, UnixTime};
 
 use super::test_ca::TestCa;
@@ -239,6 +239,43 @@ fn key_exchange_is_hybrid_post_quantum() {
     let (client, _server) = handshake(&client, &session_server_of(&ca)).unwrap();
     let group = client.negotiated_key_exchange_group().unwrap().name();
     assert_eq!(group, rustls::NamedGroup::X25519MLKEM768);
+}
+
+/// What is cheap comes first on a loopback, and a target that supports nothing of it is still reached.
+#[test]
+fn target_on_a_loopback_is_offered_what_is_cheap_first() {
+    let ca = TestCa::new();
+    let key = || Arc::new(SingleCertAndKey::from(ca.key(&Role::Server)));
+    let strict = ServerConfig::builder_with_provider(Arc::new(CryptoProvider {
+        kx_groups: vec![rustls::crypto::aws_lc_rs::kx_group::X25519MLKEM768],
+        cipher_suites: vec![rustls::crypto::aws_lc_rs::cipher_suite::TLS13_AES_256_GCM_SHA384],
+        ..(*provider()).clone()
+    }));
+    let strict = strict
+        .with_protocol_versions(&[&rustls::version::TLS13])
+        .unwrap()
+        .with_no_client_auth()
+        .with_cert_resolver(key());
+    let usual = https_server(key(), None).unwrap();
+    let (cheap, hybrid) = (
+        (NamedGroup::X25519, CipherSuite::TLS13_AES_128_GCM_SHA256),
+        (
+            NamedGroup::X25519MLKEM768,
+            CipherSuite::TLS13_AES_256_GCM_SHA384,
+        ),
+    );
+    let loopback = loopback_target_client(None, None).unwrap();
+    let network = target_client(None, None).unwrap();
+    for (client, server, expected) in [
+        (&loopback, &usual, cheap),
+        (&loopback, &Arc::new(strict), hybrid),
+        (&network, &usual, hybrid),
+    ] {
+        let (client, _server) = handshake(client, server).unwrap();
+        let group = client.negotiated_key_exchange_group().unwrap().name();
+        let suite = client.negotiated_cipher_suite().unwrap().suite();
+        assert_eq!((group, suite), expected);
+    }
 }
 
 /// By default AWS-LC first gathers noise for some 30 ms of processor time (see

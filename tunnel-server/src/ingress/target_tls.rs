@@ -11,6 +11,7 @@ use rustls::sign::CertifiedKey;
 use rustls::{ClientConfig, Error, RootCertStore};
 use rustls_pki_types::{InvalidDnsNameError, ServerName};
 use tunnel_proto::tls;
+use tunnel_proto::wire::header::Target;
 use tunnel_proto::wire::name::NodeName;
 
 /// TLS configuration for connections to https targets.
@@ -36,11 +37,23 @@ struct TlsProfiles {
 /// TLS configuration for connections to targets on behalf of one kind of caller.
 #[derive(Debug, Clone)]
 pub struct TlsProfile {
-    /// The rustls configuration of the connections.
-    pub tls: Arc<ClientConfig>,
+    /// The rustls configuration of connections that pass a network.
+    pub network: Arc<ClientConfig>,
+    /// The rustls configuration of connections to targets on the loopback of a node.
+    pub loopback: Arc<ClientConfig>,
     /// Identifies the profile. Two requests can share a connection only if their profile ids are
     /// equal.
     pub id: TlsProfileId,
+}
+
+impl TlsProfile {
+    /// Returns the rustls configuration for connections to `target`.
+    pub fn config(&self, target: &Target) -> &Arc<ClientConfig> {
+        match target {
+            Target::Loopback(_) => &self.loopback,
+            Target::Node(_) | Target::Host(..) => &self.network,
+        }
+    }
 }
 
 /// Identifies a [`TlsProfile`]. Profiles with the server's client certificate differ from those
@@ -113,13 +126,18 @@ impl TlsInputs {
     fn tls_profiles(&self) -> Result<TlsProfiles, Error> {
         let tls_profile = |own: Option<Arc<CertifiedKey>>| {
             let is_delegated = own.is_some();
-            let tls = tls::target_client(self.roots.clone(), own)?;
+            let network = tls::target_client(self.roots.clone(), own.clone())?;
+            let loopback = tls::loopback_target_client(self.roots.clone(), own)?;
             let generation = self.generation;
             let id = TlsProfileId {
                 generation,
                 is_delegated,
             };
-            Ok::<_, Error>(TlsProfile { tls, id })
+            Ok::<_, Error>(TlsProfile {
+                network,
+                loopback,
+                id,
+            })
         };
         Ok(TlsProfiles {
             anonymous: tls_profile(None)?,
@@ -154,6 +172,7 @@ impl fmt::Debug for TargetTls {
 #[cfg(test)]
 mod tests {
     use rcgen::{CertificateParams, KeyPair};
+    use tunnel_proto::wire::name::Port;
 
     use super::*;
 
@@ -170,12 +189,21 @@ mod tests {
         // Without a client certificate, callers with delegation share the profile of all others.
         assert_eq!(targets.tls_profile(true).id, targets.tls_profile(false).id);
         let profile = targets.tls_profile(true);
-        assert!(!profile.tls.client_auth_cert_resolver.has_certs());
+        assert!(!profile.network.client_auth_cert_resolver.has_certs());
         targets.delegate(own()).unwrap();
         let (anonymous, delegated) = (targets.tls_profile(false), targets.tls_profile(true));
         assert_ne!(anonymous.id, delegated.id);
-        assert!(!anonymous.tls.client_auth_cert_resolver.has_certs());
-        assert!(delegated.tls.client_auth_cert_resolver.has_certs());
+        for target in [
+            Target::Loopback(Port::new(10250).unwrap()),
+            Target::Node(Port::new(10250).unwrap()),
+        ] {
+            let has_certificate = |profile: &TlsProfile| {
+                let resolver = &profile.config(&target).client_auth_cert_resolver;
+                resolver.has_certs()
+            };
+            assert!(!has_certificate(&anonymous), "{target}");
+            assert!(has_certificate(&delegated), "{target}");
+        }
         targets.delegate(own()).unwrap();
         assert_ne!(targets.tls_profile(true).id, delegated.id);
         assert_ne!(targets.tls_profile(false).id, anonymous.id);

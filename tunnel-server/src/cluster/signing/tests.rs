@@ -51,7 +51,7 @@ fn fixture(scratch: Scratch) -> Fixture {
 impl Fixture {
     fn is_delegating(&self) -> bool {
         let tls_profile = self.targets.tls_profile(true);
-        tls_profile.tls.client_auth_cert_resolver.has_certs()
+        tls_profile.network.client_auth_cert_resolver.has_certs()
     }
 
     /// Waits for half of the interval of polls, and checks the condition.

@@ -226,7 +226,8 @@ impl UpstreamRequest<'_> {
                 let name = name.map_err(|error| {
                     ProxyError::new(Outcome::TargetTls, format!("{target_label}: {error}"))
                 })?;
-                let connector = TlsConnector::from(self.tls_profile.tls.clone());
+                let connector =
+                    TlsConnector::from(self.tls_profile.config(&target_label.target).clone());
                 let connecting = Box::pin(connector.connect(name, stream));
                 // The agent's reply has its own timeout inside the stream. This timeout covers a
                 // target that does not respond in the TLS handshake.
