@@ -63,6 +63,34 @@ async fn requests_to_one_target_share_a_connection_and_are_counted_one_by_one() 
     ends_within(&mut stream, Duration::from_millis(1100)).await;
 }
 
+/// A task costs each request wakeups of another thread.
+#[tokio::test(start_paused = true)]
+async fn only_a_request_with_a_body_gets_a_task() {
+    let plain = format!("{}\r\n", get("/"));
+    let body = plain.replace("\r\n\r\n", "\r\nContent-Length: 1\r\n\r\nx");
+    let (fixture, agent) = Fixture::with_agent();
+    let mut caller = fixture.connect();
+    for (request, tasks) in [(&plain, 0), (&body, 1), (&plain, 0)] {
+        let target = async {
+            let mut stream = agent.accepts().await;
+            head(&mut stream).await;
+            let count = fixture.ingress.drivers.len();
+            let closing = HI.replace("\r\n\r\nhi", "\r\nConnection: close\r\n\r\nhi");
+            stream.write_all(closing.as_bytes()).await.unwrap();
+            stream.shutdown().await.unwrap();
+            count
+        };
+        let call = async {
+            caller.write_all(request.as_bytes()).await.unwrap();
+            head(&mut caller).await;
+            within(caller.read_exact(&mut [0; 2])).await.unwrap();
+        };
+        let (count, ()) = within(async { tokio::join!(target, call) }).await;
+        assert_eq!(count, tasks, "{request:?}");
+        eventually("no task", || fixture.ingress.drivers.is_empty()).await;
+    }
+}
+
 #[tokio::test(start_paused = true)]
 async fn other_targets_and_what_may_not_be_repeated_get_their_own() {
     let plain = format!("{}\r\n", get("/"));
