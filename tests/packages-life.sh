@@ -68,19 +68,29 @@ perl -MIO::Socket::INET -e '
     exit;
   }' &
 
-cat >>/etc/culvert/tunnel-server.yaml <<END
-advertise: ["127.0.0.1:10262"]
+# guide NUMBER: runs a block of the page as it stands, from the folder with the packages.
+guide() {
+  local commands
+  commands=$(awk -v wanted="$1" '/^```sh run$/ { block++; inside = 1; next } /^```$/ { inside = 0 } inside && block == wanted' /packages/packages.md)
+  [ -n "$commands" ] || fail "the page has no block $1"
+  (cd /packages/1 && eval "$commands")
+}
+# An operator's edit.
+editor() {
+  cat >>"$1" <<END
+advertise: ["tunnel.example.com:10262"]
 localhostProxyPorts: "9100, 10266"
 END
-systemctl enable --now --quiet tunnel-server
-eventually tunnel-server healthcheck
+}
+echo 127.0.0.1 tunnel.example.com >>/etc/hosts
+printed=$(guide 1)
+token=${printed##*$'\n'}
+guide 2 >/dev/null
 cat >>/etc/culvert/tunnel-agent.yaml <<END
 nodeIp: 127.0.0.1
 localhostPorts: "9100, 10266"
 END
-tunnel-server check-config --config /etc/culvert/tunnel-server.yaml >/dev/null
-token=$(tunnel-server token create --node worker-1 2>/dev/null)
-join() { tunnel-agent join --server 127.0.0.1:10262 --node-name worker-1 <<<"$token"; }
+join() { guide 3 <<<"$token"; }
 # A server that does not answer, and one with another token: join says why, and the host is as before.
 cp /etc/culvert/tunnel-agent.yaml /tmp/agent.yaml
 refused() {
@@ -116,6 +126,9 @@ for program in tunnel-server tunnel-agent; do
   grep -q '^CapBnd:	0000000000000000$' "$status" || fail "$program: capabilities"
   [ "$(stat -c '%a %U' /var/lib/$program)" = "700 $program" ] || fail "$program: data directory"
 done
+# What root creates in the data directory is the service's.
+tunnel-server ca client alice -o /tmp/alice >/dev/null
+[ "$(stat -c '%a %U' /var/lib/tunnel-server/client-ca.crt)" = "600 tunnel-server" ] || fail "the client CA's owner"
 # With a certificate the agent needs no token.
 rm /etc/culvert/tunnel-agent.token
 systemctl restart tunnel-agent

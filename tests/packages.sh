@@ -81,7 +81,7 @@ fi
 mkdir "$work/root"
 tar -C "$work/root" -xf "$debian"
 mkdir "$work/root/packages"
-cp -r "$work/1" "$work/2" tests/packages-life.sh "$work/root/packages/"
+cp -r "$work/1" "$work/2" tests/packages-life.sh docs/how-to/packages.md "$work/root/packages/"
 
 # boot: becomes systemd as process 1 of a system that shares only the kernel with this one.
 boot() {

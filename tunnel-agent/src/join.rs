@@ -30,7 +30,7 @@ use config_file::JoinSettings;
 pub use error::JoinCommandError;
 use paths::below;
 use plan::Plan;
-use service::ServiceBefore;
+use service::{ServiceBefore, ServiceState};
 
 /// Runs the verb. `ask` asks a question in the terminal, and `print` writes lines to standard
 /// output.
@@ -106,7 +106,9 @@ async fn start(
 ) -> Result<String, String> {
     let started = SystemTime::now();
     for command in commands {
-        service::systemctl(command)?;
+        if let Err(failure) = service::systemctl(command) {
+            return Err(ServiceState::observe(started).end.unwrap_or(failure));
+        }
         let _reader_gone = print(&format!("ran {}\n", service::shown(command)));
     }
     let settings = plan.settings().map_err(|error| error.to_string())?;

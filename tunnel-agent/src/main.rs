@@ -19,7 +19,7 @@ use tunnel_process::diag::default_path;
 use tunnel_process::meta::MetaAddress;
 use tunnel_process::metrics::COMMIT;
 use tunnel_process::timers::record_runtime_start;
-use tunnel_process::{secrets, settings, shutdown, telemetry, terminal};
+use tunnel_process::{notify, secrets, settings, shutdown, telemetry, terminal};
 use tunnel_proto::audit;
 
 fn main() -> ExitCode {
@@ -90,6 +90,7 @@ fn run(source: ConfigArgs) -> anyhow::Result<()> {
         .context("cannot start the runtime")?;
     let ended = runtime.block_on(async {
         let app = App::start(config).await?;
+        notify::started();
         let shutdown = app.shutdown().clone();
         shutdown::handle_signals(&shutdown, shutdown.drain())
             .context("cannot listen for signals")?;

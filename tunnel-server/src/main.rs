@@ -10,6 +10,7 @@ use tracing::{info, warn};
 use tunnel_process::diag::default_path;
 use tunnel_process::host::raise_descriptor_limit;
 use tunnel_process::metrics::COMMIT;
+use tunnel_process::notify;
 use tunnel_process::secrets::forbid_core_dumps;
 use tunnel_process::settings::{ConfigError, unknown_variables};
 use tunnel_process::shutdown::{Shutdown, handle_signals};
@@ -181,10 +182,9 @@ fn run(source: ConfigArgs) -> anyhow::Result<ExitCode> {
     let ended = runtime.block_on(async {
         let shutdown = Shutdown::new();
         handle_signals(&shutdown, shutdown.leaving())?;
-        Box::pin(App::start(config, shutdown.clone()))
-            .await?
-            .run()
-            .await;
+        let app = Box::pin(App::start(config, shutdown.clone())).await?;
+        notify::started();
+        app.run().await;
         anyhow::ensure!(
             !shutdown.has_listener_panicked(),
             "a listener panicked; see the log"

@@ -17,6 +17,7 @@ pub mod making;
 pub mod meta;
 pub mod metrics;
 pub mod name_list;
+pub mod notify;
 pub mod panics;
 pub mod query;
 pub mod secrets;
