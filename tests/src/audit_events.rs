@@ -13,7 +13,7 @@ use tunnel_process::telemetry::{AuditOutput, AuditSettings};
 use tunnel_proto::audit;
 
 /// A text that tests put into everything that must not be recorded.
-pub const CANARY: &str = "canary-6fd1b7";
+pub const CANARY: &str = "canary-6fd1b7-04c2e9a1d3";
 
 /// An Event, with the fields of `k8s.io/apiserver/pkg/apis/audit/v1/types.go` that have a value here.
 #[derive(Debug, Clone, Deserialize)]
