@@ -361,7 +361,7 @@ fn run<W: Write + Send + 'static>(writer: &BatchWriter<W>, mut reporter: impl Lo
     let _guard = FinishGuard(writer);
     let mut batch = Batch::default();
     let mut reported = DroppedCounts::default();
-    let mut is_due = false;
+    let mut is_due = reporter.report_due(false);
     loop {
         let is_open = writer.wait(is_due);
         let is_failing = writer.flush(&mut batch).error.is_some();
