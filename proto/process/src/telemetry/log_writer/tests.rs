@@ -52,6 +52,27 @@ fn lines_are_written_after_the_thread_has_panicked() {
     drop(flusher);
 }
 
+/// A reporter to which something is due at any time.
+struct DueReporter(mpsc::Sender<()>);
+
+impl LogReporter for DueReporter {
+    fn dropped(&mut self, _dropped: DroppedCounts) {}
+
+    fn report_due(&mut self, _is_last: bool) -> bool {
+        self.0.send(()).is_ok()
+    }
+}
+
+#[test]
+fn reporter_to_which_something_is_due_is_asked_again_though_no_line_is_logged() {
+    let (writer, _written) = output(|data| Ok(data.len()));
+    let (asked, asks) = mpsc::channel();
+    let _flusher = Flusher::start(writer, DueReporter(asked)).unwrap();
+    for _ in 0..3 {
+        asks.recv_timeout(LONG).unwrap();
+    }
+}
+
 /// Returns a writer to an output that accepts a write only when the test permits it.
 fn writer() -> (
     Arc<BatchWriter<impl Write + Send + 'static>>,
