@@ -82,8 +82,9 @@ pub struct Skipped {
 pub struct Passed {
     /// Id of the check.
     pub id: &'static str,
-    /// What is good: the values that were measured, or what was checked.
-    pub what: String,
+    /// The values that were measured. `None` if the check found no fault and measured nothing, also where
+    /// it does not apply.
+    pub value: Option<String>,
 }
 
 /// The result of all checks.
@@ -125,12 +126,8 @@ impl Report {
         if has_fault || is_skipped || self.passed.iter().any(|passed| passed.id == id) {
             return;
         }
-        let what = if values.is_empty() {
-            check.checks.to_owned()
-        } else {
-            values.join("; ")
-        };
-        self.passed.push(Passed { id, what });
+        let value = (!values.is_empty()).then(|| values.join("; "));
+        self.passed.push(Passed { id, value });
     }
 
     /// Keeps the results of the checks with these ids. Without ids all results stay.
@@ -218,8 +215,15 @@ impl Report {
             writeln!(out, "  fix: {}", line(&finding.fix))?;
             writeln!(out, "  see: {link}")?;
         }
-        for Passed { id, what } in &self.passed {
-            writeln!(out, "\u{2713} {id} {}", line(what))?;
+        for Passed { id, value } in &self.passed {
+            if let Some(value) = value {
+                writeln!(out, "\u{2713} {id} {}", line(value))?;
+            }
+        }
+        let without_value = self.passed.iter().filter(|passed| passed.value.is_none());
+        let ids: Vec<&str> = without_value.map(|passed| passed.id).collect();
+        if !ids.is_empty() {
+            writeln!(out, "no fault found: {}", ids.join(", "))?;
         }
         for (reason, ids) in self.skipped_by_reason() {
             writeln!(out, "skipped {}: {}", ids.join(", "), line(reason))?;

@@ -18,8 +18,8 @@ use tunnel_proto::wire::name::NodeName;
 
 use super::limits::Limits;
 use super::{
-    CloudListener, CredentialFiles, LoadError, NodeIpSetting, RawConfig, ServerAddress, TokenSource,
-    cloud, identity,
+    CloudListener, CredentialFiles, LoadError, NodeIpSetting, RawConfig, ServerAddress,
+    TokenSource, cloud, identity,
 };
 use crate::policy::DialPolicy;
 use crate::proxy::ProxyChoice;

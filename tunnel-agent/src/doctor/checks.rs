@@ -27,6 +27,7 @@ const CHECKS: Checks<Facts> = Checks {
     values: &[
         (&report::RESOLVE, network::resolved),
         (&report::TCP, network::round_trip),
+        (&report::UDP, network::answers_over_udp),
         (&report::TLS, certificate_days),
         (&report::AGENT, sessions),
         (&report::NAMES, names::cache),

@@ -193,6 +193,16 @@ pub(super) fn round_trip(facts: &Facts) -> Option<String> {
     (!measured.is_empty()).then(|| measured.to_string())
 }
 
+/// D19.udp: the addresses that answered over QUIC.
+pub(super) fn answers_over_udp(facts: &Facts) -> Option<String> {
+    let servers = facts.servers.as_ref().ok()?.iter();
+    let ready = servers
+        .flat_map(endpoints)
+        .filter(|endpoint| matches!(endpoint.quic, Some(QuicFacts::Ready)));
+    let ready: NameList = ready.map(|endpoint| &endpoint.address).collect();
+    (!ready.is_empty()).then(|| format!("QUIC handshake with {ready}"))
+}
+
 /// D19.tcp: connections without a proxy.
 pub(super) fn tcp(facts: &Facts) -> Result<Vec<Fault>, String> {
     let dialed = dialed(facts)?.into_iter();

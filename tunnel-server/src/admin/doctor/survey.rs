@@ -1,7 +1,7 @@
 //! What the checks need of the nodes, gathered page by page: their names, and the faults of each kind.
 //! No status is stored. Pure.
 
-use std::collections::{BTreeMap, BTreeSet};
+use std::collections::BTreeMap;
 use std::time::{Duration, SystemTime};
 
 use tunnel_doctor::{Fault, FaultGroups, FaultKind, Severity};
@@ -33,8 +33,8 @@ pub(super) struct NodeSurvey {
     agents: FaultGroups,
     addresses: FaultGroups,
     failures: FaultGroups,
-    /// Nodes that the failures name.
-    failed: BTreeSet<String>,
+    /// Nodes that the failures name, with the time of the last one.
+    failed: BTreeMap<String, String>,
     sessions: SessionNumbers,
 }
 
@@ -59,7 +59,7 @@ impl NodeSurvey {
             agents: FaultGroups::default(),
             addresses: FaultGroups::default(),
             failures: FaultGroups::default(),
-            failed: BTreeSet::new(),
+            failed: BTreeMap::new(),
             sessions: SessionNumbers::default(),
         }
     }
@@ -98,7 +98,10 @@ impl NodeSurvey {
         if node.connected {
             self.add_session(node);
         } else {
-            let (kind, fault) = away(node, self.failed.contains(&node.node));
+            // Times in UTC are ordered as texts.
+            let failed = self.failed.get(&node.node);
+            let has_failed = failed.is_some_and(|last| node.last_seen.as_ref() <= Some(last));
+            let (kind, fault) = away(node, has_failed);
             self.agents.add(kind, &node.node, fault);
         }
     }
@@ -117,7 +120,10 @@ impl NodeSurvey {
             return;
         }
         let named = failure.node.iter().chain(&failure.nodes_from_address);
-        self.failed.extend(named.cloned());
+        for name in named {
+            let last = self.failed.entry(name.clone()).or_default();
+            *last = std::mem::take(last).max(failure.last.clone());
+        }
         let severity = match (failure.is_verified, failure.is_noise) {
             (true, _) => Severity::Error,
             (false, false) => Severity::Warning,
@@ -138,7 +144,7 @@ impl NodeSurvey {
             severity,
             place: place.clone(),
             what: format!(
-                "{}, {} times from {} to {}, last from {}: {}",
+                "{}, count {}, from {} to {}, last from {}: {}",
                 failure.code,
                 failure.count,
                 failure.first,
