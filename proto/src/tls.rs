@@ -34,7 +34,7 @@ mod unsupported;
 mod validity;
 
 pub(crate) use alerts::{
-    CERTIFICATE_EXPIRED, CLOCK_HINT, UNKNOWN_CA, is_tls_error, received_alert,
+    CERTIFICATE_EXPIRED, CLOCK_HINT, UNKNOWN_CA, is_tls_error, received_alert, usage_hint,
 };
 pub use alerts::{
     CertificateAlert, CertificateRejection, alert_meaning, describe, is_certificate_rejection,

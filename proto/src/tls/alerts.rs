@@ -20,6 +20,10 @@ const ACCESS_DENIED: u8 = 49;
 const CERTIFICATE_REQUIRED: u8 = 116;
 /// A hint for errors where this end found the server's certificate to be outside its validity.
 pub(crate) const CLOCK_HINT: &str = "; is the clock of this host wrong? run: date -u";
+/// A hint for errors where this end found the server's certificate to be that of no server.
+const USAGE_HINT: &str = "; no tunnel-server has such a certificate. Does a proxy or \
+                          firewall on the path open TLS? 'tunnel-agent doctor' prints what was \
+                          presented";
 
 /// Returns the close code and the text for an alert by which the server rejects this end's
 /// certificate.
@@ -147,6 +151,18 @@ fn clock_hint(error: &io::Error) -> &'static str {
     if by_time { CLOCK_HINT } else { "" }
 }
 
+/// Returns a hint to append if what a server of sessions presented is no certificate of a server,
+/// as when a program on the path opens TLS. Returns an empty text otherwise.
+pub(crate) fn usage_hint(error: &io::Error) -> &'static str {
+    let by_usage = matches!(
+        tls_error(error),
+        Some(Error::InvalidCertificate(
+            CertificateError::Other(_) | CertificateError::ApplicationVerificationFailure
+        ))
+    );
+    if by_usage { USAGE_HINT } else { "" }
+}
+
 /// Returns the text of a TLS error for people, with dates and a hint about the clocks.
 pub fn describe(error: &io::Error) -> String {
     format!("{}{}", text(error), clock_hint(error))
@@ -163,6 +179,10 @@ pub(super) fn tls_error(error: &io::Error) -> Option<&Error> {
 
 #[cfg(test)]
 mod tests {
+    use std::sync::Arc;
+
+    use rustls::OtherError;
+
     use super::*;
 
     #[test]
@@ -170,6 +190,14 @@ mod tests {
         let unknown = Error::InvalidCertificate(CertificateError::UnknownIssuer);
         assert!(is_unknown_issuer(&io::Error::other(unknown)));
         assert!(!is_unknown_issuer(&io::Error::other("UnknownIssuer")));
+    }
+
+    #[test]
+    fn only_a_certificate_that_is_no_servers_has_a_hint_about_the_path() {
+        let hint = |error| usage_hint(&io::Error::other(Error::InvalidCertificate(error)));
+        let cause = OtherError(Arc::new(webpki::Error::CaUsedAsEndEntity));
+        assert_eq!(hint(CertificateError::Other(cause)), USAGE_HINT);
+        assert_eq!(hint(CertificateError::Expired), "");
     }
 
     #[test]

@@ -380,7 +380,7 @@ async fn node_whose_sessions_are_cut_is_named_with_their_number() -> Result<()> 
     planted.says(&expected).await;
     eventually("the history", CONNECT, async || {
         let named = planted.server.verb(&["nodes", NODE])?.run().await?.ok()?;
-        ensure_contains(&named, &["reconnects: ", "protocol"])
+        ensure_contains(&named, &["reconnects: ", "sessions ended: "])
     })
     .await;
     Ok(())

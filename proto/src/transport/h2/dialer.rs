@@ -55,7 +55,8 @@ impl H2Dialer {
                 if tls::is_unknown_issuer(&error) {
                     return HandshakeError::UnknownIssuer(text);
                 }
-                handshake_failure(tls::received_alert(&error), text)
+                let hint = tls::usage_hint(&error);
+                handshake_failure(tls::received_alert(&error), format!("{text}{hint}"))
             })
     }
 }
