@@ -111,8 +111,8 @@ fn advice(answer: &StatusLine, authorized: bool) -> Cow<'static, str> {
     let text = match answer.code {
         407 if !answer.schemes.is_empty() && !offers_basic => {
             return format!(
-                "; it offers {} only, and agents authenticate with Basic: ask its operator for Basic or for a rule that lets \
-                 this host pass, or run a local proxy that authenticates",
+                "; it offers {} only, and agents authenticate with Basic: ask its operator for that \
+                 scheme or for a rule that lets this host pass, or run a local proxy that authenticates",
                 answer.schemes.join(", ")
             )
             .into();

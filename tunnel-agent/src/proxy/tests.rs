@@ -3,6 +3,7 @@ use std::future::ready;
 use tokio::net::TcpListener;
 use tokio::task::JoinSet;
 use tokio::time::timeout;
+use tunnel_process::diag::redact::redact;
 use tunnel_proto::transport::TransportKind;
 
 use super::testing::FakeProxy;
@@ -173,6 +174,11 @@ async fn refusals_say_what_to_do_and_keep_the_secret() {
         let shown = format!("{text} {error:?}");
         assert!(text.starts_with(&begin), "{text}");
         assert!(text.contains(words) && !text.contains('\n'), "{text}");
+        assert_eq!(
+            redact(&text),
+            text,
+            "a word of the advice looks like a secret"
+        );
         for secret in ["hunter2", "bWU6aHVudGVyMg", "Basic bW"] {
             assert!(!shown.contains(secret), "{shown}");
         }

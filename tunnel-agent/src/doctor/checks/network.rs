@@ -226,10 +226,9 @@ pub(super) fn tcp(facts: &Facts) -> Result<Vec<Fault>, String> {
 
 /// D19.proxy: connections through a proxy.
 pub(super) fn proxy(facts: &Facts) -> Result<Vec<Fault>, String> {
-    let faults =
-        dialed(facts)?.into_iter().filter_map(|dialed| {
-            let proxy = dialed.server.proxy.as_ref()?;
-            let (reason, fix) = match &dialed.endpoint.tcp {
+    let faults = dialed(facts)?.into_iter().filter_map(|dialed| {
+        let proxy = dialed.server.proxy.as_ref()?;
+        let (reason, fix) = match &dialed.endpoint.tcp {
             TcpFacts::Failed(reason) if reason == NO_ANSWER => (
                 "it does not answer CONNECT: it hangs, or does not reach the server".to_owned(),
                 format!("curl -v -p -x {proxy} {}; restart the proxy", dialed.server.name),
@@ -240,16 +239,16 @@ pub(super) fn proxy(facts: &Facts) -> Result<Vec<Fault>, String> {
             ),
             TcpFacts::NotAuthenticated(reason) => (
                 reason.clone(),
-                "put user and password of an account that may use Basic authentication in front \
-                 of the host of --proxy"
+                "put user and password of an account in front of the host of --proxy, if the proxy \
+                 takes them"
                     .to_owned(),
             ),
             TcpFacts::Connected | TcpFacts::Refused(_) | TcpFacts::Ready { .. } => return None,
         };
-            let what = format!("no connection through the proxy: {reason}");
-            let fix = format!("{fix}; or --proxy off, or NO_PROXY");
-            Some(dialed.fault(what, fix))
-        });
+        let what = format!("no connection through the proxy: {reason}");
+        let fix = format!("{fix}; or --proxy off, or NO_PROXY");
+        Some(dialed.fault(what, fix))
+    });
     Ok(faults.collect())
 }
 
