@@ -32,6 +32,7 @@ mod identity;
 mod limits;
 mod namespaces;
 mod prometheus;
+mod reload;
 mod request;
 mod retried;
 mod security;

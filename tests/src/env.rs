@@ -16,6 +16,7 @@ use tunnel_agent::config::{
 use tunnel_ca::LocalCa;
 use tunnel_ca::revocation::Revocations;
 use tunnel_ca::tokens::TokenStore;
+use tunnel_process::meta;
 use tunnel_process::shutdown::Shutdown;
 use tunnel_proto::tls;
 use tunnel_proto::wire::enroll::JoinToken;
@@ -86,12 +87,43 @@ impl TestEnv {
 
     /// Like [`TestEnv::start`], with changed settings.
     pub async fn start_with(change: impl FnOnce(&mut RawConfig)) -> Result<Self> {
-        let mut env = Self::prepare(change)?;
+        let mut env = Self::prepare(change, None)?;
         env.start_server().await?;
         Ok(env)
     }
 
-    fn prepare(change: impl FnOnce(&mut RawConfig)) -> Result<Self> {
+    /// Like [`TestEnv::start_with`], with a configuration file that has `yaml`. Lists of ports are
+    /// the file's alone.
+    pub async fn start_with_file(yaml: &str, change: impl FnOnce(&mut RawConfig)) -> Result<Self> {
+        let without_lists = |settings: &mut RawConfig| {
+            settings.http_proxy_ports = None;
+            change(settings);
+        };
+        let mut env = Self::prepare(without_lists, Some(yaml))?;
+        env.start_server().await?;
+        Ok(env)
+    }
+
+    /// Like [`TestEnv::start_with_file`], with a file that exists.
+    pub async fn start_at_file(path: &Path) -> Result<Self> {
+        let mut env = Self::prepare(|settings| settings.http_proxy_ports = None, None)?;
+        env.config = tunnel_server::config::load_file(*env.config.raw.0, path)?;
+        env.start_server().await?;
+        Ok(env)
+    }
+
+    /// Returns the configuration file of [`TestEnv::start_with_file`].
+    pub fn config_file(&self) -> PathBuf {
+        self.scratch.path().join("server.yaml")
+    }
+
+    /// Returns the lines of `/readyz?verbose`.
+    pub async fn conditions(&self) -> Result<Vec<String>> {
+        let (_status, body) = meta::get(self.bound().meta, "/readyz?verbose").await?;
+        Ok(body.lines().map(str::to_owned).collect())
+    }
+
+    fn prepare(change: impl FnOnce(&mut RawConfig), file: Option<&str>) -> Result<Self> {
         let scratch = ScratchDir::new()?;
         let free = || Some("127.0.0.1:0".into());
         let mut settings = RawConfig {
@@ -107,7 +139,14 @@ impl TestEnv {
             ..RawConfig::default()
         };
         change(&mut settings);
-        let config = ServerConfig::try_from(settings)?;
+        let config = match file {
+            Some(yaml) => {
+                let path = scratch.path().join("server.yaml");
+                std::fs::write(&path, yaml)?;
+                tunnel_server::config::load_file(settings, &path)?
+            }
+            None => ServerConfig::try_from(settings)?,
+        };
         Ok(Self {
             scratch,
             server: None,
@@ -244,6 +283,14 @@ impl TestEnv {
         };
         change(&mut settings);
         let mut config = AgentConfig::check(settings)?;
+        config.token = Some(TokenSource::Inline(self.token(node, &[])?));
+        Ok(config)
+    }
+
+    /// Like [`TestEnv::agent_config`], with a configuration file.
+    pub fn agent_config_at_file(&self, node: &str, path: &Path) -> Result<AgentConfig> {
+        let upper = *self.agent_config(node)?.raw.0;
+        let mut config = tunnel_agent::config::load(upper, Some(path), |_| None)?;
         config.token = Some(TokenSource::Inline(self.token(node, &[])?));
         Ok(config)
     }

@@ -11,8 +11,10 @@ use tokio::time::{Instant, sleep_until, timeout};
 use tokio_util::sync::{CancellationToken, DropGuard};
 use tracing::{info, warn};
 use tunnel_process::disk::{self, FileActivity};
+use tunnel_process::followed::Followed;
 use tunnel_process::host::Resources;
 use tunnel_process::meta::{Meta, MetaServer, Readiness, ReadinessBlock};
+use tunnel_process::settings::ConfigError;
 use tunnel_process::shutdown::{DrainOutcome, Shutdown};
 use tunnel_proto::tls;
 use tunnel_proto::transport::BufferPool;
@@ -40,11 +42,15 @@ use crate::render::RenderError;
 use crate::session::{LostSessions, SessionContext};
 use crate::status;
 
+mod check;
 mod credential_tasks;
 mod initial_credentials;
+mod reload;
 
+pub use check::check_environment;
 use credential_tasks::{CredentialTasks, follow_ca_file};
 use initial_credentials::InitialCredentials;
+use reload::Followers;
 
 /// A started agent. One process can run any number of agents. Dropping an `App` stops it at once.
 #[derive(Debug)]
@@ -275,7 +281,14 @@ impl App {
                 &self.readiness,
             ) => rotating_credentials?,
         };
-        let dialers = Arc::new(dialers(config, self.pool.clone(), &rotating_credentials)?);
+        let followers = Followers::new(config, self.cloud_addrs.clone());
+        let dialers = dialers(
+            config,
+            self.pool.clone(),
+            &rotating_credentials,
+            followers.dial_policy.clone(),
+        )?;
+        let dialers = Arc::new(dialers);
         let credential_tasks = CredentialTasks {
             rotating_credentials: &rotating_credentials,
             config,
@@ -285,19 +298,15 @@ impl App {
             shutdown: &self.shutdown,
         };
         credential_tasks.start(&self.initial_credentials);
-        let dial_policy = DialPolicy {
-            // With the ports that the system chose.
-            cloud_listeners: self.cloud_addrs.clone(),
-            ..config.dial_policy.clone()
-        };
         let egress = Egress::new(
             config.node_name.clone(),
-            dial_policy,
+            followers.dial_policy.clone(),
             self.loop_detector.clone(),
-            &config.limits,
+            followers.limits.clone(),
             self.metrics.clone(),
             drain.clone(),
         );
+        followers.follow(config, &self.readiness, &self.shutdown);
         let node_ip = NodeIpLookup::new(
             config.node_name.clone(),
             config.node_ip,
@@ -343,7 +352,11 @@ impl App {
 /// the configuration or the command line must change, else 1.
 pub fn exit_code(error: &anyhow::Error) -> u8 {
     let usage = error.chain().any(|cause| {
-        cause.is::<LoadError>()
+        let settings = cause.downcast_ref::<ConfigError>();
+        cause
+            .downcast_ref::<LoadError>()
+            .is_some_and(LoadError::is_usage)
+            || settings.is_some_and(ConfigError::is_usage)
             || cause.is::<RenderError>()
             || cause
                 .downcast_ref::<CredentialError>()
@@ -417,6 +430,7 @@ fn dialers(
     config: &Config,
     pool: Arc<BufferPool>,
     rotating_credentials: &RotatingCredentials,
+    dial_policy: Followed<DialPolicy>,
 ) -> anyhow::Result<Dialers> {
     let tls = |alpn| {
         tls::session_client_with_identity(rotating_credentials.identity().clone(), alpn)
@@ -434,10 +448,7 @@ fn dialers(
     let proxy = config.proxy.clone();
     let h2 = H2Dialer::new(tls(ALPN_SESSION_TCP)?, settings, Arc::new(proxy.clone()));
     Ok(Dialers {
-        server_policy: Arc::new(ServerPolicy::new(
-            &config.servers,
-            config.dial_policy.deny_ports.clone(),
-        )),
+        server_policy: Arc::new(ServerPolicy::new(&config.servers, dial_policy)),
         proxy,
         quic: Arc::new(quic),
         h2: Arc::new(h2),

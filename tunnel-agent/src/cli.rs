@@ -33,8 +33,12 @@ pub enum Command {
     /// defaults. Each flag is a key of the file (same words, camelCase): --node-name is nodeName.
     /// The section `limits:` exists in the file only.
     Run(Box<ConfigArgs>),
-    /// Load the configuration as `run` would, print all mistakes at once, and exit
-    CheckConfig(Box<ConfigArgs>),
+    /// Load the configuration as `run` would, with the certificate or the token and the addresses of
+    /// the listeners, print all mistakes at once, and exit
+    ///
+    /// Exit code 64: settings or the content of a file are wrong; 1: what is needed is absent or in use
+    /// at this moment.
+    CheckConfig(Box<CheckConfigArgs>),
     /// Join this host to a server: write configuration, join token and systemd unit, start the
     /// service, and wait for its session
     ///
@@ -91,12 +95,25 @@ pub enum Command {
 /// The sources of settings.
 #[derive(Debug, Clone, Default, clap::Args)]
 pub struct ConfigArgs {
-    /// Configuration file in YAML format
+    /// Configuration file in YAML format, or off [default: /etc/culvert/tunnel-agent.yaml, or
+    /// ./tunnel-agent.yaml, if it exists]
     #[arg(long, env = "TUNNEL_AGENT_CONFIG", value_name = "FILE")]
     pub config: Option<PathBuf>,
     /// Settings from flags and environment variables.
     #[command(flatten)]
     pub settings: RawConfig,
+}
+
+/// The sources of `check-config`.
+#[derive(Debug, Clone, Default, clap::Args)]
+pub struct CheckConfigArgs {
+    /// Check the settings alone, and neither credentials nor addresses: for the configuration of
+    /// another host
+    #[arg(long)]
+    pub settings_only: bool,
+    /// Sources of the settings.
+    #[command(flatten)]
+    pub source: ConfigArgs,
 }
 
 /// The objects of `render`.
@@ -115,7 +132,7 @@ pub struct DiagArgs {
     /// File to create, with mode 0600, or - for standard output; an existing file is not overwritten
     /// [default: tunnel-agent-diag-TIME.json in the current directory]
     #[arg(short, long, value_name = "FILE")]
-    pub output: Option<PathBuf>,
+    pub file: Option<PathBuf>,
     /// Settings of the agent, as `run` has them.
     #[command(flatten)]
     pub source: ConfigArgs,
@@ -185,7 +202,8 @@ pub struct DoctorArgs {
 /// The address of a running agent's meta port.
 #[derive(Debug, clap::Args)]
 pub struct MetaArgs {
-    /// Configuration file in YAML format; only metaSocket and metaListen are used
+    /// Configuration file in YAML format, of which metaSocket and metaListen are used, or off
+    /// [default: /etc/culvert/tunnel-agent.yaml, or ./tunnel-agent.yaml, if it exists]
     #[arg(long, env = "TUNNEL_AGENT_CONFIG", value_name = "FILE")]
     pub config: Option<PathBuf>,
     /// Address of the agent's meta port [default: 127.0.0.1:10266]

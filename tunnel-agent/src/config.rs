@@ -2,10 +2,11 @@
 //! converts them to checked settings (`Config`).
 
 use std::path::{Path, PathBuf};
+use std::sync::Arc;
 
-use tunnel_process::files;
+use tunnel_process::config_file::{ConfigFile, ConfigFileError, config_path};
 use tunnel_process::settings::ConfigError;
-use tunnel_process::yaml;
+use tunnel_proto::identity::sha256;
 
 mod checked;
 mod cloud;
@@ -15,7 +16,7 @@ mod raw;
 mod token;
 
 pub(crate) use checked::DEFAULT_DATA_DIR;
-pub use checked::{Config, TransportChoice, meta_address, meta_endpoint};
+pub use checked::{Config, RawSettings, TransportChoice, meta_address, meta_endpoint};
 pub use cloud::CloudListener;
 pub(crate) use cloud::is_local;
 pub use identity::{CredentialFiles, NodeIpSetting};
@@ -30,15 +31,11 @@ pub use crate::server_address::ServerAddress;
 
 pub const ENV_PREFIX: &str = "TUNNEL_AGENT_";
 
-/// A failure to load the configuration. Every variant is a usage error.
+/// A failure to load the configuration.
 #[derive(Debug, thiserror::Error)]
 pub enum LoadError {
-    #[error("cannot read the configuration file {path}")]
-    File {
-        path: PathBuf,
-        #[source]
-        source: std::io::Error,
-    },
+    #[error(transparent)]
+    File(#[from] ConfigFileError),
     /// The file is not valid YAML or does not match the schema.
     #[error("configuration file {path}:\n  {problems}")]
     Syntax {
@@ -51,10 +48,19 @@ pub enum LoadError {
 }
 
 impl LoadError {
+    /// Returns whether the settings are wrong in every environment. An absent file may appear later.
+    pub fn is_usage(&self) -> bool {
+        match self {
+            Self::File(ConfigFileError::Unreadable(_)) => false,
+            Self::Invalid(error) => error.is_usage(),
+            Self::File(ConfigFileError::Syntax { .. }) | Self::Syntax { .. } => true,
+        }
+    }
+
     /// Returns the error for an invalid address of the meta port, for verbs that check no other
     /// setting.
     pub fn meta_listen(problem: String) -> Self {
-        Self::Invalid(ConfigError(vec![format!("--meta-listen: {problem}")]))
+        Self::Invalid(ConfigError::mistake(format!("--meta-listen: {problem}")))
     }
 }
 
@@ -69,51 +75,69 @@ pub fn load(
     file: Option<&Path>,
     variable: impl Fn(&str) -> Option<String>,
 ) -> Result<Config, LoadError> {
-    let (settings, warning) = layered(flags, file, variable)?;
-    let mut config = Config::check(settings)?;
-    config.warnings.extend(warning);
+    match config_path(file, FILE_NAME) {
+        Some(path) => load_file(over_file(flags, variable), &path),
+        None => Ok(Config::check(over_file(flags, variable))?),
+    }
+}
+
+/// Loads a file below the layer `upper`, which has flags and variables.
+///
+/// # Errors
+/// As [`load`].
+pub(crate) fn load_file(upper: RawConfig, path: &Path) -> Result<Config, LoadError> {
+    let (file, settings) = ConfigFile::read(path, upper, sha256)?;
+    let mut config = file.check(settings, Config::check)?;
+    config.warnings.extend(file.warning.clone());
+    config.file = Some(Arc::new(file));
     Ok(config)
 }
+
+/// Returns whether the setting of a key applies while the agent runs, when the file changes.
+pub fn is_live(key: &str) -> bool {
+    LIVE_KEYS.contains(&key)
+}
+
+/// Keys of the file that apply while the agent runs.
+pub const LIVE_KEYS: &[&str] = &[
+    "accessLog",
+    "accessLogSample",
+    "allowTargets",
+    "denyPorts",
+    "limits",
+    "localhostPorts",
+    "logLevel",
+];
+
+/// Name of the default configuration file, in `/etc/culvert` or the current directory.
+pub const FILE_NAME: &str = "tunnel-agent.yaml";
 
 /// Merges the layers of [`load`] without checking them.
 ///
 /// # Errors
-/// Returns [`LoadError`], but never [`LoadError::Invalid`].
+/// Returns [`LoadError`] for mistakes of the file.
 pub fn layers(
     flags: RawConfig,
     file: Option<&Path>,
     variable: impl Fn(&str) -> Option<String>,
 ) -> Result<RawConfig, LoadError> {
-    layered(flags, file, variable).map(|(settings, _)| settings)
+    let upper = over_file(flags, variable);
+    let Some(path) = config_path(file, FILE_NAME) else {
+        return Ok(upper);
+    };
+    let (file, settings) = ConfigFile::read(&path, upper, sha256)?;
+    Ok(file.check(settings, Ok)?)
 }
 
-/// Merges the layers and collects warnings about the file.
-fn layered(
-    flags: RawConfig,
-    file: Option<&Path>,
-    variable: impl Fn(&str) -> Option<String>,
-) -> Result<(RawConfig, Option<String>), LoadError> {
+/// Returns the layer over the file.
+fn over_file(flags: RawConfig, variable: impl Fn(&str) -> Option<String>) -> RawConfig {
     let shared = RawConfig {
         node_name: variable("NODE_NAME").filter(|name| !name.is_empty()),
         initial_node_ip: variable("NODE_IP").filter(|ip| !ip.is_empty()),
         environment_proxy: EnvironmentProxy::from_variables(variable),
         ..RawConfig::default()
     };
-    let (file, warning) = file.map(read_file).transpose()?.unwrap_or_default();
-    Ok((flags.or(shared).or(file), warning))
-}
-
-fn read_file(path: &Path) -> Result<(RawConfig, Option<String>), LoadError> {
-    let (content, warning) = files::read_config(path).map_err(|source| LoadError::File {
-        path: path.to_owned(),
-        source,
-    })?;
-    let text = String::from_utf8_lossy(&content);
-    let settings: Option<RawConfig> = yaml::parse(&text).map_err(|source| LoadError::Syntax {
-        path: path.to_owned(),
-        problems: source.to_string(),
-    })?;
-    Ok((settings.unwrap_or_default(), warning))
+    flags.or(shared)
 }
 
 #[cfg(test)]

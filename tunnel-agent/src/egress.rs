@@ -7,6 +7,7 @@ use std::time::Duration;
 
 use tokio::sync::{Semaphore, SemaphorePermit};
 use tokio_util::sync::CancellationToken;
+use tunnel_process::followed::Followed;
 use tunnel_process::telemetry::{LineForm, StreamLines};
 use tunnel_proto::dial::SystemResolver;
 use tunnel_proto::egress::{SocketPeer, TargetSocket};
@@ -35,10 +36,9 @@ pub(crate) use dial::{DialContext, dial};
 #[derive(Debug)]
 pub(crate) struct Egress {
     node: NodeName,
-    dial_policy: DialPolicy,
+    dial_policy: Followed<DialPolicy>,
     loop_detector: Arc<LoopDetector>,
-    head_timeout: Duration,
-    dial_timeout: Duration,
+    limits: Followed<Limits>,
     permits: Semaphore,
     resolver: SystemResolver,
     metrics: Metrics,
@@ -66,9 +66,9 @@ impl Egress {
     /// Creates an egress that refuses new streams once `draining` is canceled.
     pub(crate) fn new(
         node: NodeName,
-        dial_policy: DialPolicy,
+        dial_policy: Followed<DialPolicy>,
         loop_detector: Arc<LoopDetector>,
-        limits: &Limits,
+        limits: Followed<Limits>,
         metrics: Metrics,
         draining: CancellationToken,
     ) -> Self {
@@ -76,9 +76,8 @@ impl Egress {
             node,
             dial_policy,
             loop_detector,
-            head_timeout: limits.request_head_timeout,
-            dial_timeout: limits.target_dial_timeout,
-            permits: Semaphore::new(limits.streams_per_agent as usize),
+            permits: Semaphore::new(limits.load().streams_per_agent as usize),
+            limits,
             resolver: SystemResolver::new(LOOKUPS),
             metrics,
             draining,
@@ -100,7 +99,8 @@ impl Egress {
             params,
         };
         let on_late = || self.metrics.limit(Limit::RequestHeadTimeout);
-        stream_server::serve(server, incoming, self.head_timeout, on_late).await;
+        let head_timeout = self.limits.load().request_head_timeout;
+        stream_server::serve(server, incoming, head_timeout, on_late).await;
     }
 }
 
@@ -154,14 +154,16 @@ impl<'a> StreamServer for EgressStream<'a> {
 
     async fn dial(&self, (target, _): &Self::Admitted) -> Result<Dialed<OpenEnd<'a>>, Refused> {
         let (egress, params) = (self.egress, self.params);
+        let own = egress.limits.load().target_dial_timeout;
         let limit = if params.dial_timeout.is_zero() {
-            egress.dial_timeout
+            own
         } else {
-            egress.dial_timeout.min(params.dial_timeout)
+            own.min(params.dial_timeout)
         };
+        let dial_policy = egress.dial_policy.load();
         let context = DialContext {
             node_ip: params.node_ip.current(),
-            dial_policy: &egress.dial_policy,
+            dial_policy: &dial_policy,
             resolver: &egress.resolver,
             limit,
             metrics: &egress.metrics,

@@ -8,10 +8,10 @@ use anyhow::Context;
 use clap::Parser;
 use tokio::runtime::{Builder, Runtime};
 use tracing::{info, warn};
-use tunnel_agent::app::{App, EXIT_USAGE, exit_code};
+use tunnel_agent::app::{App, EXIT_USAGE, check_environment, exit_code};
 use tunnel_agent::cli::{
-    self, Cli, Command, ConfigArgs, DiagArgs, DoctorArgs, HealthcheckArgs, JoinArgs, MetaArgs,
-    RenderObject, StatusArgs, StatusOutput,
+    self, CheckConfigArgs, Cli, Command, ConfigArgs, DiagArgs, DoctorArgs, HealthcheckArgs,
+    JoinArgs, MetaArgs, RenderObject, StatusArgs, StatusOutput,
 };
 use tunnel_agent::config::{self, Config, RawConfig};
 use tunnel_agent::{address, diag, doctor, join, render, status};
@@ -40,7 +40,7 @@ fn main() -> ExitCode {
 fn run_verb(verb: Command) -> anyhow::Result<ExitCode> {
     match verb {
         Command::Run(source) => run(*source)?,
-        Command::CheckConfig(source) => check_config(*source)?,
+        Command::CheckConfig(arguments) => check_config(*arguments)?,
         Command::Join(arguments) => run_join(&arguments)?,
         Command::Healthcheck(arguments) => healthcheck(arguments)?,
         Command::Status(arguments) => show_status(arguments)?,
@@ -106,11 +106,29 @@ fn run(source: ConfigArgs) -> anyhow::Result<()> {
     ended
 }
 
-fn check_config(source: ConfigArgs) -> anyhow::Result<()> {
-    for warning in &load(source)?.warnings {
+fn check_config(arguments: CheckConfigArgs) -> anyhow::Result<()> {
+    let config = load(arguments.source)?;
+    let unknown = settings::unknown_variables(config::ENV_PREFIX, &cli::known_variables());
+    let unknown = unknown.iter();
+    let unknown = unknown.map(|name| format!("unknown environment variable {name}"));
+    for warning in config.warnings.iter().cloned().chain(unknown) {
         writeln!(std::io::stderr(), "warning: {warning}")?;
     }
-    print_line("configuration is fine")
+    if !arguments.settings_only {
+        check_environment(&config, is_running(&config)?)?;
+    }
+    let file = config.file.as_ref();
+    let file = file.map_or_else(String::new, |file| format!(" ({})", file.path.display()));
+    print_line(&format!("configuration is valid{file}"))
+}
+
+/// Returns whether an agent answers at the meta port. Its listeners have the addresses.
+fn is_running(config: &Config) -> anyhow::Result<bool> {
+    let Some(address) = config.meta_listen else {
+        return Ok(false);
+    };
+    let address = MetaAddress::from(meta::dialable(address));
+    Ok(runtime()?.block_on(address.get("/livez")).is_ok())
 }
 
 fn load(source: ConfigArgs) -> anyhow::Result<Config> {
@@ -132,11 +150,11 @@ fn run_diag(arguments: DiagArgs) -> anyhow::Result<()> {
     let document = runtime.block_on(diag::collect(settings));
     // A directory listing that hangs must not keep the process alive.
     runtime.shutdown_background();
-    let path = arguments.output;
+    let path = arguments.file;
     let path = path.unwrap_or_else(|| default_path(NAME, SystemTime::now()));
     document
         .write(&path)
-        .context("cannot write the facts; give another file with --output")
+        .context("cannot write the facts; give another file with --file")
 }
 
 fn run_join(arguments: &JoinArgs) -> anyhow::Result<()> {

@@ -173,9 +173,9 @@ pub(crate) fn context(limits: Limits) -> SessionContext {
     );
     let egress = Egress::new(
         node.clone(),
-        dial_policy,
+        dial_policy.into(),
         Arc::default(),
-        &limits,
+        limits.into(),
         metrics.clone(),
         draining,
     );

@@ -1,6 +1,7 @@
 //! The admin socket: an HTTP/1.1 API with JSON on a Unix socket that only the server's user can
 //! open. The command-line verbs use it to control a running server.
 
+use std::collections::BTreeSet;
 use std::convert::Infallible;
 use std::fmt;
 use std::io;
@@ -26,6 +27,7 @@ use tunnel_process::timers::sleep_coalesced;
 use tunnel_process::unix_socket::{self, SocketFile, SocketPermissions};
 use tunnel_proto::wire::name::{NodeName, ReplicaId};
 
+use crate::admin::configuration::RunningConfig;
 use crate::admin::pages::{NamedNodes, PAGE_MAX, PageQuery, revocations_page};
 use crate::admin::status::NodeSources;
 use crate::ingress::connect::AdminTunnels;
@@ -38,6 +40,7 @@ use tunnel_store::data_dir::DataDir;
 use tunnel_store::known_nodes::KnownNodes;
 
 mod client;
+pub mod configuration;
 pub mod discovery;
 pub mod doctor;
 pub mod failures;
@@ -83,8 +86,8 @@ pub struct AdminState {
     pub can_issue: bool,
     /// Tunnels to nodes, for `connect`.
     pub tunnels: Option<AdminTunnels>,
-    /// Lines of the effective settings, without secrets, for `diag`.
-    pub settings: Vec<String>,
+    /// The settings in use, and the last reading of their file.
+    pub configuration: RunningConfig,
 }
 
 /// The reason why a server does not rotate its CA.
@@ -236,7 +239,10 @@ async fn answer(
             let node = node_names(&[(*node).to_owned()])?.remove(0);
             value(StatusCode::OK, &agent_diag(state, &node).await?)
         }
-        ("GET", ["node-labels"]) => value(StatusCode::OK, &state.node_labels),
+        ("GET", ["node-labels"]) => value(
+            StatusCode::OK,
+            &blocking(state, |state| label_keys(&state)).await?,
+        ),
         ("POST", ["revocations"]) => {
             let order = read(request, NAMES_MAX_BYTES).await?;
             value(StatusCode::OK, &apply_order(state, order).await?)
@@ -256,12 +262,18 @@ async fn answer(
             value(StatusCode::OK, &status)
         }
         ("GET", ["ca"]) => Ok(text(StatusCode::OK, state.ca.root_pem())),
-        ("GET", ["diag"]) => value(StatusCode::OK, &RunningServer::of(&state.settings)),
+        ("GET", ["config"]) => value(StatusCode::OK, &state.configuration.status()),
+        ("POST", ["config"]) => value(StatusCode::OK, &state.configuration.reload().await),
+        ("GET", ["settings"]) => value(StatusCode::OK, &*state.configuration.settings()),
+        ("GET", ["diag"]) => value(
+            StatusCode::OK,
+            &RunningServer::of(state.configuration.lines()),
+        ),
         (
             _,
             [
                 "tokens" | "nodes" | "failures" | "ping" | "node-labels" | "revocations" | "ca"
-                | "diag",
+                | "config" | "settings" | "diag",
                 ..,
             ],
         ) => Err(RequestError {
@@ -324,6 +336,15 @@ fn approve_nodes(state: &AdminState, names: &[NodeName]) -> Result<ApproveOutcom
         info!(%node, "node approved");
     }
     Ok(ApproveOutcome::of(names, &approved))
+}
+
+/// Returns the keys of the labels by which nodes can be selected: those of the Nodes that the server
+/// stores, and those of join tokens.
+fn label_keys(state: &AdminState) -> BTreeSet<String> {
+    let nodes = state.nodes.snapshot();
+    let own = nodes.iter().flat_map(|(_, node)| node.labels.keys());
+    let own = own.map(ToString::to_string);
+    own.chain(state.node_labels.iter().cloned()).collect()
 }
 
 /// Revokes a token. Blocks the thread.

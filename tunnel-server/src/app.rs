@@ -26,6 +26,7 @@ mod authority;
 mod bind;
 mod clocks;
 mod cluster;
+mod config_difference;
 mod config_files;
 mod connect;
 mod context;
@@ -37,24 +38,28 @@ mod membership;
 mod peers;
 mod proxy_ports;
 mod records;
+mod reload;
 mod reported;
 mod revocations;
+mod services;
 mod serving;
 mod sessions;
 mod sockets;
 mod status_page;
 mod targets;
+mod try_ports;
 
 use authority::{AgentAuth, Authority};
 use bind::listen;
 use cluster::{ClusterServices, start_cluster};
-pub use config_files::{ConfigFilesError, check_config_files};
+pub use config_files::check_config_files;
 use context::{ProcessContext, ServerContext};
 use proxy_ports::ProxyPorts;
 use reported::ReportedCondition;
 use serving::ServingCredentials;
 use sessions::SessionInputs;
 pub use sockets::BoundAddrs;
+pub use try_ports::check_ports;
 
 /// A running server, created by [`App::start`] and served by [`App::run`].
 #[derive(Debug)]
@@ -112,15 +117,15 @@ impl App {
         let pods = cluster.pods.clone();
         let ingress = listeners::start(sockets.listeners, targets, pods, capacity, &context);
         let proxy_ports = ProxyPorts::bind(ingress.clone(), serving.tls, &context).await;
+        let services = services::ServiceListeners::start(
+            sockets.services,
+            ingress.clone(),
+            sockets.bound.tcp_ports(),
+            &context,
+        );
         sockets.bound.proxy = proxy_ports.addresses();
         proxy_ports.start();
-        let own_ports = sockets.bound.tcp_ports(&context.config);
-        let tunnels = (sockets.connect).start(
-            &ingress,
-            serving.certificates.clone(),
-            &own_ports,
-            &context,
-        )?;
+        let tunnels = (sockets.connect).start(&ingress, serving.certificates.clone(), &context)?;
         let inputs = SessionInputs {
             quic: sockets.quic.clone(),
             tcp: sockets.tcp,
@@ -128,12 +133,23 @@ impl App {
             authority: &authority,
             attestor: cluster.attestor.clone(),
             capacity,
-            own_ports,
         };
-        sessions::start(inputs, &context)?;
+        let sessions = sessions::start(inputs, &context)?;
         failures::report(&context);
+        let followers = reload::Followers {
+            ingress,
+            sessions,
+            services,
+            reserved_ports: sockets.bound.reserved_ports(),
+        };
+        let configuration = followers.start(&context);
         let sources = admin::node_sources(&authority, &context);
-        admin::start_socket(&authority, sources.clone(), advertised, tunnels, &context)?;
+        let operator = admin::OperatorInputs {
+            advertised,
+            tunnels,
+            configuration,
+        };
+        admin::start_socket(&authority, sources.clone(), operator, &context)?;
         admin::start_meta(sources.clone(), meta_listener, metrics_registry, &context);
         status_page::start(sockets.status, serving.certificates, sources, &context)?;
         if let Some(dns) = &dns {
@@ -219,6 +235,7 @@ impl App {
 fn publish_addresses(bound: &BoundAddrs, context: &ServerContext) -> anyhow::Result<Vec<String>> {
     let advertised = bound.advertised(&context.config.advertise);
     context.data.set_advertised(&advertised)?;
+    context.ports.send_replace(context.config.ports.clone());
     let policy = PortPolicy::new(context.config.ports.clone(), bound.reserved_ports());
     context.policy.replace(policy);
     Ok(advertised)

@@ -9,7 +9,9 @@ use tunnel_proto::wire::name::NodeName;
 use crate::admin::doctor::DoctorOptions;
 use crate::admin::render::RenderVerb;
 use crate::admin::verbs::connect::ConnectArgs;
-use crate::admin::verbs::{CaArgs, DataVerb, HealthcheckArgs, NodesArgs, PingArgs, TokenVerb};
+use crate::admin::verbs::{
+    CaArgs, DataVerb, HealthcheckArgs, NodesArgs, PingArgs, ReloadArgs, TokenVerb,
+};
 use crate::config::RawConfig;
 
 /// Culvert's cloud side: accepts agents and forwards requests for edge nodes to them
@@ -33,12 +35,18 @@ pub enum Verb {
     /// defaults. Each flag is a key of the file (same words, camelCase): --http-listen is
     /// httpListen. Only the file has the sections `services:` and `limits:`.
     Run(Box<ConfigArgs>),
-    /// Load the configuration and the files that it names as `run` would, print all errors at once,
-    /// and exit
+    /// Load the configuration and the files that it names as `run` would, try the addresses of the
+    /// listeners, print all mistakes at once, and exit
     ///
     /// Exit code 64: settings or the content of a file are wrong; 1: files are absent or cannot be read
-    /// as they are.
+    /// as they are, or an address is in use at this moment. The addresses are not tried while a server
+    /// runs with the data directory.
     CheckConfig(Box<CheckConfigArgs>),
+    /// Have the running server read its files again, as SIGHUP does, and print what became of them
+    ///
+    /// A file with a mistake changes nothing. Some settings need a restart. Exit code 64: the file
+    /// cannot be used; 1: no server runs.
+    Reload(ReloadArgs),
     /// Create, list and revoke join tokens
     #[command(subcommand)]
     Token(TokenVerb),
@@ -96,7 +104,8 @@ pub enum Verb {
 /// The sources of the settings.
 #[derive(Debug, Clone, Default, clap::Args)]
 pub struct ConfigArgs {
-    /// Configuration file in YAML format
+    /// Configuration file in YAML format, or off [default: /etc/culvert/tunnel-server.yaml, or
+    /// ./tunnel-server.yaml, if it exists]
     #[arg(long, env = "TUNNEL_SERVER_CONFIG", value_name = "FILE")]
     pub config: Option<PathBuf>,
     /// Settings given as flags or environment variables.
@@ -107,8 +116,8 @@ pub struct ConfigArgs {
 /// The sources of `check-config`.
 #[derive(Debug, Clone, Default, clap::Args)]
 pub struct CheckConfigArgs {
-    /// Check the settings alone, and not the files that they name: for the configuration of another
-    /// host
+    /// Check the settings alone, and neither the files that they name nor addresses: for the
+    /// configuration of another host
     #[arg(long)]
     pub settings_only: bool,
     /// Sources of the settings.
@@ -122,7 +131,7 @@ pub struct DiagArgs {
     /// File to create, with mode 0600, or - for standard output; an existing file is not overwritten
     /// [default: tunnel-server-diag-TIME.json in the current directory]
     #[arg(short, long, value_name = "FILE")]
-    pub output: Option<PathBuf>,
+    pub file: Option<PathBuf>,
     /// Instead of this server: a node, its failures, and what its agent says of itself over the
     /// session: version, settings without secrets, sessions, conditions, last log lines
     #[arg(long, value_name = "NAME")]

@@ -105,8 +105,8 @@ pub struct ClusterInputs {
     pub records: Records,
     /// Receives the port policy.
     pub policy: SharedPortPolicy,
-    /// Settings of the ports, whose lists the ConfigMap replaces.
-    pub ports: PortSettings,
+    /// Settings of the ports, whose lists the ConfigMap replaces. They follow the file.
+    pub ports: watch::Receiver<PortSettings>,
     /// Ports of the tunnel itself.
     pub own_ports: Vec<Port>,
     /// Knows which agents are connected.
@@ -377,14 +377,16 @@ fn publisher(
     inputs: ClusterInputs,
     desired: watch::Sender<DesiredState>,
 ) -> Publisher {
+    let ports = inputs.ports.borrow().clone();
     Publisher {
         waiting: Some(inputs.readiness.block("nodes of the cluster")),
         ranges: inputs.ranges,
         local_facts: LocalFacts {
-            ports: inputs.ports,
+            ports,
             own_ports: inputs.own_ports,
             listener_ports: inputs.listener_ports,
         },
+        ports: inputs.ports,
         routes: inputs.routes,
         labeled_nodes: inputs.labeled_nodes,
         records: inputs.records,

@@ -2,16 +2,17 @@
 //! (`Config`).
 
 use std::collections::BTreeSet;
-use std::fmt::Display;
+use std::fmt;
 use std::net::{Ipv4Addr, SocketAddr};
 use std::path::{Path, PathBuf};
+use std::sync::Arc;
 use std::time::Duration;
 
 use tracing::level_filters::LevelFilter;
-use tunnel_process::files;
+use tunnel_process::config_file::{ConfigFile, ConfigFileError, config_path};
 use tunnel_process::settings::{ConfigError, ConfigErrors, parse_address, parse_duration};
 use tunnel_process::telemetry::{AccessLogSettings, AuditSettings, LogFormat, RawAudit};
-use tunnel_process::yaml::{self, YamlError};
+use tunnel_proto::identity::sha256;
 use tunnel_proto::transport::CongestionControl;
 use tunnel_proto::wire::PORT_SERVER_META;
 use tunnel_proto::wire::name::Port;
@@ -25,6 +26,7 @@ mod certificates;
 mod cloud;
 mod connect;
 mod dns;
+mod file;
 mod kubernetes;
 mod label_key;
 mod limits;
@@ -41,11 +43,12 @@ pub use capacity::{CONNECTION_HEAD_BYTES, Capacity, DescriptorUses};
 pub use certificates::{ClientAuth, CredentialFiles, HttpsCertificate};
 pub use cloud::{APISERVER_TARGET, CloudNodes, CloudTargetSettings};
 pub use connect::{ConnectSettings, UnixListenerSettings};
+pub use file::{LIVE_KEYS, is_live, is_shared};
 pub use kubernetes::{
     AgentTokens, EDGE_LABEL, Environment, KubeletClientCa, KubernetesSettings, ObjectNames,
 };
 pub use label_key::{LabelKey, is_label_value, prometheus_label_name};
-pub use limits::{LIMITS, Limit, Limits, RawLimits};
+pub use limits::{LIMITS, Limit, Limits, RawLimits, SharedLimits};
 pub use listeners::{EXTRA_PORTS_MAX, ListenerSettings, ProxyPortListen};
 pub use node_label::NodeLabel;
 pub use peers::{PORT_PEERS, PeerSettings};
@@ -57,6 +60,8 @@ pub use targets::{APISERVER_NAME, TargetSettings};
 
 /// Default directory of the server's state.
 pub const DATA_DIR: &str = "/var/lib/tunnel-server";
+/// Name of the default configuration file, in `/etc/culvert` or the current directory.
+pub const FILE_NAME: &str = "tunnel-server.yaml";
 /// Prefix of all environment variables.
 pub const ENV_PREFIX: &str = "TUNNEL_SERVER_";
 /// Default time for running requests to end after SIGTERM.
@@ -120,30 +125,63 @@ pub struct Config {
     pub limits: Limits,
     /// Warnings that the server logs at start.
     pub warnings: Vec<String>,
+    /// The file that the settings come from, if there is one.
+    pub file: Option<Arc<ConfigFile<RawConfig>>>,
+    /// The settings before the checks.
+    pub raw: RawSettings,
 }
 
-/// Loads the YAML file, if one is named, and applies flags and environment variables over it.
+/// The settings of all layers before the checks, which `Debug` leaves out.
+#[derive(Clone)]
+pub struct RawSettings(pub Box<RawConfig>);
+
+impl fmt::Debug for RawSettings {
+    fn fmt(&self, formatter: &mut fmt::Formatter<'_>) -> fmt::Result {
+        formatter.write_str("..")
+    }
+}
+
+/// The reason why there are no settings.
+#[derive(Debug, thiserror::Error)]
+pub enum LoadError {
+    #[error(transparent)]
+    File(#[from] ConfigFileError),
+    #[error(transparent)]
+    Invalid(#[from] ConfigError),
+}
+
+impl LoadError {
+    /// Returns whether the settings are wrong in every environment. An absent file may appear later.
+    pub fn is_usage(&self) -> bool {
+        match self {
+            Self::File(ConfigFileError::Unreadable(_)) => false,
+            Self::File(ConfigFileError::Syntax { .. }) | Self::Invalid(_) => true,
+        }
+    }
+}
+
+/// Loads the YAML file, if one is named or a default one exists, and applies flags and environment
+/// variables over it.
 ///
 /// # Errors
-/// Returns a [`ConfigError`] if the file cannot be read or parsed, or with all errors of the
+/// Returns a [`LoadError`] if the file cannot be read, or with all errors of the file and of the
 /// settings.
-pub fn load(flags: RawConfig, file: Option<&Path>) -> Result<Config, ConfigError> {
-    let (lower, warning) = match file {
-        Some(path) => {
-            let invalid = |error: &dyn Display| format!("--config: {}: {error}", path.display());
-            let (bytes, warning) =
-                files::read_config(path).map_err(|error| ConfigError(vec![invalid(&error)]))?;
-            let text =
-                std::str::from_utf8(&bytes).map_err(|error| ConfigError(vec![invalid(&error)]))?;
-            let lower = yaml::parse::<RawConfig>(text).map_err(|YamlError(mistakes)| {
-                ConfigError(mistakes.iter().map(|mistake| invalid(mistake)).collect())
-            })?;
-            (lower, warning)
-        }
-        None => (None, None),
-    };
-    let mut config = Config::try_from(flags.or(lower.unwrap_or_default()))?;
-    config.warnings.extend(warning);
+pub fn load(flags: RawConfig, file: Option<&Path>) -> Result<Config, LoadError> {
+    match config_path(file, FILE_NAME) {
+        Some(path) => load_file(flags, &path),
+        None => Ok(Config::try_from(flags)?),
+    }
+}
+
+/// Loads a file, and applies flags and environment variables over it.
+///
+/// # Errors
+/// As [`load`].
+pub fn load_file(flags: RawConfig, path: &Path) -> Result<Config, LoadError> {
+    let (file, raw) = ConfigFile::read(path, flags, sha256)?;
+    let mut config = file.check(raw, Config::try_from)?;
+    config.warnings.extend(file.warning.clone());
+    config.file = Some(Arc::new(file));
     Ok(config)
 }
 
@@ -246,6 +284,8 @@ impl Config {
             kubernetes,
             limits: Limits::check(&raw.limits.clone().unwrap_or_default(), &mut errors),
             warnings: Vec::new(),
+            file: None,
+            raw: RawSettings(Box::new(raw.clone())),
         };
         config.warnings = config.warnings(raw);
         errors.finish(config)

@@ -4,14 +4,16 @@
 use std::collections::HashMap;
 use std::num::NonZeroU32;
 use std::sync::Arc;
+use std::sync::atomic::{AtomicUsize, Ordering};
 use std::time::Duration;
 
+use arc_swap::ArcSwap;
 use governor::clock::DefaultClock;
 use governor::state::keyed::HashMapStateStore;
 use governor::{Quota, RateLimiter};
 use parking_lot::Mutex;
-use tokio::sync::{Semaphore, SemaphorePermit};
 use tokio::time::sleep;
+use tunnel_process::followed::Followed;
 use tunnel_process::host::is_own_address;
 use tunnel_process::shutdown::Shutdown;
 use tunnel_process::telemetry::{LineForm, StreamLines};
@@ -28,7 +30,7 @@ use tunnel_proto::wire::name::{CloudTarget, NodeName, Port};
 use self::cloud::{CloudTargets, Target};
 use self::dial::CloudDialer;
 use self::labeled_nodes::LabeledNodes;
-use crate::config::{CloudTargetSettings, Limit, Limits};
+use crate::config::{CloudTargetSettings, Limit, SharedLimits};
 use crate::metrics::Metrics;
 use crate::routing::registry::AgentSession;
 
@@ -36,23 +38,24 @@ mod cloud;
 mod dial;
 pub mod labeled_nodes;
 
-/// Serves the streams of agents to targets of the cloud.
+/// Serves the streams of agents to targets of the cloud. The targets and the limits may change while
+/// streams are open.
 #[derive(Debug)]
 pub struct CloudEgress {
-    targets: CloudTargets,
+    targets: ArcSwap<CloudTargets>,
+    own_ports: Followed<Vec<Port>>,
     dialer: CloudDialer,
+    limits: SharedLimits,
     /// Streams of all agents that may be open.
-    total: Semaphore,
-    per_agent: u32,
-    /// Open streams of each node that has some.
-    open: Mutex<HashMap<NodeName, u32>>,
+    total: AtomicUsize,
+    open: Mutex<OpenStreams>,
     /// Rate of new streams of each node. Only nodes with a valid credential are counted.
-    rate: RateLimiter<NodeName, HashMapStateStore<NodeName>, DefaultClock>,
-    /// Time for an agent to send the header.
-    request_head_timeout: Duration,
+    rate: ArcSwap<NodeRate>,
     metrics: Metrics,
     shutdown: Shutdown,
 }
+
+type NodeRate = RateLimiter<NodeName, HashMapStateStore<NodeName>, DefaultClock>;
 
 /// Agents can open streams without headers at will, and others for programs of their nodes.
 static LINES: StreamLines<NodeName> = StreamLines::new(
@@ -61,53 +64,70 @@ static LINES: StreamLines<NodeName> = StreamLines::new(
 );
 
 impl CloudEgress {
-    /// Creates the egress, or returns `None` without targets. `own_ports` are those of this server's
-    /// listeners, and `labeled_nodes` those with the labels of the targets.
+    /// Creates the egress, with `total` streams of all agents at once. `own_ports` are those of this
+    /// server's listeners, and `labeled_nodes` those with the labels of the targets.
+    ///
+    /// # Errors
+    /// As [`Self::check`].
+    pub fn new(
+        targets: &[CloudTargetSettings],
+        own_ports: Followed<Vec<Port>>,
+        labeled_nodes: LabeledNodes,
+        limits: SharedLimits,
+        total: usize,
+        metrics: Metrics,
+        shutdown: Shutdown,
+    ) -> Result<Self, String> {
+        let egress = Self {
+            targets: ArcSwap::from_pointee(CloudTargets::new(targets, labeled_nodes)),
+            dialer: CloudDialer::new(own_ports.clone(), limits.clone()),
+            own_ports,
+            total: AtomicUsize::new(total),
+            open: Mutex::default(),
+            rate: ArcSwap::from_pointee(node_rate(limits.load().cloud_stream_rate)),
+            limits,
+            metrics,
+            shutdown,
+        };
+        egress.check(targets)?;
+        Ok(egress)
+    }
+
+    /// Checks targets before they replace the current ones.
     ///
     /// # Errors
     /// Returns a text if a target is a listener of this server, which would make a loop.
-    pub fn new(
-        targets: &[CloudTargetSettings],
-        own_ports: Vec<Port>,
-        labeled_nodes: LabeledNodes,
-        limits: &Limits,
-        metrics: Metrics,
-        shutdown: Shutdown,
-    ) -> Result<Option<Self>, String> {
-        if targets.is_empty() {
-            return Ok(None);
-        }
-        for target in targets {
-            refuse_own(target, &own_ports)?;
-        }
-        let per_second = NonZeroU32::new(limits.cloud_stream_rate).unwrap_or(NonZeroU32::MIN);
-        let burst = per_second.saturating_mul(BURST);
-        let share = u32::try_from(limits.cloud_streams_total / AGENT_SHARE).unwrap_or(u32::MAX);
-        let share = share.max(1);
-        Ok(Some(Self {
-            targets: CloudTargets::new(targets, labeled_nodes),
-            dialer: CloudDialer::new(own_ports, limits.target_dial_timeout),
-            total: Semaphore::new(limits.cloud_streams_total),
-            per_agent: limits.cloud_streams_per_agent.min(share),
-            open: Mutex::default(),
-            rate: RateLimiter::hashmap(Quota::per_second(per_second).allow_burst(burst)),
-            request_head_timeout: limits.request_head_timeout,
-            metrics,
-            shutdown,
-        }))
+    pub fn check(&self, targets: &[CloudTargetSettings]) -> Result<(), String> {
+        let own_ports = self.own_ports.load();
+        targets
+            .iter()
+            .try_for_each(|target| refuse_own(target, &own_ports))
+    }
+
+    /// Replaces the targets for later streams, and the number of streams of all agents. Open streams
+    /// stay.
+    pub fn replace(&self, targets: &[CloudTargetSettings], total: usize) {
+        let replaced = self.targets.load().with(targets);
+        self.targets.store(Arc::new(replaced));
+        self.total.store(total, Ordering::Relaxed);
+    }
+
+    /// Replaces the rate of new streams of each node.
+    pub fn replace_rate(&self, per_second: u32) {
+        self.rate.store(Arc::new(node_rate(per_second)));
     }
 
     /// Returns whether the agent of a node may reach a target, now or with another label.
     pub fn has_target(&self, node: &NodeName) -> bool {
-        self.targets.has_target(node)
+        self.targets.load().has_target(node)
     }
 
     /// Accepts the streams of a session until it ends.
     pub async fn accept_streams(self: Arc<Self>, agent: Arc<AgentSession>) {
-        let transport_limit = self.per_agent.saturating_add(WITHOUT_PERMIT);
+        let transport_limit = self.per_agent().saturating_add(WITHOUT_PERMIT);
         agent.session.set_max_concurrent_streams(transport_limit);
         while let Ok(incoming) = agent.session.accept().await {
-            let is_in_rate = self.rate.check_key(&agent.node).is_ok();
+            let is_in_rate = self.rate.load().check_key(&agent.node).is_ok();
             let (egress, serving) = (self.clone(), agent.clone());
             self.shutdown
                 .spawn_work(async move { egress.serve(incoming, &serving, is_in_rate).await });
@@ -118,6 +138,13 @@ impl CloudEgress {
         }
     }
 
+    /// Returns the streams that one agent may have open.
+    fn per_agent(&self) -> u32 {
+        let share = self.total.load(Ordering::Relaxed) / AGENT_SHARE;
+        let share = u32::try_from(share).unwrap_or(u32::MAX).max(1);
+        self.limits.load().cloud_streams_per_agent.min(share)
+    }
+
     async fn serve(&self, incoming: IncomingStream, agent: &AgentSession, is_in_rate: bool) {
         let _counted = agent.count_stream();
         let _open = self.metrics.cloud_stream();
@@ -126,7 +153,8 @@ impl CloudEgress {
             agent,
             is_in_rate,
         };
-        stream_server::serve(server, incoming, self.request_head_timeout, || {}).await;
+        let head_timeout = self.limits.load().request_head_timeout;
+        stream_server::serve(server, incoming, head_timeout, || {}).await;
     }
 
     /// Returns the target that the agent of a node names, and the permits for a stream.
@@ -136,7 +164,7 @@ impl CloudEgress {
         name: &CloudTarget,
         is_in_rate: bool,
         has_room: bool,
-    ) -> Result<(&Target, Permits<'_>), Refusal> {
+    ) -> Result<(Arc<Target>, StreamPermit<'_>), Refusal> {
         if self.shutdown.drain().is_cancelled() {
             return Err(Refusal {
                 code: RefusalCode::Draining,
@@ -146,15 +174,13 @@ impl CloudEgress {
         if !is_in_rate {
             return Err(self.too_many(Limit::CloudStreamRate));
         }
-        let target = self.targets.find(node, name)?;
+        let target = self.targets.load().find(node, name)?;
         if !has_room {
             return Err(self.too_many(Limit::BufferPool));
         }
-        let of_node = NodePermit::acquire(&self.open, node, self.per_agent);
-        let of_node = of_node.ok_or_else(|| self.too_many(Limit::CloudStreamsPerAgent))?;
-        let total = self.total.try_acquire();
-        let total = total.map_err(|_none_left| self.too_many(Limit::CloudStreamsTotal))?;
-        Ok((target, (of_node, total)))
+        let total = self.total.load(Ordering::Relaxed);
+        let permit = StreamPermit::acquire(&self.open, node, self.per_agent(), total);
+        Ok((target, permit.map_err(|limit| self.too_many(limit))?))
     }
 
     /// Counts a stream above a limit, and returns its refusal.
@@ -175,7 +201,7 @@ struct CloudStream<'a> {
 }
 
 impl<'a> StreamServer for CloudStream<'a> {
-    type Admitted = (CloudTarget, &'a Target, Permits<'a>);
+    type Admitted = (CloudTarget, Arc<Target>, StreamPermit<'a>);
     type Guard = ();
 
     fn admit(&self, header: &StreamHeader, stream: &Stream) -> Result<Self::Admitted, Refused> {
@@ -188,8 +214,8 @@ impl<'a> StreamServer for CloudStream<'a> {
         // An agent is one source, whatever it claims.
         stream.set_source(source_number(&agent.node));
         let has_room = agent.session.has_room();
-        let (target, permits) = egress.admit(&agent.node, name, self.is_in_rate, has_room)?;
-        Ok((name.clone(), target, permits))
+        let (target, permit) = egress.admit(&agent.node, name, self.is_in_rate, has_room)?;
+        Ok((name.clone(), target, permit))
     }
 
     async fn dial(&self, (name, target, _): &Self::Admitted) -> Result<Dialed<()>, Refused> {
@@ -233,45 +259,62 @@ impl RecordSinks for CloudStream<'_> {
     }
 }
 
-/// The permits of an open stream.
-type Permits<'a> = (NodePermit<'a>, SemaphorePermit<'a>);
+/// The open streams of all agents.
+#[derive(Debug, Default)]
+struct OpenStreams {
+    all: usize,
+    /// Those of each node that has some.
+    by_node: HashMap<NodeName, u32>,
+}
 
-/// An open stream in the count of its node, until it is dropped.
-struct NodePermit<'a> {
-    open: &'a Mutex<HashMap<NodeName, u32>>,
+/// An open stream in the counts, until it is dropped.
+struct StreamPermit<'a> {
+    open: &'a Mutex<OpenStreams>,
     node: NodeName,
 }
 
-impl<'a> NodePermit<'a> {
-    /// Counts a stream, unless the node has `most` open.
+impl<'a> StreamPermit<'a> {
+    /// Counts a stream, unless the node has `per_agent` open, or all have `total`.
     fn acquire(
-        open: &'a Mutex<HashMap<NodeName, u32>>,
+        open: &'a Mutex<OpenStreams>,
         node: &NodeName,
-        most: u32,
-    ) -> Option<Self> {
-        let mut counts = open.lock();
-        let count = counts.get(node).copied().unwrap_or_default();
-        if count >= most {
-            return None;
+        per_agent: u32,
+        total: usize,
+    ) -> Result<Self, Limit> {
+        let mut streams = open.lock();
+        let count = streams.by_node.get(node).copied().unwrap_or_default();
+        if count >= per_agent {
+            return Err(Limit::CloudStreamsPerAgent);
         }
-        counts.insert(node.clone(), count + 1);
-        Some(Self {
+        if streams.all >= total {
+            return Err(Limit::CloudStreamsTotal);
+        }
+        streams.all += 1;
+        streams.by_node.insert(node.clone(), count + 1);
+        Ok(Self {
             open,
             node: node.clone(),
         })
     }
 }
 
-impl Drop for NodePermit<'_> {
+impl Drop for StreamPermit<'_> {
     fn drop(&mut self) {
-        let mut counts = self.open.lock();
-        match counts.get_mut(&self.node) {
+        let mut streams = self.open.lock();
+        streams.all -= 1;
+        match streams.by_node.get_mut(&self.node) {
             Some(count) if *count > 1 => *count -= 1,
             _ => {
-                counts.remove(&self.node);
+                streams.by_node.remove(&self.node);
             }
         }
     }
+}
+
+fn node_rate(per_second: u32) -> NodeRate {
+    let per_second = NonZeroU32::new(per_second).unwrap_or(NonZeroU32::MIN);
+    let burst = per_second.saturating_mul(BURST);
+    RateLimiter::hashmap(Quota::per_second(per_second).allow_burst(burst))
 }
 
 /// Returns the detail for an agent whose target was not dialed, without addresses.

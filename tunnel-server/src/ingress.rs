@@ -11,6 +11,7 @@ use tokio_util::sync::{CancellationToken, DropGuard};
 use tracing::{Instrument, debug, info_span, warn};
 use tunnel_process::accept::RetryingListener;
 use tunnel_process::conn_limiter::{ConnPermit, LimitReached};
+use tunnel_process::followed::Followed;
 use tunnel_proto::identity::{caller_name, common_name};
 use tunnel_proto::tcp;
 
@@ -48,8 +49,9 @@ pub use unix_listener::SharedSocket;
 pub enum ListenerKind {
     /// HTTP, where the server routes each request.
     Http(Arc<HttpListener>),
-    /// A TCP service, where the server forwards bytes to one target.
-    TcpService(Arc<TcpService>),
+    /// A TCP service, where the server forwards bytes to one target. Later connections have the
+    /// target of their moment.
+    TcpService(Followed<TcpService>),
 }
 
 impl ListenerKind {
@@ -104,7 +106,7 @@ impl IngressContext {
                     Box::pin(ingress.serve(listener, socket.into(), peer.into(), identity))
                 }
                 ListenerKind::TcpService(service) => {
-                    let service = service.clone();
+                    let service = service.load();
                     Box::pin(async move {
                         let Some(permit) = ingress.admit(peer.into()) else {
                             return;
@@ -170,7 +172,7 @@ impl IngressContext {
         };
         // The host controls which users can open a Unix socket.
         let must_verify = is_reserved && peer != CallerAddr::Unix;
-        let deadline = Instant::now() + self.limits.handshake_timeout;
+        let deadline = Instant::now() + self.limits.load().handshake_timeout;
         let protocol = tokio::select! {
             biased;
             () = permit.evicted() => return self.metrics.evicted_caller(),
@@ -235,7 +237,7 @@ impl IngressContext {
     /// certificate that is a caller certificate.
     fn identify(&self, conn: &mut CallerConn, tls: &ServerConnection) -> bool {
         let chain = tls.peer_certificates();
-        conn.has_delegation = self.delegation_callers.admit(chain);
+        conn.has_delegation = self.delegation_callers.load().admit(chain);
         if conn.has_delegation {
             conn.server_name = tls.server_name().and_then(|name| name.parse().ok());
         }

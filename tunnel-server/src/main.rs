@@ -19,10 +19,10 @@ use tunnel_process::timers::record_runtime_start;
 use tunnel_proto::audit;
 use tunnel_server::admin::doctor;
 use tunnel_server::admin::render::RenderError;
-use tunnel_server::admin::verbs::{VerbError, diag};
-use tunnel_server::app::{App, ConfigFilesError, check_config_files};
+use tunnel_server::admin::verbs::{VerbError, diag, is_running, running_settings};
+use tunnel_server::app::{App, check_config_files, check_ports};
 use tunnel_server::cli::{Cli, ConfigArgs, DiagArgs, DoctorArgs, Verb, command};
-use tunnel_server::config::{self, Config, ENV_PREFIX, known_variables};
+use tunnel_server::config::{self, Config, DATA_DIR, ENV_PREFIX, LoadError, known_variables};
 
 /// jemalloc returns memory to the system within seconds after a load peak; glibc's allocator does
 /// not. `.cargo/config.toml` sets its options.
@@ -58,14 +58,25 @@ fn run_verb(verb: Verb) -> anyhow::Result<ExitCode> {
         Verb::Run(source) => run(*source),
         Verb::CheckConfig(arguments) => {
             let config = load(arguments.source)?;
+            let mut errors = ConfigError::default();
             if !arguments.settings_only {
-                check_config_files(&config)?;
+                errors.extend(check_config_files(&config).err().unwrap_or_default());
+                errors.extend(check_free_ports(&config)?);
             }
-            for warning in &config.warnings {
+            let unknown = unknown_variables(ENV_PREFIX, &known_variables(&command()));
+            let unknown = unknown.iter();
+            let unknown = unknown.map(|name| format!("unknown environment variable {name}"));
+            for warning in config.warnings.iter().cloned().chain(unknown) {
                 writeln!(std::io::stderr(), "warning: {warning}")?;
             }
-            print(b"configuration is valid\n")
+            if !errors.is_empty() {
+                return Err(errors.into());
+            }
+            let file = config.file.as_ref();
+            let file = file.map_or_else(String::new, |file| format!(" ({})", file.path.display()));
+            print(format!("configuration is valid{file}\n").as_bytes())
         }
+        Verb::Reload(arguments) => block_on(arguments.run()),
         Verb::Token(verb) => block_on(verb.run()),
         Verb::Nodes(arguments) => block_on(arguments.run()),
         Verb::Ca(arguments) => block_on(arguments.run()),
@@ -103,8 +114,13 @@ fn exit_code(error: &anyhow::Error) -> u8 {
     if let Some(error) = error.downcast_ref::<RenderError>() {
         return error.exit_code();
     }
-    let has_wrong_file = matches!(error.downcast_ref(), Some(ConfigFilesError::Content(_)));
-    if has_wrong_file || error.chain().any(|cause| cause.is::<ConfigError>()) {
+    if let Some(error) = error.downcast_ref::<LoadError>() {
+        return if error.is_usage() { EXIT_USAGE } else { 1 };
+    }
+    let errors = error
+        .chain()
+        .find_map(|cause| cause.downcast_ref::<ConfigError>());
+    if errors.is_some_and(ConfigError::is_usage) {
         EXIT_USAGE
     } else {
         1
@@ -134,7 +150,7 @@ fn run_doctor(arguments: DoctorArgs) -> anyhow::Result<ExitCode> {
         doctor::explain(id, options.json)?;
         return Ok(ExitCode::SUCCESS);
     }
-    let config = load(source)?;
+    let config = load_of_running(source)?;
     let code = run_to_end(doctor::run(&config, &options))?;
     Ok(ExitCode::from(code))
 }
@@ -146,9 +162,39 @@ async fn run_diag(arguments: DiagArgs) -> Result<(), VerbError> {
         Some(node) => diag::collect_node(settings, node).await,
         None => diag::collect(settings).await,
     };
-    let path = arguments.output;
+    let path = arguments.file;
     let path = path.unwrap_or_else(|| default_path("tunnel-server", SystemTime::now()));
     Ok(document.write(&path)?)
+}
+
+/// Returns the settings of the running server, unless a file is named. Flags and variables override
+/// them.
+fn load_of_running(source: ConfigArgs) -> anyhow::Result<Config> {
+    let loaded = config::load(source.settings.clone(), source.config.as_deref());
+    if source.config.is_some() {
+        return Ok(loaded?);
+    }
+    let data_dir = match &loaded {
+        Ok(config) => config.data_dir.clone(),
+        Err(_) => source
+            .settings
+            .data_dir
+            .as_deref()
+            .unwrap_or(DATA_DIR)
+            .into(),
+    };
+    match run_to_end(running_settings(&data_dir))? {
+        Some(running) => Ok(Config::try_from(source.settings.or(running))?),
+        None => Ok(loaded?),
+    }
+}
+
+/// Returns the addresses that cannot be bound. A server that runs with the data directory has them.
+fn check_free_ports(config: &Config) -> anyhow::Result<ConfigError> {
+    if run_to_end(is_running(&config.data_dir))? {
+        return Ok(ConfigError::default());
+    }
+    Ok(check_ports(config).err().unwrap_or_default())
 }
 
 fn load(source: ConfigArgs) -> anyhow::Result<Config> {

@@ -320,14 +320,15 @@ impl Metrics {
     }
 
     /// Records the result of reloading certificate files.
-    pub fn reloaded(&self, files: &'static str, reload: ReloadOutcome) {
+    pub fn reloaded(&self, files: &'static str, reload: ReloadOutcome<'_>) {
         let [changed, failed, recovered] = RELOAD_RESULTS;
         let result = StaticLabel(match reload {
+            ReloadOutcome::Unchanged | ReloadOutcome::StillFailed => return,
             ReloadOutcome::Changed => changed,
-            ReloadOutcome::Failed => failed,
+            ReloadOutcome::Failed(_) => failed,
             ReloadOutcome::Recovered => recovered,
         });
-        let is_unusable = reload == ReloadOutcome::Failed;
+        let is_unusable = reload.is_unusable() == Some(true);
         let files = StaticLabel(files);
         let reloads = &self.families.credential_reloads;
         let unusable = &self.families.credential_files_unusable;

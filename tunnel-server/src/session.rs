@@ -6,6 +6,7 @@ use std::num::NonZeroU32;
 use std::sync::Arc;
 use std::time::{Duration, SystemTime};
 
+use arc_swap::ArcSwap;
 use governor::clock::DefaultClock;
 use governor::state::keyed::HashMapStateStore;
 use governor::{Quota, RateLimiter};
@@ -17,7 +18,7 @@ use tunnel_proto::wire::name::{NodeName, ReplicaId};
 
 use self::failures::{Attempt, FailedNode, Failures};
 use self::saved_connections::SavedConnections;
-use crate::config::Limits;
+use crate::config::SharedLimits;
 use crate::egress::CloudEgress;
 use crate::metrics::Metrics;
 use crate::routing::peers::Peers;
@@ -47,7 +48,7 @@ pub struct Sessions {
     pub failures: Arc<Failures>,
     /// Shutdown signals and the tasks that they cover.
     pub shutdown: Shutdown,
-    pub limits: Limits,
+    pub limits: SharedLimits,
     /// Time for which open streams can continue after SIGTERM.
     pub drain: Duration,
     /// Time after SIGTERM within which agents move to another server, if there is one.
@@ -107,16 +108,25 @@ const PER_SECOND: NonZeroU32 = NonZeroU32::new(2).expect("not zero");
 /// Rate limiter of the sessions that each node opens. Only nodes with a valid credential are
 /// counted, so the number of issued credentials bounds the number of entries.
 #[derive(Debug)]
-pub struct AdmissionRate(RateLimiter<NodeName, HashMapStateStore<NodeName>, DefaultClock>);
+pub struct AdmissionRate(ArcSwap<NodeRate>);
+
+type NodeRate = RateLimiter<NodeName, HashMapStateStore<NodeName>, DefaultClock>;
 
 impl AdmissionRate {
     /// Creates a limiter that allows each node `burst` sessions at once
     /// (`limits.admissionsPerNode`, at least one).
     pub fn new(burst: u32) -> Self {
+        Self(ArcSwap::from_pointee(Self::limiter(burst)))
+    }
+
+    /// Replaces the burst. What nodes have used of it is forgotten.
+    pub fn set_burst(&self, burst: u32) {
+        self.0.store(Arc::new(Self::limiter(burst)));
+    }
+
+    fn limiter(burst: u32) -> NodeRate {
         let burst = NonZeroU32::new(burst).unwrap_or(NonZeroU32::MIN);
-        Self(RateLimiter::hashmap(
-            Quota::per_second(PER_SECOND).allow_burst(burst),
-        ))
+        RateLimiter::hashmap(Quota::per_second(PER_SECOND).allow_burst(burst))
     }
 
     /// Reason that the server sends to a node that opens sessions too fast.
@@ -124,7 +134,7 @@ impl AdmissionRate {
 
     /// Counts a session of the node and returns whether the node may open it.
     pub fn allows(&self, node: &NodeName) -> bool {
-        self.0.check_key(node).is_ok()
+        self.0.load().check_key(node).is_ok()
     }
 }
 

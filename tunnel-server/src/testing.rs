@@ -17,7 +17,7 @@ use tunnel_proto::wire::name::{InstanceId, NodeName, Port};
 use tunnel_proto::wire::peer::{HeldNode, Holds};
 
 use crate::admin::status::{NodeSources, SessionSources};
-use crate::config::Limits;
+use crate::config::{Limits, SharedLimits};
 use crate::metrics::Metrics;
 use crate::routing::peers::{PeerAddress, PeerLimits, PeerMetrics, Peers};
 use crate::routing::registry::{CallerKey, OpenError, Registry, RegistryLimits, StreamRequest};
@@ -152,10 +152,10 @@ impl Bench {
             nodes: Arc::new(KnownNodes::open(&scratch.0).unwrap()),
             metrics: Metrics::new(&mut counters, BufferPool::new(POOL)),
             shutdown: Shutdown::new(),
-            limits: Limits {
+            limits: SharedLimits::from(Limits {
                 streams_per_agent: 4,
                 ..Limits::default()
-            },
+            }),
             drain: Duration::from_secs(30),
             move_within: Duration::from_secs(10),
             failures: Arc::default(),

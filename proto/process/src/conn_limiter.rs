@@ -34,7 +34,7 @@ pub struct ConnLimits {
 /// The limiter of one listener's connections, in total and for each source.
 #[derive(Debug)]
 pub struct ConnLimiter {
-    limits: ConnLimits,
+    limits: Mutex<ConnLimits>,
     epoch: Instant,
     source_table: Mutex<SourceTable>,
 }
@@ -43,7 +43,7 @@ impl ConnLimiter {
     /// Returns a limiter without any permits in use.
     pub fn new(limits: ConnLimits) -> Arc<Self> {
         Arc::new(Self {
-            limits,
+            limits: Mutex::new(limits),
             epoch: Instant::now(),
             source_table: Mutex::default(),
         })
@@ -55,11 +55,11 @@ impl ConnLimiter {
     /// # Errors
     /// The limit that was reached, if no connection can be evicted.
     pub fn acquire(self: &Arc<Self>, peer: IpAddr) -> Result<ConnPermit, LimitReached> {
-        let (source, now) = (source(peer), self.now());
+        let (source, now, limits) = (source(peer), self.now(), *self.limits.lock());
         let mut source_table = self.source_table.lock();
-        let reached = if source_table.of(source) >= self.limits.per_source {
+        let reached = if source_table.of(source) >= limits.per_source {
             Some(LimitReached::PerSource)
-        } else if source_table.all >= self.limits.total {
+        } else if source_table.all >= limits.total {
             Some(LimitReached::Total)
         } else {
             None
@@ -90,6 +90,11 @@ impl ConnLimiter {
             evicted,
             reached,
         })
+    }
+
+    /// Replaces the limits for later connections. Open connections keep their permits.
+    pub fn set_limits(&self, limits: ConnLimits) {
+        *self.limits.lock() = limits;
     }
 
     /// Returns the number of permits in use.

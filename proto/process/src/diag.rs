@@ -19,14 +19,13 @@ use tokio::time::{Instant, timeout_at};
 
 use super::errors::causes;
 use super::metrics::COMMIT;
+use super::schema::SCHEMA_VERSION;
 use super::{files, meta, telemetry};
 
 pub mod redact;
 
 use redact::redacted;
 
-/// Version of the document. Raised when a fact is removed or changes its meaning.
-const SCHEMA_VERSION: u32 = 1;
 /// Time limit of one fact. A busy disk may need seconds.
 const FACT_TIMEOUT: Duration = Duration::from_secs(10);
 /// Time limit of all facts, below the 30 s of the verb.

@@ -37,25 +37,52 @@ pub struct FileWatcher {
     pub digest: [u8; 32],
 }
 
-/// The result of a reload.
+/// The result of a reading of the files.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum ReloadOutcome {
+pub enum ReloadOutcome<'a> {
+    /// The files have the content that is in use, as before.
+    Unchanged,
     /// New content is in use.
     Changed,
-    /// The new content is not usable. The last good content stays in use.
-    Failed,
+    /// The new content is not usable, for this reason. The last good content stays in use.
+    Failed(&'a str),
+    /// The files are not usable for the same reason as at the last reading.
+    StillFailed,
     /// After a failure, the files again have the content that is in use.
     Recovered,
 }
 
+impl ReloadOutcome<'_> {
+    /// Returns whether the files are unusable, or `None` if that is as before.
+    pub fn is_unusable(self) -> Option<bool> {
+        match self {
+            Self::Unchanged | Self::StillFailed => None,
+            Self::Changed | Self::Recovered => Some(false),
+            Self::Failed(_) => Some(true),
+        }
+    }
+
+    /// Returns the lines of the condition that the files are unusable, or `None` if they are as
+    /// before.
+    pub fn condition(self) -> Option<Vec<String>> {
+        match self {
+            Self::Unchanged | Self::StillFailed => None,
+            Self::Changed | Self::Recovered => Some(Vec::new()),
+            Self::Failed(error) => Some(vec![format!(
+                "the changed files cannot be used, and the last good content stays in use: {error}"
+            )]),
+        }
+    }
+}
+
 impl FileWatcher {
     /// Reads the files again for as long as the future is polled. `load` blocks its thread, `apply`
-    /// receives new content, and `on_reload` receives the outcome of each change. Cancel-safe.
+    /// receives new content, and `on_reload` receives the outcome of each reading. Cancel-safe.
     pub async fn run<T, E>(
         mut self,
         load: impl Fn() -> Result<Loaded<T>, E> + Send + Sync + 'static,
         mut apply: impl FnMut(T) -> Result<(), E>,
-        mut on_reload: impl FnMut(ReloadOutcome),
+        mut on_reload: impl FnMut(ReloadOutcome<'_>),
     ) where
         T: Send + 'static,
         E: Display + Send + 'static,
@@ -93,16 +120,20 @@ impl FileWatcher {
                     if last_error.take().is_some() {
                         info!(what, "files are valid again; their content is in use");
                         on_reload(ReloadOutcome::Recovered);
+                    } else {
+                        on_reload(ReloadOutcome::Unchanged);
                     }
                 }
-                Err(new) if last_error.as_ref() == Some(&new) => {}
+                Err(new) if last_error.as_ref() == Some(&new) => {
+                    on_reload(ReloadOutcome::StillFailed);
+                }
                 Err(new) => {
                     error!(
                         what,
                         error = new,
                         "cannot use the changed files; the last good content stays in use"
                     );
-                    on_reload(ReloadOutcome::Failed);
+                    on_reload(ReloadOutcome::Failed(&new));
                     last_error = Some(new);
                 }
             }
@@ -160,9 +191,11 @@ mod tests {
         let script = async {
             let steps = [
                 (Ok(2), &["use 2", "Changed"][..]),
-                (Err("broken".to_owned()), &["Failed"]),
+                (Ok(2), &["Unchanged"]),
+                (Err("broken".to_owned()), &[r#"Failed("broken")"#]),
+                (Err("broken".to_owned()), &["StillFailed"]),
                 (Ok(2), &["Recovered"]),
-                (Err("broken".to_owned()), &["Failed"]),
+                (Err("broken".to_owned()), &[r#"Failed("broken")"#]),
                 (Ok(3), &["use 3", "Changed"]),
             ];
             for (next, expected) in steps {

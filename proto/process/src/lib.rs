@@ -5,12 +5,15 @@
 
 pub mod accept;
 pub mod backoff;
+pub mod config_file;
+pub mod config_report;
 pub mod conn_limiter;
 pub mod diag;
 pub mod disk;
 pub mod errors;
 pub mod file_watch;
 pub mod files;
+pub mod followed;
 pub mod host;
 pub mod limits;
 pub mod making;
@@ -20,6 +23,7 @@ pub mod name_list;
 pub mod notify;
 pub mod panics;
 pub mod query;
+pub mod schema;
 pub mod secrets;
 pub mod serve_bounded;
 pub mod settings;

@@ -11,7 +11,8 @@ const POOL_WINDOWS_MIN: u64 = 4;
 
 /// Declares the limits of a binary once. An entry has its description, its field, its name in the
 /// file, the variant of `Limit` if a metric counts how often it is reached, its type, its default,
-/// and the function that parses it.
+/// and the function that parses it. With `live` at its end, the limit applies while the process runs,
+/// when the file changes; other limits need a restart.
 ///
 /// The macro defines the structures `Limits` and `RawLimits`, the table `LIMITS` for the
 /// configuration reference, and the enum `Limit`. The caller defines
@@ -21,14 +22,14 @@ macro_rules! limits {
     ($(
         $(#[doc = $doc:literal])+
         $field:ident ($name:literal $(, counted as $counted:ident)?): $type:ty
-            = $default:literal, $parse:expr;
+            = $default:literal, $parse:expr $(, $live:ident)?;
     )+) => {
         /// Limits and timers. The default has the defaults of [`LIMITS`].
         #[derive(Debug, Clone, Copy, PartialEq, Eq)]
         pub struct Limits { $($(#[doc = $doc])+ pub $field: $type,)+ }
 
         /// The `limits:` section as written; absent entries use their defaults.
-        #[derive(Debug, Clone, Default, PartialEq, Eq, serde::Deserialize)]
+        #[derive(Debug, Clone, Default, PartialEq, Eq, serde::Serialize, serde::Deserialize)]
         #[serde(default, deny_unknown_fields)]
         pub struct RawLimits {
             $($(#[doc = $doc])+ #[serde(rename = $name)] pub $field: Option<String>,)+
@@ -36,7 +37,7 @@ macro_rules! limits {
 
         /// Name, default and description of every limit, for the configuration reference.
         pub const LIMITS: &[(&str, &str, &str)] =
-            &[$(($name, $default, concat!($($doc),+)),)+];
+            &[$(($name, $default, concat!($($doc),+ $(, " ", $crate::live_note!($live))?)),)+];
 
         /// A limit whose effect the metric `limits_reached_total` counts.
         #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
@@ -62,6 +63,22 @@ macro_rules! limits {
         }
 
         impl Limits {
+            /// Returns these limits with those of `new` that apply while the process runs, and the
+            /// names of the others that differ.
+            pub fn with_live(self, new: Self) -> (Self, Vec<&'static str>) {
+                let mut other = Vec::new();
+                let limits = Self {
+                    $($field: {
+                        let markers: &[&str] = &[$(stringify!($live))?];
+                        if markers.is_empty() && self.$field != new.$field {
+                            other.push(concat!("limits.", $name));
+                        }
+                        if markers.is_empty() { self.$field } else { new.$field }
+                    },)+
+                };
+                (limits, other)
+            }
+
             /// Parses and checks the limits of a file. Records every error.
             pub fn check(
                 raw: &RawLimits,
@@ -88,6 +105,14 @@ macro_rules! limits {
                 Self::check(&RawLimits::default(), &mut Default::default())
             }
         }
+    };
+}
+
+/// The end of the description of a limit that applies while the process runs.
+#[macro_export]
+macro_rules! live_note {
+    (live) => {
+        "Applies while the process runs."
     };
 }
 

@@ -22,18 +22,90 @@ macro_rules! layered {
                 Self { $($field: $crate::settings::Layer::or(self.$field, lower.$field),)+ }
             }
         }
+
+        impl $crate::settings::Layers for $name {
+            fn over(self, lower: Self) -> Self {
+                self.or(lower)
+            }
+
+            fn keys(&self) -> std::collections::BTreeSet<String> {
+                let keys = [
+                    $($crate::settings::Layer::is_set(&self.$field)
+                        .then(|| $crate::settings::key(stringify!($field))),)+
+                ];
+                keys.into_iter().flatten().collect()
+            }
+
+            fn changed_keys(&self, other: &Self) -> std::collections::BTreeSet<String> {
+                let keys = [
+                    $((self.$field != other.$field)
+                        .then(|| $crate::settings::key(stringify!($field))),)+
+                ];
+                keys.into_iter().flatten().collect()
+            }
+
+            fn with(self, other: Self, is_taken: impl Fn(&str) -> bool) -> Self {
+                Self {
+                    $($field: if is_taken(&$crate::settings::key(stringify!($field))) {
+                        other.$field
+                    } else {
+                        self.$field
+                    },)+
+                }
+            }
+
+            fn lines(&self, is_selected: impl Fn(&str) -> bool) -> String {
+                let mut lines = String::new();
+                $(if $crate::settings::Layer::is_set(&self.$field) {
+                    let key = $crate::settings::key(stringify!($field));
+                    if is_selected(&key) {
+                        lines.push_str(&format!("{key}: {:?}\n", self.$field));
+                    }
+                })+
+                lines
+            }
+        }
     };
+}
+
+/// A layer of settings, as [`layered!`](crate::layered) declares it. Keys are as a file spells them.
+pub trait Layers: Sized {
+    /// Returns this layer's settings, and those of `lower` where this layer has none.
+    #[must_use]
+    fn over(self, lower: Self) -> Self;
+
+    /// Returns the keys of the settings that this layer has.
+    fn keys(&self) -> BTreeSet<String>;
+
+    /// Returns the keys of the settings that differ from those of `other`.
+    fn changed_keys(&self, other: &Self) -> BTreeSet<String>;
+
+    /// Returns these settings with those of `other` whose keys `is_taken` selects.
+    #[must_use]
+    fn with(self, other: Self, is_taken: impl Fn(&str) -> bool) -> Self;
+
+    /// Returns a line for each setting that is present and whose key `is_selected` selects. Equal
+    /// settings have equal lines, on every host.
+    fn lines(&self, is_selected: impl Fn(&str) -> bool) -> String;
 }
 
 /// A setting that may be absent from a layer.
 pub trait Layer {
     /// Returns `self` if the setting is present, else `lower`.
+    #[must_use]
     fn or(self, lower: Self) -> Self;
+
+    /// Returns whether the setting is present.
+    fn is_set(&self) -> bool;
 }
 
 impl<T> Layer for Option<T> {
     fn or(self, lower: Self) -> Self {
         Self::or(self, lower)
+    }
+
+    fn is_set(&self) -> bool {
+        self.is_some()
     }
 }
 
@@ -41,16 +113,38 @@ impl<T> Layer for Vec<T> {
     fn or(self, lower: Self) -> Self {
         if self.is_empty() { lower } else { self }
     }
+
+    fn is_set(&self) -> bool {
+        !self.is_empty()
+    }
+}
+
+/// Returns the key of a file for the name of a field: `http_listen` is `httpListen`.
+pub fn key(field: &str) -> String {
+    let mut words = field.split('_');
+    let mut key = words.next().unwrap_or_default().to_owned();
+    for word in words {
+        let mut letters = word.chars();
+        key.extend(letters.next().map(|first| first.to_ascii_uppercase()));
+        key.push_str(letters.as_str());
+    }
+    key
 }
 
 /// A list of all errors of a configuration, so that a user sees them at once.
 #[derive(Debug, Default)]
-pub struct ConfigErrors(Vec<String>);
+pub struct ConfigErrors(ConfigError);
 
 impl ConfigErrors {
     /// Records an error of a setting. `setting` is the name of the flag.
     pub fn add(&mut self, setting: &str, error: impl Display) {
-        self.0.push(format!("{setting}: {error}"));
+        self.0.mistakes.push(format!("{setting}: {error}"));
+    }
+
+    /// Records that a setting cannot be used at this moment, because a file cannot be read for
+    /// example. A later start may find what it needs.
+    pub fn add_fact(&mut self, setting: &str, error: impl Display) {
+        self.0.facts.push(format!("{setting}: {error}"));
     }
 
     /// Returns the parsed value. On an error, records it and returns `None`, so that checking can
@@ -121,15 +215,75 @@ impl ConfigErrors {
         if self.0.is_empty() {
             Ok(value)
         } else {
-            Err(ConfigError(self.0))
+            Err(self.0)
         }
     }
 }
 
 /// All errors of a configuration, one per line.
-#[derive(Debug, thiserror::Error)]
-#[error("invalid configuration, {} error(s):\n  {}", .0.len(), .0.join("\n  "))]
-pub struct ConfigError(pub Vec<String>);
+#[derive(Debug, Default, Clone, PartialEq, Eq, thiserror::Error)]
+#[error("{}", self.text())]
+pub struct ConfigError {
+    /// What is wrong in every environment.
+    pub mistakes: Vec<String>,
+    /// What is wrong at this moment: a file that cannot be read, a port that is in use. A later start
+    /// may succeed.
+    pub facts: Vec<String>,
+}
+
+impl ConfigError {
+    /// Creates the error of one mistake.
+    pub fn mistake(text: impl Into<String>) -> Self {
+        Self {
+            mistakes: vec![text.into()],
+            facts: Vec::new(),
+        }
+    }
+
+    /// Creates the error of one fact, that may change by itself.
+    pub fn fact(text: impl Into<String>) -> Self {
+        Self {
+            mistakes: Vec::new(),
+            facts: vec![text.into()],
+        }
+    }
+
+    /// Returns whether a person must change the configuration.
+    pub fn is_usage(&self) -> bool {
+        !self.mistakes.is_empty()
+    }
+
+    /// Returns whether there is no error.
+    pub fn is_empty(&self) -> bool {
+        self.mistakes.is_empty() && self.facts.is_empty()
+    }
+
+    /// Adds the errors of another part of the configuration.
+    pub fn extend(&mut self, other: Self) {
+        self.mistakes.extend(other.mistakes);
+        self.facts.extend(other.facts);
+    }
+
+    fn text(&self) -> String {
+        let mut parts = Vec::new();
+        for (what, texts) in [
+            ("invalid configuration", &self.mistakes),
+            (
+                "the configuration cannot be used on this host at this moment",
+                &self.facts,
+            ),
+        ] {
+            if !texts.is_empty() {
+                let count = texts.len();
+                parts.push(format!(
+                    "{what}, {count} error(s):\n  {}",
+                    texts.join("\n  ")
+                ));
+            }
+        }
+        parts.join("\n")
+    }
+}
 
 /// Returns the environment variables that begin with `prefix` and are not in `known`. Kubernetes
 /// injects such variables for every Service.
@@ -227,6 +381,7 @@ pub fn positive(duration: Duration) -> Result<Duration, &'static str> {
 }
 
 #[cfg(test)]
+#[expect(unreachable_pub, reason = "the macro declares what other crates use")]
 mod tests {
     use super::*;
 
@@ -244,9 +399,37 @@ mod tests {
         assert_eq!(listen("off"), Ok(None));
         assert_eq!(listen("[::]:1"), Ok("[::]:1".parse().ok()));
         assert!(listen("80").is_err());
-        let ConfigError(texts) = errors.finish(()).unwrap_err();
-        let texts: Vec<&str> = texts.iter().map(|text| &text[..6]).collect();
+        let error = errors.finish(()).unwrap_err();
+        let texts: Vec<&str> = error.mistakes.iter().map(|text| &text[..6]).collect();
         assert_eq!(texts, ["--a: i", "--b: i", "--c: \""]);
+    }
+
+    crate::layered! {
+        #[derive(Debug, Clone, Default)]
+        pub struct Layered {
+            pub http_listen: Option<String>,
+            pub peers: Vec<String>,
+            pub zone: Option<String>,
+        }
+    }
+
+    #[test]
+    fn layers_are_compared_and_mixed_by_the_keys_of_a_file() {
+        let layer = |listen: &str, peers: &[&str]| Layered {
+            http_listen: Some(listen.to_owned()),
+            peers: peers.iter().map(ToString::to_string).collect(),
+            zone: None,
+        };
+        let (old, new) = (layer("a", &["p"]), layer("b", &["p", "q"]));
+        let texts = |keys: BTreeSet<String>| Vec::from_iter(keys).join(" ");
+        assert_eq!(texts(old.keys()), "httpListen peers");
+        assert_eq!(texts(old.changed_keys(&new)), "httpListen peers");
+        assert_eq!(texts(old.changed_keys(&old)), "");
+        assert_eq!(old.lines(|key| key == "peers"), "peers: [\"p\"]\n");
+        let mixed = old.clone().with(new, |key| key == "peers");
+        assert_eq!(mixed.http_listen, old.http_listen);
+        assert_eq!(mixed.peers, ["p", "q"]);
+        assert_eq!(texts(old.changed_keys(&mixed)), "peers");
     }
 
     #[test]

@@ -4,12 +4,13 @@
 use std::borrow::Cow;
 use std::io::{self, IsTerminal, Write as _};
 use std::str::FromStr;
-use std::sync::{Arc, mpsc};
+use std::sync::{Arc, OnceLock, mpsc};
 
 use tracing::level_filters::LevelFilter;
 use tracing_subscriber::filter::Targets;
 use tracing_subscriber::fmt::format::JsonFields;
 use tracing_subscriber::layer::SubscriberExt;
+use tracing_subscriber::reload;
 use tracing_subscriber::util::SubscriberInitExt;
 use tracing_subscriber::{Layer, Registry, fmt};
 
@@ -115,7 +116,8 @@ pub fn start(
     let ansi = io::stderr().is_terminal() && std::env::var_os("NO_COLOR").is_none();
     let log_writer = BatchWriter::new(LogOutput::Stderr(io::stderr()), &DROPPED);
     let lines = line_layer(format, ansi, log_writer.clone());
-    let lines = lines.with_filter(filter(level, access.level_on_stderr()));
+    let (filter, handle) = reload::Layer::new(filter(level, access.level_on_stderr()));
+    let lines = lines.with_filter(filter);
     let mut layers = vec![lines.boxed()];
     let access_writer = own_output.map(|output| BatchWriter::new(output, &DROPPED));
     if let Some(access_writer) = &access_writer {
@@ -127,12 +129,27 @@ pub fn start(
         .with(layers)
         .try_init()
         .map_err(io::Error::other)?;
+    let _started_once = FILTER.set(handle);
     let start_access = |writer| Flusher::start(writer, SilentReporter);
     Ok(LogGuard {
         _access: access_writer.map(start_access).transpose()?,
         _flusher: Flusher::start(log_writer, SelfReporter)?,
     })
 }
+
+/// Replaces the level and the selection of access log lines while the process runs. The output of the
+/// access log stays as it was at the start. Without [`start`] this does nothing.
+pub fn replace_levels(level: LevelFilter, access: &AccessLogSettings) {
+    let Some(handle) = FILTER.get() else {
+        return;
+    };
+    SWITCH.set(access);
+    // The subscriber lives as long as the process.
+    let _subscriber_gone = handle.reload(filter(level, access.level_on_stderr()));
+}
+
+/// The filter of the lines on standard error. A process has one.
+static FILTER: OnceLock<reload::Handle<Targets, Registry>> = OnceLock::new();
 
 /// Returns the layer that formats lines for an output. `ansi` says whether text has colors.
 fn line_layer(

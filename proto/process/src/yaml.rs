@@ -5,6 +5,8 @@
 //! tree (`settings_reader.rs`): where a streaming deserializer ends at the first mistake, that
 //! deserializer records it and goes on.
 
+use std::collections::{BTreeMap, BTreeSet};
+
 use serde::de::DeserializeOwned;
 use serde::{Deserialize, Deserializer};
 use serde_saphyr::{NonFiniteFloatPolicy, Options, Spanned};
@@ -37,11 +39,43 @@ pub struct YamlError(pub Vec<String>);
 /// [`YamlError`] with the first syntax error, or with all mistakes in keys and values. Of a list of
 /// structures, the entries after one without a required key are not read.
 pub fn parse<T: DeserializeOwned>(text: &str) -> Result<Option<T>, YamlError> {
+    let file = read(text)?;
+    if file.mistakes.is_empty() {
+        Ok(file.settings)
+    } else {
+        Err(YamlError(file.mistakes))
+    }
+}
+
+/// A configuration file, as far as it could be read.
+#[derive(Debug)]
+pub struct YamlFile<T> {
+    /// The settings, with the defaults of those that have mistakes. `None` if there are none, or they
+    /// could not be read at all.
+    pub settings: Option<T>,
+    /// All mistakes in keys and values, one per line.
+    pub mistakes: Vec<String>,
+    /// First parts of the keys whose values have mistakes.
+    pub bad_keys: BTreeSet<String>,
+    /// The line of each key of the first two levels, as in `httpListen` and `limits.openTimeout`.
+    pub lines: BTreeMap<String, u64>,
+}
+
+/// Parses the settings of a configuration file like [`parse`], and returns them next to the mistakes,
+/// so that the values can be checked too.
+///
+/// # Errors
+/// [`YamlError`] with the first syntax error.
+pub fn read<T: DeserializeOwned>(text: &str) -> Result<YamlFile<T>, YamlError> {
     let tree: Option<Spanned<Node>> = serde_saphyr::from_str_with_options(text, options())
         .map_err(|error| YamlError(vec![error.to_string()]))?;
-    tree.map(|root| settings_reader::read(&root, text))
-        .transpose()
-        .map_err(YamlError)
+    let file = tree.map(|root| settings_reader::read(&root, text));
+    Ok(file.unwrap_or_else(|| YamlFile {
+        settings: None,
+        mistakes: Vec::new(),
+        bad_keys: BTreeSet::new(),
+        lines: BTreeMap::new(),
+    }))
 }
 
 /// Deserializes a setting that is one text, such as ports with commas, and that a file may also have

@@ -28,6 +28,8 @@ const TRACE_FIELD: &str = "1a3730302d3462663932663335373762333464613661336365393
 const DIGEST: &str = "483a46 0805 1220 1111111111111111111111111111111111111111111111111111111111111111 1a20 2222222222222222222222222222222222222222222222222222222222222222";
 /// A digest with a clock.
 const DIGEST_WITH_CLOCK: &str = "4b3a49 0805 1220 1111111111111111111111111111111111111111111111111111111111111111 1a20 2222222222222222222222222222222222222222222222222222222222222222 20ac02";
+/// A digest with the hash of a configuration.
+const DIGEST_WITH_CONFIGURATION: &str = "6a3a68 0805 1220 1111111111111111111111111111111111111111111111111111111111111111 1a20 2222222222222222222222222222222222222222222222222222222222222222 2a20 3333333333333333333333333333333333333333333333333333333333333333";
 /// Fields that no message has: a varint, 64 bits, bytes and 32 bits (numbers 100 to 103).
 const UNKNOWN_FIELDS: &str = "a0062a a9060102030405060708 b206026869 bd0601020304";
 
@@ -242,6 +244,7 @@ fn messages_between_servers_are_as_captured() {
                     orders: [0x11; 32],
                     ca: [0x22; 32],
                     clock: None,
+                    configuration: None,
                 }),
             ),
             (
@@ -251,6 +254,17 @@ fn messages_between_servers_are_as_captured() {
                     orders: [0x11; 32],
                     ca: [0x22; 32],
                     clock: Some(SystemTime::UNIX_EPOCH + Duration::from_millis(300)),
+                    configuration: None,
+                }),
+            ),
+            (
+                DIGEST_WITH_CONFIGURATION,
+                PeerMessage::StateDigest(StateDigest {
+                    version: 5,
+                    orders: [0x11; 32],
+                    ca: [0x22; 32],
+                    clock: None,
+                    configuration: Some([0x33; 32]),
                 }),
             ),
             ("024200", PeerMessage::StateFetch),

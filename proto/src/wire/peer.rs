@@ -111,6 +111,8 @@ pub struct StateDigest {
     pub ca: CaDigest,
     /// The sender's wall clock when it sent the message, in milliseconds.
     pub clock: Option<SystemTime>,
+    /// SHA-256 over the settings of the sender that are equal on all servers.
+    pub configuration: Option<[u8; 32]>,
 }
 
 /// A part of the orders about nodes that a server knows.
@@ -160,6 +162,10 @@ impl PeerMessage {
                 orders: digest.orders.to_vec(),
                 ca: digest.ca.to_vec(),
                 clock_millis: digest.clock.map_or(0, since_epoch),
+                configuration: digest
+                    .configuration
+                    .map(|hash| hash.to_vec())
+                    .unwrap_or_default(),
             })),
             Self::StateFetch => Some(Kind::StateFetch(pb::StateFetch {})),
             Self::StatePart(part) => Some(Kind::StatePart(pb::StatePart {
@@ -220,6 +226,10 @@ impl PeerMessage {
                 clock: match digest.clock_millis {
                     0 => None,
                     millis => Some(decode_time(millis)?),
+                },
+                configuration: match digest.configuration.as_slice() {
+                    [] => None,
+                    _ => Some(decode_digest(digest.configuration)?),
                 },
             }),
             Kind::StateFetch(pb::StateFetch {}) => Self::StateFetch,

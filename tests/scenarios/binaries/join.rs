@@ -40,7 +40,8 @@ async fn host_joins_with_the_printed_token_and_the_next_run_changes_nothing() ->
     ensure_contains(&written[0], &[SERVER, NODE])?;
     ensure!(written[1] == token.trim(), "another token");
     ensure_contains(&written[2], &["ExecStart=/usr/local/bin/tunnel-agent run"])?;
-    let check = Program::ours("tunnel-agent")?.args(["check-config", "--config"]);
+    let check =
+        Program::ours("tunnel-agent")?.args(["check-config", "--settings-only", "--config"]);
     let config = host.root.join(FILES[0].0);
     check.arg(config).run().await?.ok()?;
 

@@ -128,7 +128,7 @@ async fn node_is_pinged_and_its_agent_sends_facts_unless_it_refuses() -> Result<
         .await?
         .ensure_failed(1, &["no node has the name"])?;
 
-    let diag = verb(&["diag", "--node", NODE, "-o", "-"])?
+    let diag = verb(&["diag", "--node", NODE, "-f", "-"])?
         .run()
         .await?
         .ok()?;
@@ -143,7 +143,7 @@ async fn node_is_pinged_and_its_agent_sends_facts_unless_it_refuses() -> Result<
 
     let _refusing = start(NODE, planted.agents(), &folder, &["--remote-diag", "off"])?;
     planted.server.wait_until_connected(&[NODE]).await;
-    let diag = verb(&["diag", "--node", NODE, "-o", "-"])?
+    let diag = verb(&["diag", "--node", NODE, "-f", "-"])?
         .run()
         .await?
         .ok()?;
@@ -241,7 +241,7 @@ async fn cloned_disk_is_named_within_10_s_with_the_node_and_a_condition() -> Res
         ];
         planted.says(&expected).await;
         eventually("the condition", CONNECT, async || {
-            let page = planted.server.verb(&["diag", "-o", "-"])?;
+            let page = planted.server.verb(&["diag", "-f", "-"])?;
             let meta = planted.server.address(Listener::Meta).to_string();
             let page = page
                 .args(["--meta-listen", meta.as_str()])

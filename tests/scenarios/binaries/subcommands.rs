@@ -33,7 +33,6 @@ async fn usage_mistakes_end_with_64() -> Result<()> {
         (SERVER, "run --no-such-flag", "--no-such-flag"),
         (SERVER, "frobnicate", "frobnicate"),
         (SERVER, "run --agent-listen nonsense", "nonsense"),
-        (SERVER, "run --config /no/file.yaml", "/no/file.yaml"),
         (
             SERVER,
             "run --http-listen 0.0.0.0:0",
@@ -100,6 +99,122 @@ async fn all_mistakes_of_a_file_are_reported_at_once() -> Result<()> {
     Ok(())
 }
 
+/// The page has a row for each command, which says where its settings come from, whether it prints
+/// JSON, and its exit codes.
+#[tokio::test]
+async fn table_of_commands_has_each_with_its_settings_and_codes() -> Result<()> {
+    let page = std::fs::read_to_string(repository().join("docs/reference/configuration.md"))?;
+    let mut commands = leaves(&tunnel_server::cli::command(), "");
+    commands.extend(leaves(&tunnel_agent::cli::command(), ""));
+    let rows = page.lines().filter(|line| line.starts_with("| `tunnel-"));
+    ensure!(rows.count() == commands.len(), "rows of other commands");
+    let scratch = ScratchDir::new()?;
+    let nobody = scratch.path().join("nobody");
+    for (name, command) in commands {
+        let begin = format!("| `{name}` |");
+        let row = page.lines().find(|line| line.starts_with(&begin));
+        let row = row.with_context(|| format!("no row of {name}"))?;
+        let cells: Vec<&str> = row.split('|').map(str::trim).collect();
+        let [_, _, settings, json, codes, _] = cells[..] else {
+            anyhow::bail!("{row}");
+        };
+        let has = |id: &str| command.get_arguments().find(|flag| flag.get_id() == id);
+        ensure!(has("config").is_some() == (settings != "-"), "{row}");
+        let formats = has("output").map(clap::Arg::get_possible_values);
+        let has_json =
+            formats.is_some_and(|formats| formats.iter().any(|it| it.get_name() == "json"));
+        ensure!(has_json == (json == "`-o json`"), "{row}");
+        ensure!(has("json").is_some() == (json == "`--json`"), "{row}");
+        let words = name.split_whitespace();
+        let program = |more: &[&str]| -> Result<Program> {
+            let binary = if name.starts_with(SERVER) {
+                SERVER
+            } else {
+                AGENT
+            };
+            Ok(Program::ours(binary)?
+                .args(words.clone().skip(1))
+                .args(more.iter().copied()))
+        };
+        let wrong = program(&["--no-such-flag"])?.run().await?;
+        wrong
+            .ensure_failed(USAGE, &["--no-such-flag"])
+            .context(name.clone())?;
+        ensure!(codes.ends_with("64"), "{row}");
+        // Without a server that runs, what asks one does not end well.
+        if ASKS.contains(&&*name) {
+            let asked = program(&["--data-dir", &nobody.to_string_lossy()])?;
+            let finished = asked.run().await?;
+            ensure!(finished.code() == Some(1), "{name}: {finished}");
+        }
+        program(&["--help"])?.run().await?.ok()?;
+    }
+    Ok(())
+}
+
+/// Commands that ask a running server, and need no more arguments.
+const ASKS: &[&str] = &[
+    "tunnel-server reload",
+    "tunnel-server token list",
+    "tunnel-server nodes",
+    "tunnel-server nodes revocations",
+    "tunnel-server ca",
+    "tunnel-server ca rotate",
+];
+
+/// Returns each command that can be run, with its whole name.
+fn leaves(command: &clap::Command, above: &str) -> Vec<(String, clap::Command)> {
+    let name = format!("{above} {}", command.get_name()).trim().to_owned();
+    let inner = command
+        .get_subcommands()
+        .filter(|inner| inner.get_name() != "help");
+    let mut found: Vec<_> = inner.flat_map(|inner| leaves(inner, &name)).collect();
+    if found.is_empty() || !command.is_subcommand_required_set() && !above.is_empty() {
+        found.push((name, command.clone()));
+    }
+    found
+}
+
+/// What may become right by itself ends a process with 1, so that its supervisor starts it again.
+#[tokio::test]
+async fn what_a_later_start_may_find_ends_with_1() -> Result<()> {
+    let scratch = ScratchDir::new()?;
+    let data = scratch.path().join("data").to_string_lossy().into_owned();
+    let taken = std::net::TcpListener::bind("127.0.0.1:0")?;
+    let taken = taken.local_addr()?.to_string();
+    let free = "--agent-listen 127.0.0.1:0 --http-listen 127.0.0.1:0 --meta-listen 127.0.0.1:0";
+    let https = format!("--kubernetes off {free} --https-listen {taken}");
+    let meta = format!("--server a:1 --node-name a --meta-listen {taken}");
+    for (binary, words, named) in [
+        (SERVER, "--config /no/file.yaml", "/no/file.yaml"),
+        (SERVER, "--kubeconfig /no/file", "/no/file"),
+        (SERVER, &*https, "--https-listen"),
+        (AGENT, "--config /no/file.yaml", "/no/file.yaml"),
+        (AGENT, "--server a:1 --meta-listen off", "no certificate"),
+        (
+            AGENT,
+            "--server a:1 --meta-listen off --token-file /no/file",
+            "/no/file",
+        ),
+        (
+            AGENT,
+            "--server a:1 --meta-listen off --ca-file /no/file",
+            "--ca-file",
+        ),
+        (AGENT, &*meta, &*taken),
+    ] {
+        for verb in ["check-config", "run"] {
+            let program = Program::ours(binary)?
+                .arg(verb)
+                .args(words.split_whitespace());
+            let finished = program.args(["--data-dir", &data]).run().await?;
+            let failed = finished.ensure_failed(1, &[named]);
+            failed.with_context(|| format!("{binary} {verb} {words}"))?;
+        }
+    }
+    Ok(())
+}
+
 /// What `run` refuses, `check-config` finds before a restart, with the same text and code.
 #[tokio::test]
 async fn check_config_reads_the_files_of_the_settings_as_run_does() -> Result<()> {
@@ -121,8 +236,16 @@ async fn check_config_reads_the_files_of_the_settings_as_run_does() -> Result<()
     let of_settings = ["--https-cert-file", "--connect-auth"];
     for (words, code, named) in [
         (with_files(&text, &passwords), USAGE, "2 error(s)"),
-        (with_files(&absent, &passwords), USAGE, "2 error(s)"),
-        (with_files(&absent, &absent), 1, "2 file(s)"),
+        (
+            with_files(&absent, &passwords),
+            USAGE,
+            "at this moment, 1 error(s)",
+        ),
+        (
+            with_files(&absent, &absent),
+            1,
+            "at this moment, 2 error(s)",
+        ),
     ] {
         for verb in ["check-config", "run"] {
             let program = Program::ours(SERVER)?.args([verb, "--kubernetes", "off"]);
@@ -144,7 +267,8 @@ async fn good_file_passes_check_config() -> Result<()> {
     let agent = "server: [\"cloud:10262\"]\nnodeName: worker-1\nlimits: {keepAlive: 3s}\n";
     for (binary, content) in [(SERVER, server), (AGENT, agent)] {
         let file = scratch.file("good.yaml", content)?;
-        with_file(binary, "check-config", &file).await?.ok()?;
+        let check = Program::ours(binary)?.args(["check-config", "--settings-only", "--config"]);
+        check.arg(&file).run().await?.ok()?;
     }
     Ok(())
 }
@@ -152,7 +276,7 @@ async fn good_file_passes_check_config() -> Result<()> {
 #[tokio::test]
 async fn variable_of_the_environment_loses_against_the_flag() -> Result<()> {
     let check = |variable: &str, value: &str| -> Result<Program> {
-        let program = Program::ours(SERVER)?.arg("check-config");
+        let program = Program::ours(SERVER)?.args(["check-config", "--settings-only"]);
         Ok(program.env(&format!("TUNNEL_SERVER_{variable}"), value))
     };
     let wrong = check("DRAIN_TIMEOUT", "soon")?;
@@ -341,7 +465,7 @@ const HELP: &[(&str, &str, &str)] = &[
     (
         SERVER,
         "",
-        "run check-config token nodes ca connect healthcheck diag doctor render completion version",
+        "run check-config reload token nodes ca connect healthcheck diag doctor render completion version",
     ),
     (
         SERVER,
@@ -355,14 +479,14 @@ const HELP: &[(&str, &str, &str)] = &[
     (
         SERVER,
         "token create",
-        "--node --uses --approve --ttl --ip --offline",
+        "--node --uses --approve --ttl --ip --label --offline",
     ),
     (SERVER, "token list", "--data-dir"),
     (SERVER, "token revoke", "--data-dir"),
     (
         SERVER,
         "nodes",
-        "--output table wide json name --away --watch revoke unrevoke reissue approve revocations forget",
+        "--output table wide json name ssh-config ansible --away --watch revoke unrevoke reissue approve revocations forget",
     ),
     (SERVER, "nodes forget", "--data-dir"),
     (
@@ -371,20 +495,20 @@ const HELP: &[(&str, &str, &str)] = &[
         "--data-dir --offline export import rotate client",
     ),
     (SERVER, "ca rotate", "--status --next --abort --force"),
-    (SERVER, "ca client", "NAME --days --output"),
+    (SERVER, "ca client", "NAME --days --dir"),
     (
         SERVER,
         "connect",
         "--server --cert-file --key-file --ca-file --uds --data-dir",
     ),
     (SERVER, "healthcheck", "--meta-listen"),
-    (SERVER, "diag", "--output --config --data-dir"),
+    (SERVER, "diag", "--file --config --data-dir"),
     (
         SERVER,
         "render",
         "egress-selector apiserver coredns prometheus agent",
     ),
-    (SERVER, "render coredns", "--output --force --check"),
+    (SERVER, "render coredns", "--file --force --check"),
     (
         SERVER,
         "doctor",
@@ -407,7 +531,7 @@ const HELP: &[(&str, &str, &str)] = &[
         "join",
         "--server --node-name --token-file --root --no-start --dry-run --yes",
     ),
-    (AGENT, "diag", "--output --config --data-dir"),
+    (AGENT, "diag", "--file --config --data-dir"),
     (AGENT, "address", "add remove"),
     (AGENT, "address add", "ADDR --interface"),
     (AGENT, "check-config", "--config"),

@@ -14,7 +14,7 @@ async fn s12_caller_of_the_client_ca_is_served_and_an_agent_is_not() -> Result<(
     let path = |name: &str| scratch.path().join(name);
     let (data, caller) = (path("server"), path("alice"));
     let made = Program::ours("tunnel-server")?
-        .args(["ca", "--offline", "client", "alice", "--output"])
+        .args(["ca", "--offline", "client", "alice", "--dir"])
         .arg(&caller)
         .arg("--data-dir")
         .arg(&data);

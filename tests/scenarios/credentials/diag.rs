@@ -37,7 +37,7 @@ async fn t21_no_secret_is_in_the_documents_of_diag() -> Result<()> {
     let of_server = scratch.path().join("server.json");
     let meta = server.address(Listener::Meta).to_string();
     let verb = ["diag", "--kubernetes", "off", "--meta-listen", &meta];
-    let verb = server.verb(&verb)?.arg("--output").arg(&of_server);
+    let verb = server.verb(&verb)?.arg("--file").arg(&of_server);
     let printed = verb.clone().run().await?.ok()?;
     ensure!(Path::new(printed.trim()) == of_server, "{printed}");
     let again = verb.run().await?;
@@ -52,7 +52,7 @@ async fn t21_no_secret_is_in_the_documents_of_diag() -> Result<()> {
         .args(["--token", &token, "--proxy", &proxy])
         .args(["--meta-listen", &meta.to_string(), "--data-dir"])
         .arg(&agent_data)
-        .arg("--output");
+        .arg("--file");
     verb.arg(&of_agent).run().await?.ok()?;
 
     let secret = token.split('.').nth(1).context("no secret")?.to_owned();
@@ -121,7 +121,7 @@ async fn facts_that_cannot_be_had_are_errors_in_their_place() -> Result<()> {
         ("tunnel-agent", &["settings", "log", "files"][..]),
     ] {
         let verb = Program::ours(binary)?
-            .args(["diag", "-o", "-", "--meta-listen", "127.0.0.1:1"])
+            .args(["diag", "-f", "-", "--meta-listen", "127.0.0.1:1"])
             .arg("--data-dir");
         let printed = verb.arg(&absent).run().await?.ok()?;
         let document: Value = serde_json::from_str(&printed)?;

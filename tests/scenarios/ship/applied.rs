@@ -335,7 +335,10 @@ async fn applied_objects_run_and_a_node_is_reached_by_its_name() -> Result<()> {
     }
     let tokens = fixture.verb(&["token", "list", "-o", "json"]).await?;
     let tokens: Value = serde_json::from_str(&tokens.ok()?)?;
-    ensure!(items(&tokens).count() == 0, "join tokens: {tokens}");
+    ensure!(
+        items(&tokens["tokens"]).count() == 0,
+        "join tokens: {tokens}"
+    );
     let create = ["token", "create", "--node", "worker-2"];
     let created = fixture.verb(&create).await?;
     let dialed = format!("--server {CLOUD_ADDRESS}:31008 ");

@@ -224,10 +224,8 @@ async fn check_config_takes_the_arguments_and_variables_of_each_container() -> R
             let run = args.first().is_some_and(|word| word == "run");
             ensure!(run, "{overlay}: {args:?}");
             let mut check = Program::ours(name)?.arg("check-config").args(&args[1..]);
-            if name == "tunnel-server" {
-                // The ServiceAccount's files exist in a container only.
-                check = check.arg("--settings-only");
-            }
+            // The ServiceAccount's files exist in a container only.
+            check = check.arg("--settings-only");
             // Every container of a cluster has this variable.
             check = check.env("KUBERNETES_SERVICE_HOST", "10.96.0.1");
             for (variable, value) in &container.env {

@@ -25,7 +25,7 @@ async fn promtool_accepts_the_rendered_scrape_configurations() -> Result<()> {
             "--target=worker-1",
         ],
     ] {
-        let written = render("prometheus", flags)?.arg("--force").arg("-o");
+        let written = render("prometheus", flags)?.arg("--force").arg("-f");
         written.arg(&file).run().await?.ok()?;
         let check = promtool.clone().args(["check", "config"]).arg(&file);
         check

@@ -174,6 +174,7 @@ pub(super) fn peers() -> Result<Vec<Vec<u8>>> {
             orders: [1; 32],
             ca: [2; 32],
             clock: Some(SystemTime::UNIX_EPOCH + Duration::from_secs(1)),
+            configuration: Some([3; 32]),
         }),
         PeerMessage::StateFetch,
         PeerMessage::StatePart(StatePart {

@@ -299,8 +299,12 @@ fn watcher(
 }
 
 /// Returns the observer of a file watcher that reports unusable files.
-fn on_reload(metrics: Metrics) -> impl Fn(ReloadOutcome) + Send + 'static {
-    move |reload| metrics.files_unusable(reload == ReloadOutcome::Failed)
+fn on_reload(metrics: Metrics) -> impl Fn(ReloadOutcome<'_>) + Send + 'static {
+    move |reload| {
+        if let Some(is_unusable) = reload.is_unusable() {
+            metrics.files_unusable(is_unusable);
+        }
+    }
 }
 
 /// Returns the wait until the next expiry check.

@@ -1,6 +1,7 @@
 //! The typed configuration. All settings are checked together, so that all errors are reported at
 //! once.
 
+use std::fmt;
 use std::net::SocketAddr;
 use std::path::PathBuf;
 use std::str::FromStr;
@@ -9,6 +10,7 @@ use std::time::Duration;
 
 use rustls_pki_types::CertificateDer;
 use tracing::level_filters::LevelFilter;
+use tunnel_process::config_file::ConfigFile;
 use tunnel_process::host::Resources;
 use tunnel_process::meta::{self, MetaAddress};
 use tunnel_process::settings::{ConfigError, ConfigErrors, optional, parse_duration};
@@ -68,6 +70,20 @@ pub struct Config {
     /// Settings of the audit log.
     pub audit: AuditSettings,
     pub limits: Limits,
+    /// The file that the settings come from, if there is one.
+    pub file: Option<Arc<ConfigFile<RawConfig>>>,
+    /// The settings before the checks. `Debug` leaves them out.
+    pub raw: RawSettings,
+}
+
+/// The settings of all layers before the checks.
+#[derive(Clone)]
+pub struct RawSettings(pub Box<RawConfig>);
+
+impl fmt::Debug for RawSettings {
+    fn fmt(&self, formatter: &mut fmt::Formatter<'_>) -> fmt::Result {
+        formatter.write_str("..")
+    }
 }
 
 /// The transports that sessions may use.
@@ -119,6 +135,7 @@ impl Config {
     /// Returns [`ConfigError`] with all errors.
     pub fn check(settings: RawConfig) -> Result<Self, ConfigError> {
         let mut errors = ConfigErrors::default();
+        let raw = RawSettings(Box::new(settings.clone()));
         let servers = servers(&settings.server, &mut errors);
         let replicas = errors.parse_with(
             "--replicas",
@@ -175,7 +192,7 @@ impl Config {
         let audit = AuditSettings::check(&mut errors, &access_log, raw_audit);
         let limits = Limits::check(&settings.limits.unwrap_or_default(), &mut errors);
         let Some(node_name) = node_name else {
-            return errors.finish(()).and(Err(ConfigError(Vec::new())));
+            return errors.finish(()).and(Err(ConfigError::default()));
         };
         errors.finish(Self {
             warnings: Vec::new(),
@@ -205,6 +222,8 @@ impl Config {
             access_log,
             audit,
             limits,
+            file: None,
+            raw,
         })
     }
 }

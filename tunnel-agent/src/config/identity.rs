@@ -135,10 +135,21 @@ pub(super) fn ca(
     errors: &mut ConfigErrors,
 ) -> Option<Vec<CertificateDer<'static>>> {
     let path = settings.ca_file.as_deref();
-    let ca = path.and_then(|path| errors.ok_or_record("--ca-file", load_roots(path)));
+    let ca = path.and_then(|path| match load_roots(path) {
+        Ok(ca) => Some(ca),
+        Err(error) if error.is_in_content() => {
+            errors.add("--ca-file", error);
+            None
+        }
+        Err(error) => {
+            errors.add_fact("--ca-file", error);
+            None
+        }
+    });
+    let has_ca = path.is_some();
     if let Some(TokenSource::Inline(token)) = token
         && token.ca_hash().is_none()
-        && ca.is_none()
+        && !has_ca
     {
         errors.add("--token", NO_PIN);
     }

@@ -13,10 +13,10 @@ tunnel_process::limits! {
     handshake_timeout ("handshakeTimeout", counted as HandshakeTimeout): Duration = "5s", duration;
     /// Time limit for connecting to a target, over all its addresses. The server may request less.
     target_dial_timeout ("targetDialTimeout", counted as TargetDialTimeout): Duration
-        = "5s", duration;
+        = "5s", duration, live;
     /// Time limit for the header of a stream to arrive.
     request_head_timeout ("requestHeadTimeout", counted as RequestHeadTimeout): Duration
-        = "10s", duration;
+        = "10s", duration, live;
     /// Bytes of one stream that may be in flight and unread, from 64KiB to 64MiB. Over h2 up to
     /// 8MiB on a long path, while few streams are open.
     stream_window ("streamWindow"): u32 = "2MiB", size(64 << 10, 64 << 20);
@@ -101,7 +101,7 @@ mod tests {
         let _limits = Limits::check(&raw, &mut errors);
         errors
             .finish(())
-            .map_or_else(|error| error.0, |()| Vec::new())
+            .map_or_else(|error| error.mistakes, |()| Vec::new())
     }
 
     #[test]

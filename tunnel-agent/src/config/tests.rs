@@ -17,7 +17,7 @@ fn settings() -> RawConfig {
 fn errors(change: impl FnOnce(&mut RawConfig)) -> Vec<String> {
     let mut settings = settings();
     change(&mut settings);
-    Config::check(settings).unwrap_err().0
+    Config::check(settings).unwrap_err().mistakes
 }
 
 fn from_yaml(yaml: &str) -> Result<RawConfig, LoadError> {
@@ -223,7 +223,7 @@ fn tokens_are_join_tokens_and_are_never_repeated() {
     assert!(!debug.contains("a5a5"), "{debug}");
 
     flags.token_file = Some("/t".into());
-    assert!(Config::check(flags).unwrap_err().0[0].contains("exclude"));
+    assert!(Config::check(flags).unwrap_err().mistakes[0].contains("exclude"));
 
     let web_token = "eyJhbGciOiJSUzI1NiJ9.eyJpc3MiOiJrdWJlcm5ldGVzIn0.c2lnbmF0dXJl";
     let found = errors(|settings| settings.token = Some(web_token.into()));

@@ -5,19 +5,21 @@ use std::net::{IpAddr, SocketAddr};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 
+use tunnel_process::followed::Followed;
 use tunnel_process::networks::{effective_ip, forbidden_kind};
 use tunnel_proto::wire::control::Member;
 use tunnel_proto::wire::name::Port;
-use tunnel_proto::wire::ports::PortSet;
 
 use crate::config::ServerAddress;
+use crate::policy::DialPolicy;
 
 /// The servers that the operator configured, and the rules for the addresses of others. One function
 /// checks the addresses that servers report and those that their names resolve to.
 #[derive(Debug)]
 pub(crate) struct ServerPolicy {
     configured: Arc<[ServerAddress]>,
-    deny_ports: PortSet,
+    /// The dial policy, whose denied ports hold for servers too.
+    dial_policy: Followed<DialPolicy>,
     /// A configured server is on this host, so another one may be, too.
     has_loopback: AtomicBool,
 }
@@ -36,7 +38,7 @@ pub(crate) enum AddressError {
 }
 
 impl ServerPolicy {
-    pub(crate) fn new(configured: &[ServerAddress], deny_ports: PortSet) -> Self {
+    pub(crate) fn new(configured: &[ServerAddress], dial_policy: Followed<DialPolicy>) -> Self {
         let is_loopback = |server: &ServerAddress| {
             let ip = server.host.parse::<IpAddr>();
             ip.map_or(server.host == "localhost", |ip| {
@@ -46,7 +48,7 @@ impl ServerPolicy {
         Self {
             has_loopback: AtomicBool::new(configured.iter().any(is_loopback)),
             configured: configured.into(),
-            deny_ports,
+            dial_policy,
         }
     }
 
@@ -90,7 +92,8 @@ impl ServerPolicy {
     }
 
     fn check_port(&self, port: u16) -> Result<(), AddressError> {
-        let is_denied = Port::new(port).is_none_or(|port| self.deny_ports.contains(port));
+        let dial_policy = self.dial_policy.load();
+        let is_denied = Port::new(port).is_none_or(|port| dial_policy.deny_ports.contains(port));
         if is_denied {
             return Err(AddressError::DeniedPort(port));
         }
@@ -156,7 +159,11 @@ mod tests {
             .iter()
             .map(|text| text.parse().unwrap())
             .collect();
-        ServerPolicy::new(&configured, "2379-2381, 10248".parse().unwrap())
+        let dial_policy = DialPolicy {
+            deny_ports: "2379-2381, 10248".parse().unwrap(),
+            ..DialPolicy::default()
+        };
+        ServerPolicy::new(&configured, dial_policy.into())
     }
 
     #[test]

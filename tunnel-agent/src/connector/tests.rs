@@ -5,12 +5,12 @@ use std::ops::RangeBounds;
 use std::time::Duration;
 
 use tokio::time::timeout;
+use tunnel_process::followed::Followed;
 use tunnel_process::meta::Readiness;
 use tunnel_proto::transport::memory::{MemoryConnection, Path};
 use tunnel_proto::transport::{Session, TransportKind};
 use tunnel_proto::wire::code::CloseCode;
 use tunnel_proto::wire::control::{ControlMessage, Member, Welcome};
-use tunnel_proto::wire::ports::PortSet;
 
 use super::member_addresses::ServerPolicy;
 use super::*;
@@ -67,7 +67,7 @@ impl TestEnv {
         let context = Arc::new(context);
         let configured = [TWO[0].1.parse().unwrap()];
         let dialers = Arc::new(Dialers {
-            server_policy: Arc::new(ServerPolicy::new(&configured, PortSet::default())),
+            server_policy: Arc::new(ServerPolicy::new(&configured, Followed::default())),
             proxy: ProxyChoice::default(),
             quic: net.quic.clone(),
             h2: net.h2.clone(),

@@ -90,14 +90,16 @@ impl CredentialError {
     pub(crate) fn is_usage(&self) -> bool {
         match self {
             Self::StoredNodeMismatch { .. }
-            | Self::NoToken { .. }
-            | Self::Files(_)
             | Self::FileNodeMismatch { .. }
-            | Self::TokenFile { .. }
             | Self::BadToken { .. } => true,
-            Self::Storage { .. } | Self::Damaged { .. } | Self::Expired { .. } | Self::Busy => {
-                false
-            }
+            Self::Files(error) => error.is_in_content(),
+            // A disk that is mounted later has the certificate or the token.
+            Self::NoToken { .. }
+            | Self::TokenFile { .. }
+            | Self::Storage { .. }
+            | Self::Damaged { .. }
+            | Self::Expired { .. }
+            | Self::Busy => false,
         }
     }
 }

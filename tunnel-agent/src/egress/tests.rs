@@ -49,9 +49,9 @@ impl Agent {
         let loop_detector = Arc::new(LoopDetector::default());
         let egress = Arc::new(Egress::new(
             "worker-1".parse().unwrap(),
-            dial_policy,
+            dial_policy.into(),
             loop_detector.clone(),
-            &limits,
+            limits.into(),
             metrics.clone(),
             draining.clone(),
         ));

@@ -104,7 +104,7 @@ impl std::fmt::Display for Destination {
 }
 
 /// One entry of `services:`.
-#[derive(Debug, Clone)]
+#[derive(Debug, Clone, PartialEq, Eq)]
 pub struct TcpService {
     /// Name of the service, for logs.
     pub name: String,

@@ -11,15 +11,18 @@ use serde::Serialize;
 use serde::de::DeserializeOwned;
 use tokio::net::UnixStream;
 use tunnel_process::meta::send_request;
+use tunnel_process::yaml;
 use tunnel_proto::wire::name::{NameError, NodeName};
 
 use super::{
     ApproveOutcome, CreateToken, CreatedToken, ErrorBody, ForgetOutcome, NodesOrder, OrderOutcome,
     RunningServer,
 };
+use crate::admin::configuration::ConfigStatus;
 use crate::admin::failures::FailureStatus;
 use crate::admin::pages::{NamedNodes, NodesPage, PageQuery, RevocationsPage};
 use crate::admin::ping::PingReport;
+use crate::config::RawConfig;
 use tunnel_ca::rotation::{RotationAction, RotationStatus};
 use tunnel_ca::tokens::TokenInfo;
 use tunnel_store::data_dir::DataDir;
@@ -181,6 +184,20 @@ impl AdminClient {
     /// Changes the stage of the rotation of the CA.
     pub async fn rotate_ca(&self, action: RotationAction) -> Result<RotationStatus, AdminError> {
         self.post("/ca/rotation", &action).await
+    }
+
+    /// Has the server read its file again, and returns what became of it.
+    pub async fn reload(&self) -> Result<ConfigStatus, AdminError> {
+        parse(&self.call(Method::POST, "/config", Vec::new()).await?)
+    }
+
+    /// Returns the settings that the server uses, before the checks.
+    pub async fn settings(&self) -> Result<RawConfig, AdminError> {
+        let body = self.call(Method::GET, "/settings", Vec::new()).await?;
+        let text = String::from_utf8_lossy(&body);
+        let settings = yaml::parse(&text);
+        let settings = settings.map_err(|error| AdminError::InvalidResponse(error.to_string()))?;
+        Ok(settings.unwrap_or_default())
     }
 
     /// Returns the settings and the last log lines of the server.

@@ -1,5 +1,6 @@
 //! The messages of the admin socket, and the command in one of them that joins a node.
 
+use std::collections::BTreeMap;
 use std::fmt::{self, Write as _};
 use std::net::{IpAddr, Ipv4Addr, SocketAddr};
 use std::str::FromStr;
@@ -36,6 +37,9 @@ pub struct CreateToken {
     /// Addresses of the node, if requests by address should select it.
     #[serde(default)]
     pub ips: Vec<IpAddr>,
+    /// Labels of the node, which replace earlier ones.
+    #[serde(default)]
+    pub labels: BTreeMap<Box<str>, Box<str>>,
 }
 
 impl CreateToken {
@@ -59,6 +63,9 @@ impl CreateToken {
             TokenNodes::Pattern(_) if !self.ips.is_empty() => {
                 return Err(CreateTokenError::Options(NO_ADDRESSES));
             }
+            TokenNodes::Pattern(_) if !self.labels.is_empty() => {
+                return Err(CreateTokenError::Options(NO_LABELS));
+            }
             TokenNodes::Pattern(pattern) => pattern,
             TokenNodes::Node(_) if self.uses.is_some() || self.needs_approval => {
                 return Err(CreateTokenError::Options(ONE_NODE));
@@ -67,6 +74,7 @@ impl CreateToken {
                 let order = NodeOrder::new(node, orders.of_node(node));
                 let token = tokens.create(&order, self.ttl(), self.ips.clone(), ca_hash, now)?;
                 nodes.record(node, &self.ips);
+                nodes.record_labels(node, &self.labels);
                 return Ok(token);
             }
         };
@@ -205,11 +213,11 @@ pub struct RunningServer {
 
 impl RunningServer {
     /// Returns the facts of this process.
-    pub(super) fn of(settings: &[String]) -> Self {
+    pub(super) fn of(settings: Vec<String>) -> Self {
         Self {
             version: env!("CARGO_PKG_VERSION").to_owned(),
             commit: COMMIT.to_owned(),
-            settings: settings.to_vec(),
+            settings,
             log: recent_lines(),
         }
     }
@@ -301,6 +309,8 @@ pub fn agent_command(advertised: &[String], node: &TokenNodes) -> AgentCommand {
 
 /// The reason why a token for a pattern has no addresses.
 const NO_ADDRESSES: &str = "--ip is for a token of one node";
+/// The reason why a token for a pattern has no labels.
+const NO_LABELS: &str = "--label is for a token of one node";
 /// The reason why a token for one node has no number of uses.
 const ONE_NODE: &str = "--uses and --approve are for a pattern of names, as in --node 'cam-*'; a token for one node is bound to the first key";
 

@@ -29,6 +29,7 @@ use tracing::{debug, warn};
 use tunnel_process::conn_limiter::{ConnLimits, source};
 use tunnel_process::making;
 use tunnel_process::meta::{FullResponse, Readiness};
+use tunnel_process::schema::SCHEMA_VERSION;
 use tunnel_process::serve_bounded::serve_bounded;
 use tunnel_process::shutdown::Shutdown;
 use tunnel_proto::identity::{CallerError, caller_name};
@@ -51,7 +52,7 @@ mod visible;
 
 use facts::{
     ConditionFacts, ConditionsDocument, Document, FailureFacts, NodeDocument, NodeFacts,
-    NodesDocument, SCHEMA_VERSION, ServersDocument, TotalFacts,
+    NodesDocument, ServersDocument, TotalFacts,
 };
 use html::PageHead;
 use request::{Format, NodesQuery, PageAccess, PageRefusal, PageRequest, View};

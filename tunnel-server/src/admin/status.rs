@@ -88,7 +88,8 @@ pub struct NodeStatus {
     /// Addresses of the node that other nodes have too, each with the names of at most 10
     /// nodes that have it.
     pub address_conflicts: BTreeMap<IpAddr, Vec<String>>,
-    /// The labels of `--node-label` that the Node object has.
+    /// The labels of `--node-label` that the Node object has, and those of the join token. The Node
+    /// object takes precedence.
     pub labels: NodeLabels,
 }
 
@@ -232,10 +233,7 @@ impl NodeSources {
             certificate_not_after: certificate.map(rfc3339),
             address_conflicts: self.conflicts(&addresses),
             addresses,
-            labels: cluster
-                .as_ref()
-                .map(|node| node.labels.clone())
-                .unwrap_or_default(),
+            labels: labels(known.as_ref(), cluster.map(Arc::as_ref)),
             ..NodeStatus::default()
         };
         let sessions = registry.map_or_else(Vec::new, |registry| registry.of_node(name));
@@ -298,6 +296,13 @@ impl Iterator for NodeBatches {
 }
 
 /// Returns the addresses that an operator assigned, and then those of the Node object.
+fn labels(known: Option<&KnownNode>, cluster: Option<&RouteNode>) -> NodeLabels {
+    let mut labels = known.map(|node| node.labels.clone()).unwrap_or_default();
+    let of_object = cluster.map(|node| node.labels.clone());
+    labels.extend(of_object.unwrap_or_default());
+    labels
+}
+
 fn addresses(known: Option<&KnownNode>, cluster: Option<&RouteNode>) -> Vec<IpAddr> {
     let assigned = known.into_iter().flat_map(|node| &node.addresses);
     let observed = cluster.into_iter().flat_map(|node| &node.addresses);

@@ -1,3 +1,4 @@
+use std::collections::BTreeMap;
 use std::fs;
 use std::os::unix::fs::MetadataExt;
 
@@ -5,6 +6,7 @@ use tokio::io::{AsyncReadExt as _, AsyncWriteExt as _};
 
 use super::*;
 use crate::admin::status::SessionSources;
+use crate::config::{Config, RawConfig};
 use crate::routing::routes::Routes;
 use crate::testing::{Bench, assert_contains, peers_holding};
 use tunnel_ca::tokens::TokenState;
@@ -46,7 +48,11 @@ pub(super) fn state(dir: &DataDir) -> AdminState {
         advertised: vec!["tunnel.example:10262".into()],
         can_issue: true,
         tunnels: None,
-        settings: vec!["Config {}".into()],
+        configuration: RunningConfig::new(
+            &Config::try_from(RawConfig::default()).unwrap(),
+            [1; 32],
+            Shutdown::new(),
+        ),
     }
 }
 
@@ -88,6 +94,7 @@ fn token_request() -> CreateToken {
         node: TokenNodes::Node(node("worker-1")),
         ttl_seconds: 60,
         ips: vec!["192.168.33.221".parse().unwrap()],
+        labels: BTreeMap::new(),
     }
 }
 
@@ -118,7 +125,7 @@ async fn nodes_and_ca_are_read_and_only_absent_nodes_forgotten() {
     let page = client.nodes(&PageQuery::default()).await.unwrap();
     assert_eq!(page.nodes[0].node, "worker-9");
     let running = client.diag().await.unwrap();
-    assert_eq!(running.settings, fixture.state.settings);
+    assert_eq!(running.settings, fixture.state.configuration.lines());
     assert_eq!(running.version, env!("CARGO_PKG_VERSION"));
     fixture.state.nodes.record(&node("worker-1"), &[]);
     let names = ["worker-1", "worker-9"].map(node);

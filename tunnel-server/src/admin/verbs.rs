@@ -6,9 +6,12 @@ use std::path::{Path, PathBuf};
 use std::time::{Duration, SystemTime};
 
 use tunnel_process::name_list::NameList;
+use tunnel_process::schema::SCHEMA_VERSION;
+use tunnel_proto::wire::PORT_SERVER_META;
 use tunnel_proto::wire::name::NodeName;
 
 use crate::admin::{AdminClient, AdminError, CreateToken, CreatedToken};
+use crate::config::{LoadError, RawConfig};
 use tunnel_ca::revocation::Revocations;
 use tunnel_ca::tokens::{CreateTokenError, TokenStore};
 use tunnel_ca::{CaError, IssueError, LocalCa};
@@ -21,17 +24,19 @@ pub mod connect;
 mod data;
 pub mod diag;
 mod healthcheck;
+mod inventory;
 mod json_list;
 mod names_file;
 mod nodes;
 mod ping;
+mod reload;
 mod rotate;
 mod selector;
 mod table;
 
 pub use args::{
     CaArgs, CaVerb, DataDirArg, DataVerb, HealthcheckArgs, NodeNames, NodesArgs, NodesOutput,
-    NodesVerb, OutputFormat, TokenVerb,
+    NodesVerb, OutputFormat, ReloadArgs, TokenVerb,
 };
 use connect::ConnectArgs;
 pub use names_file::NamesFileError;
@@ -135,6 +140,12 @@ pub enum VerbError {
     /// Nothing answered a ping; what is printed says why.
     #[error("{0} does not answer")]
     NoAnswer(NodeName),
+    /// The configuration that names the server cannot be used.
+    #[error(transparent)]
+    Config(#[from] LoadError),
+    /// The running server cannot use its file.
+    #[error("the file of the configuration cannot be used, and nothing of it applies:\n  {}", .0.join("\n  "))]
+    ConfigMistakes(Vec<String>),
     /// A list cannot be encoded as JSON.
     #[error("cannot make JSON")]
     Json(#[from] serde_json::Error),
@@ -144,12 +155,14 @@ impl VerbError {
     /// Returns 64 if the arguments are invalid, else 1.
     pub fn exit_code(&self) -> u8 {
         match self {
+            Self::Config(error) if error.is_usage() => 64,
             Self::Token(
                 CreateTokenError::InvalidTtl
                 | CreateTokenError::InvalidUses
                 | CreateTokenError::Options(_),
             )
             | Self::UnknownLabel(_)
+            | Self::ConfigMistakes(_)
             | Self::NamesFile(_) => 64,
             Self::Server(AdminError::Refused { status, .. })
                 if *status == http::StatusCode::BAD_REQUEST =>
@@ -179,6 +192,7 @@ impl VerbError {
             | Self::FileExists(_)
             | Self::Connect(_)
             | Self::NoAnswer(_)
+            | Self::Config(_)
             | Self::Json(_) => 1,
         }
     }
@@ -201,32 +215,40 @@ impl TokenVerb {
                 approve,
                 ttl,
                 ips,
+                labels,
                 offline,
                 data_dir,
             } => {
-                let dir = open_dir(&data_dir.data_dir, offline)?;
+                let dir = open_dir(&data_dir.path()?, offline)?;
                 let token_request = CreateToken {
                     node,
                     uses,
                     needs_approval: approve,
                     ttl_seconds: ttl.as_secs(),
                     ips,
+                    labels: labels
+                        .into_iter()
+                        .map(|(key, value)| (key.as_str().into(), value))
+                        .collect(),
                 };
                 create_token(&dir, token_request, ttl, offline).await
             }
             Self::List { output, data_dir } => {
-                let dir = DataDir::open_existing(&data_dir.data_dir)?;
+                let dir = DataDir::open_existing(&data_dir.path()?)?;
                 let tokens = match AdminClient::connect(&dir).await? {
                     Some(server) => server.tokens().await?,
                     None => TokenStore::open(require_standalone(&dir)?)?.list(SystemTime::now())?,
                 };
                 Ok(VerbOutput::out(match output {
                     OutputFormat::Table => table::tokens(&tokens),
-                    OutputFormat::Json => json(&tokens)?,
+                    OutputFormat::Json => json(&serde_json::json!({
+                        "schemaVersion": SCHEMA_VERSION,
+                        "tokens": tokens,
+                    }))?,
                 }))
             }
             Self::Revoke { id, data_dir } => {
-                let dir = DataDir::open_existing(&data_dir.data_dir)?;
+                let dir = DataDir::open_existing(&data_dir.path()?)?;
                 let found = match AdminClient::connect(&dir).await? {
                     Some(server) => server.revoke_token(&id).await?,
                     None => TokenStore::open(require_standalone(&dir)?)?.revoke(&id)?,
@@ -247,7 +269,8 @@ impl ConnectArgs {
     /// # Errors
     /// Returns a [`VerbError`].
     pub async fn run(self) -> Result<(), VerbError> {
-        Ok(self.relay().await?)
+        let data_dir = self.data_dir.path()?;
+        Ok(self.relay(&data_dir).await?)
     }
 }
 
@@ -257,7 +280,10 @@ impl HealthcheckArgs {
     /// # Errors
     /// Returns [`VerbError::NotReady`].
     pub async fn run(self) -> Result<(), VerbError> {
-        healthcheck::check_ready(&self.meta_listen)
+        let settings = args::file_settings(self.config.as_deref())?;
+        let address = self.meta_listen.or(settings.meta_listen);
+        let address = address.unwrap_or_else(|| format!("127.0.0.1:{PORT_SERVER_META}"));
+        healthcheck::check_ready(&address)
             .await
             .map_err(VerbError::NotReady)?;
         VerbOutput::out("ready\n".into()).print()
@@ -320,7 +346,33 @@ async fn create_token(
             created.command,
             hint.unwrap_or_default()
         ),
+        not_running: None,
     })
+}
+
+/// Returns the settings of the server that runs with a data directory, if there is one.
+///
+/// # Errors
+/// Returns [`VerbError::Server`] if the server does not answer.
+pub async fn running_settings(data_dir: &Path) -> Result<Option<RawConfig>, VerbError> {
+    let Ok(dir) = DataDir::open_existing(data_dir) else {
+        return Ok(None);
+    };
+    match AdminClient::connect(&dir).await? {
+        Some(server) => Ok(Some(server.settings().await?)),
+        None => Ok(None),
+    }
+}
+
+/// Returns whether a server runs with a data directory.
+///
+/// # Errors
+/// Returns [`VerbError::Server`] if there is a socket that cannot be opened.
+pub async fn is_running(data_dir: &Path) -> Result<bool, VerbError> {
+    match DataDir::open_existing(data_dir) {
+        Ok(dir) => Ok(AdminClient::connect(&dir).await?.is_some()),
+        Err(_no_server) => Ok(false),
+    }
 }
 
 fn json(value: &impl serde::Serialize) -> Result<String, VerbError> {
@@ -332,6 +384,8 @@ fn json(value: &impl serde::Serialize) -> Result<String, VerbError> {
 struct VerbOutput {
     out: String,
     err: String,
+    /// Data directory that the output is from, because no server runs with it.
+    not_running: Option<PathBuf>,
 }
 
 impl VerbOutput {
@@ -339,16 +393,22 @@ impl VerbOutput {
         Self {
             out,
             err: String::new(),
+            not_running: None,
         }
     }
 
-    /// Prints the output. A reader that closes the pipe early is not an error.
+    /// Prints the output. A reader that closes the pipe early is not an error. A list that is not of
+    /// a running server is [`VerbError::NotRunning`] in the end.
     fn print(self) -> Result<(), VerbError> {
         let written = write_all(&mut io::stdout(), &self.out)
             .and_then(|()| write_all(&mut io::stderr(), &self.err));
         match written {
-            Err(error) if error.kind() != io::ErrorKind::BrokenPipe => Err(error.into()),
-            Ok(()) | Err(_) => Ok(()),
+            Err(error) if error.kind() != io::ErrorKind::BrokenPipe => return Err(error.into()),
+            Ok(()) | Err(_) => {}
+        }
+        match self.not_running {
+            Some(dir) => Err(VerbError::NotRunning(dir)),
+            None => Ok(()),
         }
     }
 }

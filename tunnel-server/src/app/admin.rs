@@ -7,13 +7,13 @@ use http::StatusCode;
 use prometheus_client::registry::Registry as MetricsRegistry;
 use tokio::net::TcpListener;
 use tracing::debug;
-use tunnel_process::diag::settings_lines;
 use tunnel_process::meta::{self, EndpointAnswer, EndpointHandler, EndpointRequest, Meta};
 use tunnel_process::timers::sleep_coalesced;
 
 use super::authority::Authority;
 use super::clocks::OtherClocks;
 use super::context::ServerContext;
+use crate::admin::configuration::RunningConfig;
 use crate::admin::discovery::{self, DiscoveryQuery};
 use crate::admin::json_list::JsonList;
 use crate::admin::node_metrics::{NodeMetrics, observe_rtts};
@@ -23,11 +23,19 @@ use crate::ingress::connect::AdminTunnels;
 use tunnel_ca::rotation::{CaRotator, FOLLOWERS_INTERVAL, Surroundings};
 use tunnel_routing::policy::PortPolicy;
 
+/// What the admin socket has in addition to the state that all parts share.
+pub(super) struct OperatorInputs {
+    /// Addresses that agents should dial, HOST:PORT.
+    pub(super) advertised: Vec<String>,
+    /// Tunnels to nodes, for `connect`.
+    pub(super) tunnels: AdminTunnels,
+    pub(super) configuration: RunningConfig,
+}
+
 pub(super) fn start_socket(
     authority: &Authority,
     sources: NodeSources,
-    advertised: Vec<String>,
-    tunnels: AdminTunnels,
+    operator: OperatorInputs,
     context: &ServerContext,
 ) -> io::Result<()> {
     let state = AdminState {
@@ -39,10 +47,10 @@ pub(super) fn start_socket(
         rotator: rotator(authority, context),
         sources,
         node_labels: node_labels(context),
-        advertised,
+        advertised: operator.advertised,
         can_issue: context.config.agent_files.is_none(),
-        tunnels: Some(tunnels),
-        settings: settings_lines(&context.config),
+        tunnels: Some(operator.tunnels),
+        configuration: operator.configuration,
     };
     admin::start(state, &context.data, &context.shutdown)
 }

@@ -58,7 +58,7 @@ pub(super) fn start_cluster(
         routes: context.routes.clone(),
         records: context.records.clone(),
         policy: context.policy.clone(),
-        ports: config.ports.clone(),
+        ports: context.ports.subscribe(),
         own_ports: bound.reserved_ports(),
         ranges: config.connect.is_some().then(|| context.ranges.clone()),
         dials_by_ranges: (config.connect.as_ref()).is_some_and(|connect| connect.direct.is_none()),

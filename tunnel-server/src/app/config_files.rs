@@ -4,30 +4,19 @@
 use std::io;
 use std::path::Path;
 
-use tunnel_process::settings::ConfigError;
+use tunnel_process::settings::{ConfigError, ConfigErrors};
 use tunnel_proto::tls::files::{FileError, KeyPairFiles, load_roots};
 
 use crate::cluster::check_kubeconfig;
 use crate::config::{Config, CredentialFiles, KubeletClientCa};
 use crate::ingress::connect::basic_auth::{BasicAuthFileError, BasicAuthUsers};
 
-/// Why files that the settings name cannot be used.
-#[derive(Debug, thiserror::Error)]
-pub enum ConfigFilesError {
-    /// The content of at least one file is wrong, on every host. The texts name all files that cannot
-    /// be used.
-    #[error("{0}")]
-    Content(ConfigError),
-    /// Files are absent, or must not be used as they are. A later start may find them.
-    #[error("{} file(s) of the configuration cannot be read:\n  {}", .0.len(), .0.join("\n  "))]
-    Unreadable(Vec<String>),
-}
-
 /// Reads each file that the settings name, as the server does at its start. Blocks the thread.
 ///
 /// # Errors
-/// [`ConfigFilesError`] with a text for each file that cannot be used.
-pub fn check_config_files(config: &Config) -> Result<(), ConfigFilesError> {
+/// [`ConfigError`] with a text for each file that cannot be used. A file whose content is wrong is a
+/// mistake, and one that is absent or must not be used as it is a fact.
+pub fn check_config_files(config: &Config) -> Result<(), ConfigError> {
     let mut files = Files::default();
     if let Some(pair) = &config.https_certificate.files {
         files.pair("--https-cert-file", pair);
@@ -62,15 +51,12 @@ pub fn check_config_files(config: &Config) -> Result<(), ConfigFilesError> {
     if let Some(path) = kubernetes.and_then(|it| it.kubeconfig.as_ref()) {
         files.kubeconfig(path);
     }
-    files.finish()
+    files.0.finish(())
 }
 
-/// Texts for the files that cannot be used.
+/// The files that cannot be used.
 #[derive(Debug, Default)]
-struct Files {
-    texts: Vec<String>,
-    has_wrong_content: bool,
-}
+struct Files(ConfigErrors);
 
 impl Files {
     fn credentials(&mut self, [ca, certificate]: [&str; 2], files: Option<&CredentialFiles>) {
@@ -113,23 +99,21 @@ impl Files {
     where
         E: std::error::Error + Send + Sync + 'static,
     {
-        if let Err(error) = loaded {
-            self.has_wrong_content |= is_in_content(&error);
-            let mut texts: Vec<_> = anyhow::Error::from(error)
-                .chain()
-                .map(ToString::to_string)
-                .collect();
-            // The text of an error of the file system is that of its cause.
-            texts.dedup();
-            self.texts.push(format!("{setting}: {}", texts.join(": ")));
-        }
-    }
-
-    fn finish(self) -> Result<(), ConfigFilesError> {
-        match (self.texts.is_empty(), self.has_wrong_content) {
-            (true, _) => Ok(()),
-            (false, true) => Err(ConfigFilesError::Content(ConfigError(self.texts))),
-            (false, false) => Err(ConfigFilesError::Unreadable(self.texts)),
+        let Err(error) = loaded else {
+            return;
+        };
+        let is_in_content = is_in_content(&error);
+        let mut texts: Vec<_> = anyhow::Error::from(error)
+            .chain()
+            .map(ToString::to_string)
+            .collect();
+        // The text of an error of the file system is that of its cause.
+        texts.dedup();
+        let text = texts.join(": ");
+        if is_in_content {
+            self.0.add(setting, text);
+        } else {
+            self.0.add_fact(setting, text);
         }
     }
 }

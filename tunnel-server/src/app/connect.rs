@@ -9,13 +9,12 @@ use anyhow::Context as _;
 use rustls::server::ResolvesServerCert;
 use tokio::net::TcpListener;
 use tunnel_process::unix_socket::SocketPermissions;
-use tunnel_proto::wire::name::Port;
 
 use super::bind::listen;
 use super::context::ServerContext;
 use super::credential_watcher::CredentialWatcher;
 use super::serving::{CallerCa, PasswordFile, listener_tls, passwords};
-use crate::config::{ConnectSettings, Limits};
+use crate::config::ConnectSettings;
 use crate::ingress::client_auth::ListenerTls;
 use crate::ingress::connect::{AdminTunnels, DirectDialer};
 use crate::ingress::{ConnectProxy, HttpListener, IngressContext, ListenerKind, SharedSocket};
@@ -56,21 +55,17 @@ impl ConnectSockets {
         self.tcp.as_ref().map(TcpListener::local_addr).transpose()
     }
 
-    /// Starts the listeners, which do not dial `own_ports` of this server. Returns the tunnels for
+    /// Starts the listeners, which do not dial the ports of this server. Returns the tunnels for
     /// the admin socket, which reach only nodes.
     pub(super) fn start(
         self,
         ingress: &IngressContext,
         certificates: Arc<dyn ResolvesServerCert>,
-        own_ports: &[Port],
         context: &ServerContext,
     ) -> anyhow::Result<AdminTunnels> {
         let (config, watcher) = (&context.config, &context.watcher);
         let ingress = Arc::new(IngressContext {
-            limits: Limits {
-                open_timeout: ingress.limits.open_timeout.min(OPEN_MAX),
-                ..ingress.limits
-            },
+            limits: ingress.limits.with_open_timeout_max(OPEN_MAX),
             ..ingress.clone()
         });
         let target_dial_timeout = config.limits.target_dial_timeout;
@@ -79,8 +74,8 @@ impl ConnectSockets {
             Some(listed) => DialPolicy::Listed(listed, context.ranges.clone()),
             None => DialPolicy::Cluster(context.ranges.clone()),
         };
-        let direct =
-            DirectDialer::new(dial_policy, target_dial_timeout).with_own_ports(own_ports.to_vec());
+        let direct = DirectDialer::new(dial_policy, target_dial_timeout)
+            .with_own_ports(context.own_ports.clone());
         let direct = Arc::new(direct);
         let connect_listener = |tls, passwords, is_tls_optional| {
             Arc::new(HttpListener {

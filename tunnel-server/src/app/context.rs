@@ -4,15 +4,18 @@ use std::sync::Arc;
 
 use anyhow::{Context as _, bail};
 use prometheus_client::registry::Registry as MetricsRegistry;
+use tokio::sync::watch;
 use tokio_util::task::TaskTracker;
 use tracing::warn;
 use tunnel_process::disk;
+use tunnel_process::followed::Followed;
 use tunnel_process::meta::Readiness;
 use tunnel_process::shutdown::Shutdown;
 use tunnel_proto::transport::{BufferPool, SessionSettings};
+use tunnel_proto::wire::name::Port;
 
 use super::credential_watcher::CredentialWatcher;
-use crate::config::{Capacity, Config};
+use crate::config::{Capacity, Config, SharedLimits};
 
 use crate::egress::labeled_nodes::LabeledNodes;
 use crate::ingress::recent_requests::{RecentRequestLimits, RecentRequests};
@@ -24,8 +27,9 @@ use crate::routing::routes::Routes;
 use crate::session::failures::Failures;
 use tunnel_ca::IsKnown;
 use tunnel_dns::Records;
+use tunnel_routing::destination::Destination;
 use tunnel_routing::dial_policy::LiveClusterNetworks;
-use tunnel_routing::policy::SharedPortPolicy;
+use tunnel_routing::policy::{PortSettings, SharedPortPolicy};
 use tunnel_store::data_dir::{DataDir, DirLock};
 use tunnel_store::known_nodes::{KnownNodes, NodeMap};
 use tunnel_store::state_store::{OnDamage, StateStore};
@@ -64,6 +68,14 @@ pub(super) struct ServerContext {
     pub(super) records: Records,
     /// Ports that callers may reach.
     pub(super) policy: SharedPortPolicy,
+    /// Settings of the ports, which a ConfigMap of the cluster may replace.
+    pub(super) ports: watch::Sender<PortSettings>,
+    /// Limits, of which some follow the file of the configuration.
+    pub(super) limits: SharedLimits,
+    /// Destinations of the TCP services.
+    pub(super) services: Followed<Vec<Destination>>,
+    /// Ports of this server's listeners over TCP.
+    pub(super) own_ports: Followed<Vec<Port>>,
     /// Networks of the cluster, for the dial policy of the CONNECT listeners.
     pub(super) ranges: LiveClusterNetworks,
     /// Nodes with the labels that targets of the cloud name.
@@ -157,9 +169,11 @@ impl ServerContext {
         let recent = recent.then(|| Arc::new(RecentRequests::new(RecentRequestLimits::default())));
         follow_nodes(&nodes, &routes, &metrics, &shutdown);
         let labeled_nodes = LabeledNodes::new(&config.cloud);
+        let shared_limits = SharedLimits::from(config.limits);
         Ok(Self {
             watcher: CredentialWatcher {
                 interval: limits.reload_every,
+                readiness: readiness.clone(),
                 metrics: metrics.clone(),
                 shutdown: shutdown.clone(),
             },
@@ -178,6 +192,10 @@ impl ServerContext {
             recent,
             records: Records::default(),
             policy: SharedPortPolicy::default(),
+            ports: watch::Sender::default(),
+            limits: shared_limits,
+            services: Followed::default(),
+            own_ports: Followed::default(),
             ranges: LiveClusterNetworks::default(),
             labeled_nodes,
             drivers: TaskTracker::new(),

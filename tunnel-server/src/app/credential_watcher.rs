@@ -7,7 +7,8 @@ use std::time::{Duration, SystemTime};
 use rustls::RootCertStore;
 use rustls::sign::CertifiedKey;
 use tracing::warn;
-use tunnel_process::file_watch::{FileWatcher, Loaded};
+use tunnel_process::file_watch::{FileWatcher, Loaded, ReloadOutcome};
+use tunnel_process::meta::Readiness;
 use tunnel_process::shutdown::Shutdown;
 use tunnel_proto::identity::validity;
 use tunnel_proto::tls::files::{FileError, KeyPairFiles, digest_of, load_roots};
@@ -24,6 +25,8 @@ const EXPIRY_WARNING: Duration = Duration::from_secs(7 * 86400);
 #[derive(Debug)]
 pub(super) struct CredentialWatcher {
     pub(super) interval: Duration,
+    /// Has a condition while a watched file is unusable.
+    pub(super) readiness: Readiness,
     pub(super) metrics: Metrics,
     pub(super) shutdown: Shutdown,
 }
@@ -75,10 +78,15 @@ impl CredentialWatcher {
             reload_signal: self.shutdown.reloads(),
             digest,
         };
-        let metrics = self.metrics.clone();
+        let (metrics, readiness) = (self.metrics.clone(), self.readiness.clone());
         metrics.watched(what);
         self.shutdown.spawn_service(async move {
-            let on_reload = move |reload| metrics.reloaded(what, reload);
+            let on_reload = move |reload: ReloadOutcome<'_>| {
+                metrics.reloaded(what, reload);
+                if let Some(lines) = reload.condition() {
+                    readiness.set_conditions(what, lines);
+                }
+            };
             watcher.run(load, apply, on_reload).await;
         });
     }

@@ -28,8 +28,9 @@ pub(super) fn start(
         policy: context.policy.clone(),
         pods,
         targets,
-        delegation_callers: DelegationPolicy::named(config.targets.delegation_callers.clone()),
-        limits: config.limits,
+        delegation_callers: DelegationPolicy::named(config.targets.delegation_callers.clone())
+            .into(),
+        limits: context.limits.clone(),
         head_memory: HeadMemory::new(context.session_settings.pool.clone()),
         callers: ConnLimiter::new(capacity.callers),
         verified_callers: ConnLimiter::new(capacity.verified_callers),

@@ -37,7 +37,6 @@ pub(super) fn start(
         return Ok(());
     };
     let limits = &context.config.limits;
-    let services = context.config.listeners.services.iter();
     let endpoint = PeerEndpoint {
         peers: context.peers.clone(),
         registry: context.registry.clone(),
@@ -50,9 +49,7 @@ pub(super) fn start(
         policy: ForwardPolicy {
             policy: context.policy.clone(),
             routes: context.routes.clone(),
-            services: services
-                .map(|(_, service)| service.destination.clone())
-                .collect(),
+            services: context.services.clone(),
         },
         list_linger: LIST_LINGER,
         open_timeout: limits.open_timeout,

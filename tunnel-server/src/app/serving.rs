@@ -142,7 +142,7 @@ pub(super) fn passwords(
     let (setting, path) = (file.setting, file.path.to_owned());
     let (digest, first) =
         BasicAuthUsers::load(&path).map_err(|error| match error.is_in_content() {
-            true => anyhow::Error::from(ConfigError(vec![format!("{setting}: {error}")])),
+            true => anyhow::Error::from(ConfigError::mistake(format!("{setting}: {error}"))),
             false => anyhow::Error::from(error).context(setting),
         })?;
     let live = Arc::new(BasicAuth::new(first));

@@ -10,11 +10,10 @@ use tunnel_process::settings::ConfigError;
 use tunnel_proto::tls;
 use tunnel_proto::transport::quic::QuicAcceptor;
 use tunnel_proto::wire::ALPN_SESSION_TCP;
-use tunnel_proto::wire::name::Port;
 
 use super::authority::{AgentAuth, Authority};
 use super::context::ServerContext;
-use crate::config::{Capacity, Limits};
+use crate::config::Capacity;
 use crate::egress::CloudEgress;
 use crate::session::agent_listener::{AgentListener, TcpHandler};
 use crate::session::saved_connections::SavedConnections;
@@ -29,12 +28,20 @@ pub(super) struct SessionInputs<'a> {
     pub(super) authority: &'a Authority,
     pub(super) attestor: Option<Attestor>,
     pub(super) capacity: Capacity,
-    /// Ports of this server's listeners over TCP.
-    pub(super) own_ports: Vec<Port>,
+}
+
+/// What of the listener for agents follows the file of the configuration.
+pub(super) struct FollowedSessions {
+    pub(super) cloud: Arc<CloudEgress>,
+    pub(super) admission_rate: Arc<AdmissionRate>,
+    pub(super) pre_auth: Arc<ConnLimiter>,
 }
 
 /// Starts to accept agents over UDP and TCP.
-pub(super) fn start(inputs: SessionInputs<'_>, context: &ServerContext) -> anyhow::Result<()> {
+pub(super) fn start(
+    inputs: SessionInputs<'_>,
+    context: &ServerContext,
+) -> anyhow::Result<FollowedSessions> {
     let SessionInputs {
         agents, authority, ..
     } = inputs;
@@ -54,16 +61,19 @@ pub(super) fn start(inputs: SessionInputs<'_>, context: &ServerContext) -> anyho
     };
     let cloud = CloudEgress::new(
         &context.config.cloud,
-        inputs.own_ports,
+        context.own_ports.clone(),
         context.labeled_nodes.clone(),
-        &Limits {
-            cloud_streams_total: inputs.capacity.cloud_streams,
-            ..*limits
-        },
+        context.limits.clone(),
+        inputs.capacity.cloud_streams,
         context.metrics.clone(),
         context.shutdown.clone(),
     );
-    let cloud = cloud.map_err(|problem| ConfigError(vec![problem]))?;
+    let cloud = Arc::new(cloud.map_err(ConfigError::mistake)?);
+    let followed = FollowedSessions {
+        cloud: cloud.clone(),
+        admission_rate: Arc::new(AdmissionRate::new(limits.admissions_per_node)),
+        pre_auth: ConnLimiter::new(inputs.capacity.half_open),
+    };
     let sessions = Sessions {
         registry: context.registry.clone(),
         peers: context.peers.clone(),
@@ -71,26 +81,26 @@ pub(super) fn start(inputs: SessionInputs<'_>, context: &ServerContext) -> anyho
         metrics: context.metrics.clone(),
         failures: context.failures.clone(),
         shutdown: context.shutdown.clone(),
-        limits: *limits,
+        limits: context.limits.clone(),
         drain: context.config.drain_delay + context.config.drain_timeout,
         move_within: context.config.move_within(),
         saved_connections: Some(reset_earlier(&inputs.quic, context)),
-        admission_rate: Arc::new(AdmissionRate::new(limits.admissions_per_node)),
+        admission_rate: followed.admission_rate.clone(),
         permits: Arc::new(Semaphore::new(inputs.capacity.sessions)),
         revocations: authority.revocations.clone(),
         trust: Some(agents.trust.clone()),
-        cloud: cloud.map(Arc::new),
+        cloud: Some(cloud),
         renewals: agents.renewals.clone(),
     };
     let listener = AgentListener {
         quic: inputs.quic,
         tcp_handler: Arc::new(tcp_handler),
         sessions: Arc::new(sessions),
-        pre_auth: ConnLimiter::new(inputs.capacity.half_open),
+        pre_auth: followed.pre_auth.clone(),
         tcp_permits: Arc::new(Semaphore::new(inputs.capacity.agents_over_tcp)),
     };
     listener.start(inputs.tcp);
-    Ok(())
+    Ok(followed)
 }
 
 /// Resets the connections over QUIC that an earlier process served, and returns those of this one.

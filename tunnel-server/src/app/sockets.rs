@@ -18,12 +18,13 @@ use crate::config::Config;
 use crate::ingress::client_auth::ListenerTls;
 use crate::ingress::{HttpListener, ListenerKind};
 use tunnel_dns::{DnsSocket, DnsSockets};
-use tunnel_routing::destination::Scheme;
+use tunnel_routing::destination::{Scheme, TcpService};
 
 pub(super) struct Sockets {
     pub(super) tcp: TcpListener,
     pub(super) quic: Arc<QuicAcceptor>,
     pub(super) listeners: Vec<(TcpListener, ListenerKind)>,
+    pub(super) services: Vec<ServiceSocket>,
     pub(super) dns: Option<DnsSockets>,
     pub(super) connect: ConnectSockets,
     pub(super) peers: Option<TcpListener>,
@@ -64,6 +65,7 @@ pub(super) async fn bind(
         connect: None,
     };
     let listeners = bind_listeners(config, listener_tls, &mut bound).await?;
+    let services = bind_services(config, &mut bound).await?;
     let connect = ConnectSockets::bind(config.connect.as_ref()).await?;
     bound.connect = connect.address()?;
     let dns = match &config.dns {
@@ -78,6 +80,7 @@ pub(super) async fn bind(
         tcp,
         quic: Arc::new(quic),
         listeners,
+        services,
         dns,
         connect,
         peers,
@@ -86,7 +89,7 @@ pub(super) async fn bind(
     })
 }
 
-/// Binds the HTTP and HTTPS listeners and those of TCP services. Adds their addresses to `bound`.
+/// Binds the HTTP and HTTPS listeners. Adds their addresses to `bound`.
 async fn bind_listeners(
     config: &Config,
     tls: &Arc<ListenerTls>,
@@ -103,17 +106,33 @@ async fn bind_listeners(
         bound.http = Some(listener.local_addr()?);
         listeners.push((listener, http_listener("http", Scheme::Http, None, tls)));
     }
+    Ok(listeners)
+}
+
+/// The socket of a TCP service, with its configured address.
+pub(super) struct ServiceSocket {
+    pub(super) listener: TcpListener,
+    pub(super) address: SocketAddr,
+    pub(super) service: TcpService,
+}
+
+/// Binds the listeners of the TCP services. Adds their addresses to `bound`.
+async fn bind_services(
+    config: &Config,
+    bound: &mut BoundAddrs,
+) -> anyhow::Result<Vec<ServiceSocket>> {
+    let mut sockets = Vec::new();
     for (address, service) in &config.listeners.services {
         let listener = listen(*address, "services").await?;
-        bound
-            .services
-            .push((service.name.clone(), listener.local_addr()?));
-        listeners.push((
+        let local = listener.local_addr()?;
+        bound.services.push((service.name.clone(), local));
+        sockets.push(ServiceSocket {
             listener,
-            ListenerKind::TcpService(Arc::new(service.clone())),
-        ));
+            address: *address,
+            service: service.clone(),
+        });
     }
-    Ok(listeners)
+    Ok(sockets)
 }
 
 /// Returns a listener that routes requests with the scheme to https or http targets. `implied_port`
@@ -189,14 +208,11 @@ impl BoundAddrs {
             .collect()
     }
 
-    /// Returns the TCP ports of this server, with the extra ports that it may listen on.
-    pub(super) fn tcp_ports(&self, config: &Config) -> Vec<Port> {
-        let services = self.services.iter().map(|(_, address)| *address);
+    /// Returns the ports of all listeners over TCP but those of TCP services.
+    pub(super) fn tcp_ports(&self) -> Vec<Port> {
         let listeners = self.listeners().map(|(_, address)| address);
-        let all = listeners.chain(services);
-        let extra = config.extra_listeners().into_iter();
-        all.filter_map(|address| Port::new(address.port()))
-            .chain(extra.map(|(_, port, _)| port))
+        listeners
+            .filter_map(|address| Port::new(address.port()))
             .collect()
     }
 

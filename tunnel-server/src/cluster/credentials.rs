@@ -90,12 +90,11 @@ impl FollowingClient {
             current.store(Arc::new(build(config, &throttle, &clock)?));
             Ok::<_, ConfigError>(())
         };
-        let on_reload = move |outcome| {
-            let line = match outcome {
-                ReloadOutcome::Failed => Some(UNUSABLE.to_owned()),
-                ReloadOutcome::Changed | ReloadOutcome::Recovered => None,
-            };
-            conditions.set(Condition::Credentials, line.into_iter().collect());
+        let on_reload = move |outcome: ReloadOutcome<'_>| {
+            if let Some(is_unusable) = outcome.is_unusable() {
+                let line = is_unusable.then(|| UNUSABLE.to_owned());
+                conditions.set(Condition::Credentials, line.into_iter().collect());
+            }
         };
         shutdown.spawn_service(watcher.run(load, apply, on_reload));
     }
@@ -108,9 +107,11 @@ async fn load(kubeconfig: Option<&Path>) -> Result<Loaded<Config>, ConfigError> 
     let mut config = match kubeconfig {
         Some(path) => {
             let refuse = |error: &dyn std::fmt::Display| {
-                ConfigError(vec![format!("--kubeconfig: {}: {error}", path.display())])
+                ConfigError::mistake(format!("--kubeconfig: {}: {error}", path.display()))
             };
-            content = std::fs::read(path).map_err(|error| refuse(&error))?;
+            content = std::fs::read(path).map_err(|error| {
+                ConfigError::fact(format!("--kubeconfig: {}: {error}", path.display()))
+            })?;
             let file = Kubeconfig::read_from(path).map_err(|error| refuse(&error))?;
             let file = with_plain_tokens(&file).map_err(|error| refuse(&error))?;
             let own_proxy = proxy_of(&file);
@@ -128,17 +129,16 @@ async fn load(kubeconfig: Option<&Path>) -> Result<Loaded<Config>, ConfigError> 
             config
         }
         None => Config::incluster().map_err(|error| {
-            ConfigError(vec![format!(
+            ConfigError::fact(format!(
                 "--kubernetes: the ServiceAccount of this container: {error}"
-            )])
+            ))
         })?,
     };
     if config.auth_info.exec.is_some() || config.auth_info.auth_provider.is_some() {
-        return Err(ConfigError(vec![
+        return Err(ConfigError::mistake(
             "--kubeconfig: its user gets credentials from another program (exec, auth-provider), and this server starts none; \
-             give it a token, a token file or a client certificate"
-                .to_owned(),
-        ]));
+             give it a token, a token file or a client certificate",
+        ));
     }
     content.extend(config.root_cert.iter().flatten().flatten());
     let user = &config.auth_info;
@@ -232,7 +232,7 @@ fn build(
 ) -> Result<Client, ConfigError> {
     let (throttle, clock) = (throttle.clone(), clock.clone());
     let builder = ClientBuilder::try_from(config)
-        .map_err(|error| ConfigError(vec![format!("--kubeconfig: {error}")]))?;
+        .map_err(|error| ConfigError::mistake(format!("--kubeconfig: {error}")))?;
     Ok(builder
         .with_layer(&layer_fn(HeadLimit))
         .with_layer(&MapResponseLayer::new(move |response: Response<_>| {

@@ -23,13 +23,15 @@ use crate::routing::Routing;
 use crate::routing::routes::{RouteSource, Routes};
 use tunnel_dns::{RecordSet, Records};
 use tunnel_routing::dial_policy::{ClusterNetworks, LiveClusterNetworks};
-use tunnel_routing::policy::SharedPortPolicy;
+use tunnel_routing::policy::{PortSettings, SharedPortPolicy};
 
 /// Applies the state derived from the cluster as soon as it changes.
 pub(super) struct Publisher {
     /// Blocks readiness until a list of Nodes is published.
     pub(super) waiting: Option<ReadinessBlock>,
     pub(super) local_facts: LocalFacts,
+    /// Replaces the ports of `local_facts`, as the file of the configuration changes.
+    pub(super) ports: watch::Receiver<PortSettings>,
     pub(super) routes: Routes,
     pub(super) labeled_nodes: LabeledNodes,
     pub(super) records: Records,
@@ -79,6 +81,10 @@ impl Publisher {
             let claims_due = self.claims_due;
             let more = tokio::select! {
                 changed = observed.changed() => changed.is_ok(),
+                Ok(()) = self.ports.changed() => {
+                    self.local_facts.ports = self.ports.borrow_and_update().clone();
+                    true
+                }
                 () = sleep_until(claims_due.unwrap_or_else(Instant::now)), if claims_due.is_some() => true,
                 changed = async {
                     match &mut agents {
@@ -276,7 +282,6 @@ mod tests {
     use serde_json::json;
     use tunnel_process::meta::Readiness;
     use tunnel_proto::transport::BufferPool;
-    use tunnel_routing::policy::PortSettings;
     use tunnel_tables::visits;
 
     use super::super::nodes::{AliasRules, FactMap, NodeObject, NodeStore};
@@ -341,6 +346,7 @@ mod tests {
             let metrics = ClusterMetrics::default();
             let publisher = Publisher {
                 waiting: None,
+                ports: watch::channel(PortSettings::default()).1,
                 local_facts: LocalFacts {
                     ports: PortSettings::default(),
                     own_ports: Vec::new(),

@@ -64,7 +64,7 @@ fn fixture(data: &DataDir, nodes: &[Value]) -> Fixture {
         routes: Routes::default(),
         records: Records::default(),
         policy: policy.clone(),
-        ports: config.ports.clone(),
+        ports: watch::channel(config.ports.clone()).1,
         own_ports: Vec::new(),
         routing: Routing::new(Arc::new(registry), peers.clone()),
         metrics: Metrics::new(&mut counters, BufferPool::new(POOL)),

@@ -1,5 +1,6 @@
 //! Settings of the listeners for agents and callers: addresses, ports of the nodes, TCP services.
 
+use std::collections::BTreeMap;
 use std::net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr};
 
 use tunnel_process::settings::{ConfigErrors, optional, parse_address, parse_quoted};
@@ -84,6 +85,7 @@ impl ListenerSettings {
                 .filter_map(|service| check_tcp_service(service, ports, errors))
                 .collect(),
         };
+        settings.refuse_same_address(errors);
         let allows_unauthenticated = errors.parse(
             "--allow-unauthenticated",
             raw.allow_unauthenticated.as_deref(),
@@ -143,6 +145,23 @@ impl ListenerSettings {
                  allowed ports; set --client-ca and --https-client-auth require"
             )
         })
+    }
+
+    /// Refuses two services with one address, of which one could not listen.
+    fn refuse_same_address(&self, errors: &mut ConfigErrors) {
+        let fixed = self
+            .services
+            .iter()
+            .filter(|(address, _)| address.port() != 0);
+        let mut seen = BTreeMap::new();
+        for (address, service) in fixed {
+            if let Some(first) = seen.insert(address, &service.name) {
+                errors.add(
+                    &format!("services: {}", service.name),
+                    format!("has the address {address} of the service {first}"),
+                );
+            }
+        }
     }
 
     /// Requires an explicit setting for listeners that anyone on the network could use. With

@@ -1,6 +1,6 @@
 //! Raw settings: flags, environment variables and the YAML file, before any check.
 
-use serde::Deserialize;
+use serde::{Deserialize, Serialize};
 use tunnel_process::yaml;
 
 use super::RawLimits;
@@ -10,7 +10,7 @@ pub(super) const IN_CLUSTER: &str = "in-cluster";
 
 tunnel_process::layered! {
     /// The raw settings. Each field is a flag, an environment variable and a key of the YAML file.
-    #[derive(Debug, Default, Clone, clap::Args, Deserialize)]
+    #[derive(Debug, Default, Clone, PartialEq, Eq, clap::Args, Serialize, Deserialize)]
     #[serde(rename_all = "camelCase", deny_unknown_fields, default)]
     pub struct RawConfig {
         /// Directory of the CA, tokens, known nodes and keys [default: /var/lib/tunnel-server]
@@ -419,7 +419,7 @@ tunnel_process::layered! {
 
 /// A port of the nodes in its raw form. It replaces what the lists and `connectPorts` say about the
 /// port.
-#[derive(Debug, Clone, Deserialize)]
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "camelCase", deny_unknown_fields)]
 pub struct RawPort {
     /// Number of the port.
@@ -434,7 +434,7 @@ pub struct RawPort {
 }
 
 /// A TCP service in its raw form.
-#[derive(Debug, Clone, Deserialize)]
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "camelCase", deny_unknown_fields)]
 pub struct RawTcpService {
     /// Name of the service in logs.
@@ -450,7 +450,7 @@ pub struct RawTcpService {
 }
 
 /// A DNS name in its raw form.
-#[derive(Debug, Clone, Deserialize)]
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "camelCase", deny_unknown_fields)]
 pub struct RawRecord {
     /// The name, which is answered like that of a cloud node.
@@ -460,7 +460,7 @@ pub struct RawRecord {
 }
 
 /// A target of the cloud in its raw form.
-#[derive(Debug, Clone, Deserialize)]
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "camelCase", deny_unknown_fields)]
 pub struct RawCloudTarget {
     /// Name by which agents open streams to the target.

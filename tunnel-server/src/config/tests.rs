@@ -1,3 +1,4 @@
+use tunnel_process::yaml;
 use tunnel_proto::session::LivenessLimits;
 
 use super::*;
@@ -146,7 +147,10 @@ fn every_mistake_of_a_file_names_the_file() {
     let scratch = Scratch::new();
     let path = scratch.0.path().join("server.yaml");
     std::fs::write(&path, "httpListne: a\ndataDir: [b]\n").unwrap();
-    let ConfigError(texts) = load(RawConfig::default(), Some(&path)).unwrap_err();
+    let LoadError::Invalid(error) = load(RawConfig::default(), Some(&path)).unwrap_err() else {
+        panic!("not read");
+    };
+    let texts = error.mistakes;
     assert_eq!(texts.len(), 2, "{texts:?}");
     let begin = format!("--config: {}: line ", path.display());
     assert!(
@@ -154,8 +158,9 @@ fn every_mistake_of_a_file_names_the_file() {
         "{texts:?}"
     );
     std::fs::write(&path, vec![b'a'; 10 << 20]).unwrap();
-    let ConfigError(texts) = load(RawConfig::default(), Some(&path)).unwrap_err();
-    assert_contains(&texts[0], "is larger than 4 MiB");
+    let error = load(RawConfig::default(), Some(&path)).unwrap_err();
+    assert!(!error.is_usage());
+    assert_contains(&error.to_string(), "is larger than 4 MiB");
 }
 
 #[test]

@@ -2,6 +2,7 @@
 
 use std::collections::HashMap;
 use std::net::{IpAddr, SocketAddr};
+use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
 
 use tunnel_process::networks::{effective_ip, forbidden_kind};
@@ -15,7 +16,7 @@ use crate::config::{CloudNodes, CloudTargetSettings};
 /// The targets of the cloud by name.
 #[derive(Debug)]
 pub(super) struct CloudTargets {
-    targets: HashMap<CloudTarget, Target>,
+    targets: HashMap<CloudTarget, Arc<Target>>,
     labeled_nodes: LabeledNodes,
 }
 
@@ -29,16 +30,30 @@ pub(super) struct Target {
 
 impl CloudTargets {
     pub(super) fn new(targets: &[CloudTargetSettings], labeled_nodes: LabeledNodes) -> Self {
+        let none = Self {
+            targets: HashMap::new(),
+            labeled_nodes,
+        };
+        none.with(targets)
+    }
+
+    /// Returns the targets of these settings. Those that do not change keep the address that worked
+    /// last.
+    pub(super) fn with(&self, targets: &[CloudTargetSettings]) -> Self {
         let targets = targets.iter().map(|settings| {
-            let target = Target {
-                settings: settings.clone(),
-                preferred: AtomicUsize::new(0),
-            };
+            let same = self.targets.get(&settings.name);
+            let same = same.filter(|target| target.settings == *settings);
+            let target = same.cloned().unwrap_or_else(|| {
+                Arc::new(Target {
+                    settings: settings.clone(),
+                    preferred: AtomicUsize::new(0),
+                })
+            });
             (settings.name.clone(), target)
         });
         Self {
             targets: targets.collect(),
-            labeled_nodes,
+            labeled_nodes: self.labeled_nodes.clone(),
         }
     }
 
@@ -52,7 +67,7 @@ impl CloudTargets {
     }
 
     /// Returns the target that the agent of a node names.
-    pub(super) fn find(&self, node: &NodeName, name: &CloudTarget) -> Result<&Target, Refusal> {
+    pub(super) fn find(&self, node: &NodeName, name: &CloudTarget) -> Result<Arc<Target>, Refusal> {
         let refusal = |code, detail| Refusal { code, detail };
         let target = self.targets.get(name).ok_or_else(|| {
             let detail = format!(
@@ -66,7 +81,7 @@ impl CloudTargets {
             CloudNodes::Labeled(label) => (self.labeled_nodes.has_label(node, label), "label"),
         };
         if is_allowed {
-            Ok(target)
+            Ok(target.clone())
         } else {
             let detail =
                 format!("target {name} is not for {node} ({setting} of the list \"cloud\")");
@@ -284,11 +299,20 @@ mod tests {
     fn address_that_worked_last_is_tried_first() {
         let targets = listed(&[target("x", None)]);
         let node = "n".parse().unwrap();
-        let target = targets.find(&node, &"x".parse().unwrap()).unwrap();
-        let order = || target.addresses().map(|(_, text)| text).collect::<Vec<_>>();
+        let found = targets.find(&node, &"x".parse().unwrap()).unwrap();
+        let order = || found.addresses().map(|(_, text)| text).collect::<Vec<_>>();
         assert_eq!(order(), ["a:1", "b:2", "c:3"]);
-        target.prefer(2);
+        found.prefer(2);
         assert_eq!(order(), ["c:3", "a:1", "b:2"]);
+        let mut changed = target("x", None);
+        let first = |targets: CloudTargets| {
+            let target = targets.find(&node, &"x".parse().unwrap()).unwrap();
+            target.addresses().next().map(|(_, text)| text.to_owned())
+        };
+        let same = targets.with(std::slice::from_ref(&changed));
+        assert_eq!(first(same).as_deref(), Some("c:3"));
+        changed.addresses.push("d:4".into());
+        assert_eq!(first(targets.with(&[changed])).as_deref(), Some("a:1"));
     }
 
     #[test]

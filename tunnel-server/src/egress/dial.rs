@@ -3,10 +3,10 @@
 
 use std::io;
 use std::net::SocketAddr;
-use std::time::Duration;
 
 use tokio::net::TcpStream;
 use tokio::time::{Instant, timeout_at};
+use tunnel_process::followed::Followed;
 use tunnel_process::host::is_own_address;
 use tunnel_proto::dial::{
     ATTEMPT_DELAY, Candidate, DialError, Resolve as _, SystemResolver, dial, split_host_port,
@@ -17,28 +17,30 @@ use tunnel_proto::wire::header::Refusal;
 use tunnel_proto::wire::name::Port;
 
 use super::cloud::{self, AddressRefusal, Target};
+use crate::config::SharedLimits;
 
 /// Dials the addresses of targets.
 #[derive(Debug)]
 pub(super) struct CloudDialer {
     resolver: SystemResolver,
-    own_ports: Vec<Port>,
-    limit: Duration,
+    own_ports: Followed<Vec<Port>>,
+    limits: SharedLimits,
 }
 
 impl CloudDialer {
-    /// Creates a dialer that dials no listener of this server, and each target within `limit`.
-    pub(super) fn new(own_ports: Vec<Port>, limit: Duration) -> Self {
+    /// Creates a dialer that dials no listener of this server, and each target within
+    /// `targetDialTimeout`.
+    pub(super) fn new(own_ports: Followed<Vec<Port>>, limits: SharedLimits) -> Self {
         Self {
             resolver: SystemResolver::new(LOOKUPS),
             own_ports,
-            limit,
+            limits,
         }
     }
 
     /// Connects to a target, or returns the refusal for the agent. Cancel-safe.
     pub(super) async fn dial(&self, target: &Target) -> Result<(TcpStream, SocketAddr), Refusal> {
-        let deadline = Instant::now() + self.limit;
+        let deadline = Instant::now() + self.limits.load().target_dial_timeout;
         let attempts = target.addresses().map(async |(index, address)| {
             let connected = self.connect(address, deadline).await?;
             target.prefer(index);
@@ -64,8 +66,9 @@ impl CloudDialer {
             Ok(Err(error)) => return Err(refused(&error.to_string())),
             Err(_elapsed) => return Err(no_answer(text)),
         };
+        let own_ports = self.own_ports.load();
         let candidates = found.into_iter().map(|address| {
-            cloud::check(address, host, &self.own_ports, is_own_address).map(Candidate::from)
+            cloud::check(address, host, &own_ports, is_own_address).map(Candidate::from)
         });
         let dialed = dial(candidates, deadline).await;
         dialed.map_err(|error: DialError<AddressRefusal>| {

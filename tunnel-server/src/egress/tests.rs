@@ -8,7 +8,7 @@ use tunnel_proto::wire::control::{CAPABILITY_CLOUD, ControlMessage};
 use tunnel_proto::wire::header::Target as PortTarget;
 
 use super::*;
-use crate::config::CloudNodes;
+use crate::config::{CloudNodes, Limits};
 use crate::testing::{Agent, Bench, WAIT_TIMEOUT, node, within};
 
 fn target(name: &str, address: SocketAddr, nodes: Option<&str>) -> CloudTargetSettings {
@@ -27,9 +27,16 @@ fn egress(
     limits: &Limits,
     metrics: Metrics,
     shutdown: Shutdown,
-) -> Result<Option<CloudEgress>, String> {
-    let labeled_nodes = LabeledNodes::new(targets);
-    CloudEgress::new(targets, own_ports, labeled_nodes, limits, metrics, shutdown)
+) -> Result<CloudEgress, String> {
+    CloudEgress::new(
+        targets,
+        own_ports.into(),
+        LabeledNodes::new(targets),
+        SharedLimits::from(*limits),
+        limits.cloud_streams_total,
+        metrics,
+        shutdown,
+    )
 }
 
 /// A server with targets of the cloud, and an agent of worker-1.
@@ -40,7 +47,7 @@ async fn server(targets: &[CloudTargetSettings], limits: Limits) -> (Bench, Agen
         bench.sessions.shutdown.clone(),
     );
     let egress = egress(targets, Vec::new(), &limits, metrics, shutdown);
-    bench.sessions.cloud = egress.unwrap().map(Arc::new);
+    bench.sessions.cloud = Some(Arc::new(egress.unwrap()));
     let agent = bench.agent(7).await;
     (bench, agent)
 }
@@ -171,7 +178,7 @@ async fn streams_of_all_agents_hold_at_and_above_their_limit_and_one_agent_has_a
         bench.sessions.shutdown.clone(),
     );
     let egress = egress(&targets, Vec::new(), &limits, metrics, shutdown);
-    let egress = egress.unwrap().unwrap();
+    let egress = egress.unwrap();
     let name = "x".parse().unwrap();
     let admit = |node: u32| {
         let node = format!("worker-{node}").parse().unwrap();
@@ -205,7 +212,7 @@ async fn capability_is_in_welcome_of_agents_that_have_a_target() {
         );
         let targets = [target("x", address, nodes)];
         let egress = egress(&targets, Vec::new(), &Limits::default(), metrics, shutdown);
-        bench.sessions.cloud = egress.unwrap().map(Arc::new);
+        bench.sessions.cloud = Some(Arc::new(egress.unwrap()));
         let (_agent, answer) = bench.connect_agent(7, 4096).await;
         let ControlMessage::Welcome(welcome) = answer else {
             panic!("{answer:?}");

@@ -4,6 +4,7 @@ use std::sync::Arc;
 
 use tokio_util::task::TaskTracker;
 use tunnel_process::conn_limiter::{ConnLimiter, ConnPermit};
+use tunnel_process::followed::Followed;
 use tunnel_process::shutdown::Shutdown;
 use tunnel_proto::identity::CallerError;
 use tunnel_proto::wire::name::{NodeName, Port};
@@ -16,7 +17,7 @@ use super::head_memory::HeadMemory;
 use super::peer::{CallerAddr, CallerIdentity};
 use super::recent_requests::RecentRequests;
 use super::target_tls::TargetTls;
-use crate::config::Limits;
+use crate::config::SharedLimits;
 use crate::metrics::Metrics;
 use crate::routing::Routing;
 use crate::routing::pod_lookup::PodResolver;
@@ -36,8 +37,8 @@ pub struct IngressContext {
     pub pods: Option<PodResolver>,
     /// TLS configuration for connections to https targets.
     pub targets: Arc<TargetTls>,
-    pub delegation_callers: DelegationPolicy,
-    pub limits: Limits,
+    pub delegation_callers: Followed<DelegationPolicy>,
+    pub limits: SharedLimits,
     /// Memory for large request heads.
     pub head_memory: Arc<HeadMemory>,
     /// Limiter of callers' connections. A connection holds its permit until it ends.

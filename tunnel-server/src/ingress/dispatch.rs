@@ -177,11 +177,12 @@ impl DirectRoute {
         let target_label = self.request.to_string();
         access_log.direct(&target_label, self.request.port);
         let routes = ingress.routes.load();
+        let own_ports = self.dialer.own_ports();
         let claims = AddressClaims {
             routes: &routes,
             has_agent: &|node| ingress.routing.is_held(node),
             is_own: &is_own_address,
-            own_ports: self.dialer.own_ports(),
+            own_ports: &own_ports,
         };
         self.dialer
             .dial(&self.target, self.request.port, &target_label, &claims)

@@ -88,7 +88,7 @@ pub(super) async fn serve<S>(
         server_name,
         certificate_error,
     } = conn;
-    let limits = ingress.limits;
+    let limits = ingress.limits.load();
     let timeout_config = TimeoutConfig {
         head: limits.request_head_timeout,
         idle: limits.caller_idle_timeout,
@@ -307,7 +307,7 @@ impl Caller {
     fn builder(&self, large_head: Option<&LargeHead>) -> Builder {
         let mut builder = builder(match large_head {
             Some(head) => HeadLimits::enough_for(head.size),
-            None => HeadLimits::of_connection(self.ingress.limits.request_head_bytes),
+            None => HeadLimits::of_connection(self.ingress.limits.load().request_head_bytes),
         });
         // After a CONNECT, a half-close is forwarded to the target. For other requests,
         // `CallerClosed` reports a disconnect.
@@ -331,7 +331,7 @@ impl Caller {
     async fn stuck(&self) -> ConnEnd {
         let end = tokio::select! {
             biased;
-            () = self.timeouts.write_blocked_for(self.ingress.limits.caller_idle_timeout) => {
+            () = self.timeouts.write_blocked_for(self.ingress.limits.load().caller_idle_timeout) => {
                 self.report_timeout(TimeoutKind::Idle);
                 ConnEnd::TimedOut
             }

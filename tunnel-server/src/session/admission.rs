@@ -101,7 +101,7 @@ impl Sessions {
         node: &NodeName,
     ) -> Result<AdmittedSession, AdmissionError> {
         let pending = timeout(
-            self.limits.handshake_timeout,
+            self.limits.load().handshake_timeout,
             self.recv_hello(session, node),
         );
         match pending.await {
@@ -124,7 +124,10 @@ impl Sessions {
             version_max: VERSION_MAX,
         };
         let stream = session
-            .open(&StreamHeader::new(kind), self.limits.handshake_timeout)
+            .open(
+                &StreamHeader::new(kind),
+                self.limits.load().handshake_timeout,
+            )
             .await?;
         let (mut reader, mut writer) = control::split(stream);
         let Some(ControlMessage::Hello(hello)) = reader.receive().await? else {
@@ -310,13 +313,13 @@ impl Sessions {
             version: negotiate_version(hello.versions.0, hello.versions.1).unwrap_or(VERSION_MIN),
             session: id,
             capabilities: self.capabilities(session, &hello.node_name),
-            streams_per_agent: self.limits.streams_per_agent,
-            target_dial_timeout: self.limits.target_dial_timeout,
+            streams_per_agent: self.limits.load().streams_per_agent,
+            target_dial_timeout: self.limits.load().target_dial_timeout,
             replica_id: self.peers.own().clone(),
             members: members.borrow_and_update().to_vec(),
         };
         let welcome = ControlMessage::Welcome(welcome);
-        let sent = timeout(self.limits.handshake_timeout, writer.send(&welcome)).await;
+        let sent = timeout(self.limits.load().handshake_timeout, writer.send(&welcome)).await;
         sent.map_err(|_elapsed| {
             let detail = "Welcome was not sent in time".to_owned();
             AdmissionError::Refused(CloseCode::HandshakeTimeout, detail)

@@ -127,7 +127,7 @@ impl AgentListener {
         Some(HalfOpenConn {
             sessions: self.sessions.clone(),
             peer,
-            deadline: Instant::now() + self.sessions.limits.handshake_timeout,
+            deadline: Instant::now() + self.sessions.limits.load().handshake_timeout,
             permit,
         })
     }

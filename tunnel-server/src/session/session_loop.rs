@@ -56,8 +56,11 @@ impl Sessions {
         // The loop polls the future, because a task for each session would cost memory. The loop
         // never waits for a message to be sent, because it may never leave on a silent session.
         let mut sending = pin!(sending);
-        let mut monitor =
-            AgentMonitor::new(agent.clone(), self.limits.liveness(), self.metrics.clone());
+        let mut monitor = AgentMonitor::new(
+            agent.clone(),
+            self.limits.load().liveness(),
+            self.metrics.clone(),
+        );
         let mut closed = pin!(agent.session.closed());
         let mut next_poll = pin!(sleep(Duration::ZERO));
         // Both stay registered: all sessions share the lists of waiters and their locks.
@@ -143,7 +146,7 @@ impl Sessions {
     /// Closes the session if its certificate has ended and was not renewed, by any session of the
     /// agent's process. Returns the time of the close while the certificate is valid.
     fn close_expired(&self, agent: &Arc<AgentSession>, now: Instant) -> Option<Instant> {
-        let grace = self.limits.expiry_grace();
+        let grace = self.limits.load().expiry_grace();
         let expires_at = agent.valid_until() + grace;
         if now < expires_at {
             return Some(expires_at);

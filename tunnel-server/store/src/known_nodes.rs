@@ -1,7 +1,7 @@
 //! Known nodes, persisted across restarts: the nodes with a token or a certificate, and their
 //! addresses.
 
-use std::collections::BTreeSet;
+use std::collections::{BTreeMap, BTreeSet};
 use std::io;
 use std::net::IpAddr;
 use std::ops::Bound;
@@ -48,6 +48,9 @@ pub struct KnownNode {
     pub certificate_issued: Option<SystemTime>,
     /// How the node's agent enrolled last. `None` for a certificate of an operator.
     pub enrollment: Option<EnrollmentKind>,
+    /// Labels that an operator gave the node with its join token.
+    #[serde(default, skip_serializing_if = "BTreeMap::is_empty")]
+    pub labels: BTreeMap<Box<str>, Box<str>>,
 }
 
 impl KnownNode {
@@ -118,6 +121,20 @@ impl KnownNodes {
                 known.addresses = canonical.into_iter().collect();
             }
             Some(known)
+        });
+    }
+
+    /// Replaces the labels of a node, unless `labels` is empty.
+    pub fn record_labels(&self, node: &NodeName, labels: &BTreeMap<Box<str>, Box<str>>) {
+        if labels.is_empty() {
+            return;
+        }
+        self.change(node, |known| {
+            let known = known.unwrap_or_else(|| KnownNode::new(SystemTime::now()));
+            Some(KnownNode {
+                labels: labels.clone(),
+                ..known
+            })
         });
     }
 
@@ -268,6 +285,7 @@ impl KnownNode {
             certificate_not_after: None,
             certificate_issued: None,
             enrollment: None,
+            labels: BTreeMap::new(),
         }
     }
 }

@@ -116,14 +116,12 @@ impl AccessLogSettings {
         }
     }
 
-    /// Opens an output of its own, if there is one.
+    /// Opens an output of its own, if there is one. It is open without lines, too, because the mode
+    /// may change while the process runs.
     ///
     /// # Errors
     /// When the file cannot be opened. The text names the file.
     pub(super) fn open(&self) -> io::Result<Option<LogOutput>> {
-        if self.mode == AccessLogMode::Off {
-            return Ok(None);
-        }
         match &self.output {
             AccessLogOutput::Stderr => Ok(None),
             AccessLogOutput::Stdout => Ok(Some(LogOutput::Stdout(io::stdout()))),

@@ -1,6 +1,7 @@
 //! The mistakes of a configuration file, with the known key that an unknown one may mean.
 
 use std::cell::{Cell, RefCell};
+use std::collections::BTreeSet;
 use std::fmt;
 
 use serde::de::{Error, Expected, Unexpected};
@@ -13,6 +14,8 @@ const KEY_SHOWN_MAX: usize = 64;
 /// The mistakes of a file, in the order of the file.
 #[derive(Default)]
 pub(super) struct Mistakes {
+    /// First parts of the keys whose values have mistakes.
+    keys: RefCell<BTreeSet<String>>,
     texts: RefCell<Vec<String>>,
     /// Number of mistakes that are not in `texts`.
     omitted: Cell<usize>,
@@ -21,6 +24,10 @@ pub(super) struct Mistakes {
 impl Mistakes {
     /// Records a mistake. `path` has the keys above, as in `services[0].listen`.
     pub(super) fn record(&self, line: u64, path: &str, text: impl fmt::Display) {
+        let key = path.split(['.', '[']).next().unwrap_or_default();
+        if !key.is_empty() {
+            self.keys.borrow_mut().insert(key.to_owned());
+        }
         let mut texts = self.texts.borrow_mut();
         if texts.len() >= MISTAKES_MAX {
             self.omitted.set(self.omitted.get() + 1);
@@ -48,12 +55,13 @@ impl Mistakes {
         self.record(line, path, text);
     }
 
-    pub(super) fn into_texts(self) -> Vec<String> {
+    /// Returns the texts, and the first parts of the keys whose values have mistakes.
+    pub(super) fn into_parts(self) -> (Vec<String>, BTreeSet<String>) {
         let (mut texts, omitted) = (self.texts.into_inner(), self.omitted.get());
         if omitted > 0 {
             texts.push(format!("and {omitted} more"));
         }
-        texts
+        (texts, self.keys.into_inner())
     }
 }
 

@@ -1,5 +1,6 @@
 //! A deserializer of settings that records the mistakes of a tree and reads on after each.
 
+use std::collections::BTreeMap;
 use std::slice;
 
 use serde::de::{
@@ -8,14 +9,13 @@ use serde::de::{
 };
 use serde_saphyr::Spanned;
 
+use super::YamlFile;
 use super::mistakes::{Mistake, Mistakes};
 use super::tree::Node;
 
-/// Reads settings from the tree of a file, or returns all mistakes. `file` is the text of the file.
-pub(super) fn read<T: DeserializeOwned>(
-    root: &Spanned<Node>,
-    file: &str,
-) -> Result<T, Vec<String>> {
+/// Reads settings from the tree of a file, as far as that is possible, and all mistakes. `file` is
+/// the text of the file.
+pub(super) fn read<T: DeserializeOwned>(root: &Spanned<Node>, file: &str) -> YamlFile<T> {
     let mistakes = Mistakes::default();
     let value = Value {
         mistakes: &mistakes,
@@ -26,8 +26,34 @@ pub(super) fn read<T: DeserializeOwned>(
     let settings = T::deserialize(value).map_err(|mistake| {
         mistakes.record_found(root.referenced.line(), "", mistake);
     });
-    let texts = mistakes.into_texts();
-    settings.ok().filter(|_| texts.is_empty()).ok_or(texts)
+    let (mistakes, bad_keys) = mistakes.into_parts();
+    YamlFile {
+        settings: settings.ok(),
+        mistakes,
+        bad_keys,
+        lines: key_lines(root),
+    }
+}
+
+/// Returns the line of each key of the first two levels, as in `httpListen` and `limits.openTimeout`.
+fn key_lines(root: &Spanned<Node>) -> BTreeMap<String, u64> {
+    let mut lines = BTreeMap::new();
+    let Node::Mapping(entries) = &root.value else {
+        return lines;
+    };
+    for (key, node) in entries {
+        lines.insert(key.value.clone(), key.defined.line());
+        if let Node::Mapping(entries) = &node.value {
+            let inner = entries.iter().map(|(inner, _)| {
+                (
+                    format!("{}.{}", key.value, inner.value),
+                    inner.defined.line(),
+                )
+            });
+            lines.extend(inner);
+        }
+    }
+    lines
 }
 
 /// A value of the tree. After a mistake the visitor receives an empty value, so that the others are

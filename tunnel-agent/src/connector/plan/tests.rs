@@ -6,11 +6,11 @@ use std::time::Duration;
 
 use futures_util::FutureExt;
 use rand::SeedableRng;
+use tunnel_process::followed::Followed;
 use tunnel_proto::tcp::ServerAddr;
 use tunnel_proto::transport::memory::Path;
 use tunnel_proto::transport::{CloseReason, ClosedBy, HandshakeError};
 use tunnel_proto::wire::code::CloseCode;
-use tunnel_proto::wire::ports::PortSet;
 
 use super::*;
 use crate::config::Limit;
@@ -82,7 +82,7 @@ impl Sim {
 
     fn with(seed: u64, replicas: usize, transport: TransportChoice, servers: &[&str]) -> Self {
         let configured: Vec<_> = servers.iter().map(|name| name.parse().unwrap()).collect();
-        let server_policy = ServerPolicy::new(&configured, PortSet::default());
+        let server_policy = ServerPolicy::new(&configured, Followed::default());
         let settings = PlanSettings {
             node: "worker-1".parse().unwrap(),
             server_policy: Arc::new(server_policy),

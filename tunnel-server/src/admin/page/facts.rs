@@ -257,8 +257,6 @@ pub(super) fn nodes_page<'a>(
     page
 }
 
-/// Version of the JSON documents.
-pub(super) const SCHEMA_VERSION: u32 = 1;
 const NODES_PER_PAGE: usize = 200;
 
 #[cfg(test)]

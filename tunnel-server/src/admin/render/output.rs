@@ -14,13 +14,13 @@ use super::check::{self, Format};
 pub struct OutputArgs {
     /// File to write, with mode 0644; without it the text is printed
     #[arg(short, long, value_name = "FILE")]
-    pub output: Option<PathBuf>,
-    /// Overwrite the file of --output
-    #[arg(long, requires = "output")]
+    pub file: Option<PathBuf>,
+    /// Overwrite the file of --file
+    #[arg(long, requires = "file")]
     pub force: bool,
     /// Compare this file with the text: print what the file lacks, and exit with code 1 if
     /// anything is missing. The file may have more, as a complete Pod or Corefile does
-    #[arg(long, value_name = "FILE", conflicts_with = "output")]
+    #[arg(long, value_name = "FILE", conflicts_with = "file")]
     pub check: Option<PathBuf>,
 }
 
@@ -83,7 +83,7 @@ pub(super) fn finish(text: &str, format: Format, output: &OutputArgs) -> Result<
 }
 
 fn write_or_print(text: &str, output: &OutputArgs) -> Result<(), RenderError> {
-    let Some(path) = &output.output else {
+    let Some(path) = &output.file else {
         return Ok(telemetry::print(text.as_bytes())?);
     };
     let written = if output.force {

@@ -350,13 +350,13 @@ fn existing_file_is_overwritten_only_by_force_and_a_check_finds_differences() {
         Line::try_parse_from(line).unwrap().verb.run()
     };
     let path = file.to_str().unwrap();
-    run(&["-o", path]).unwrap();
+    run(&["-f", path]).unwrap();
     assert!(matches!(
-        run(&["-o", path]),
+        run(&["-f", path]),
         Err(RenderError::FileExists(_))
     ));
     run(&["--check", path]).unwrap();
-    run(&["-o", path, "--force", "--uds", "/run/other.sock"]).unwrap();
+    run(&["-f", path, "--force", "--uds", "/run/other.sock"]).unwrap();
     let error = run(&["--check", path]).unwrap_err();
     assert!(matches!(error, RenderError::Differs(_)) && error.exit_code() == 1);
     run(&["--check", path, "--uds", "/run/other.sock"]).unwrap();

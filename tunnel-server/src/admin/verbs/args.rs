@@ -1,28 +1,67 @@
 //! The arguments of the commands `token`, `nodes`, `ca`, `data` and `healthcheck`.
 
 use std::net::IpAddr;
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::time::Duration;
 
-use tunnel_proto::wire::PORT_SERVER_META;
+use tunnel_process::config_file::{ConfigFile, ConfigFileError, config_path};
+use tunnel_proto::identity::sha256;
 use tunnel_proto::wire::name::NodeName;
 
+use super::VerbError;
 use super::selector::LabelSelector;
 use crate::admin::TokenNodes;
+use crate::config::{DATA_DIR, FILE_NAME, LabelKey, RawConfig, is_label_value};
 use tunnel_ca::client::CallerName;
 
-/// The argument that names the data directory.
-#[derive(Debug, Clone, clap::Args)]
+/// The arguments that name the data directory, by which a command reaches the running server.
+#[derive(Debug, Clone, Default, clap::Args)]
 pub struct DataDirArg {
-    /// Directory with the CA, keys, tokens and known nodes
+    /// Directory with the CA, keys, tokens and known nodes [default: dataDir of --config, else
+    /// /var/lib/tunnel-server]
     #[arg(
         long,
         value_name = "DIR",
         env = "TUNNEL_SERVER_DATA_DIR",
-        default_value = "/var/lib/tunnel-server",
         global = true
     )]
-    pub data_dir: PathBuf,
+    pub data_dir: Option<PathBuf>,
+    /// Configuration file of the server, or off [default: /etc/culvert/tunnel-server.yaml, or
+    /// ./tunnel-server.yaml, if it exists]
+    #[arg(long, value_name = "FILE", env = "TUNNEL_SERVER_CONFIG", global = true)]
+    pub config: Option<PathBuf>,
+}
+
+impl DataDirArg {
+    /// Returns the data directory. Blocks the thread.
+    ///
+    /// # Errors
+    /// Returns [`VerbError::Config`] if the file that is to name it cannot be read.
+    pub fn path(&self) -> Result<PathBuf, VerbError> {
+        if let Some(data_dir) = &self.data_dir {
+            return Ok(data_dir.clone());
+        }
+        let settings = file_settings(self.config.as_deref())?;
+        Ok(settings
+            .data_dir
+            .map_or_else(|| DATA_DIR.into(), PathBuf::from))
+    }
+}
+
+/// Returns the settings of the file, with mistakes or without: a command needs only one of them. A
+/// default file that this user may not read has none.
+///
+/// # Errors
+/// Returns [`VerbError::Config`] if a file that was named cannot be read.
+pub(super) fn file_settings(config: Option<&Path>) -> Result<RawConfig, VerbError> {
+    let Some(path) = config_path(config, FILE_NAME) else {
+        return Ok(RawConfig::default());
+    };
+    match ConfigFile::read(&path, RawConfig::default(), sha256) {
+        Ok((_, settings)) => Ok(settings),
+        Err(ConfigFileError::Unreadable(_)) if config.is_none() => Ok(RawConfig::default()),
+        Err(error) => Err(VerbError::Config(error.into())),
+    }
 }
 
 /// The output format of a list.
@@ -45,6 +84,10 @@ pub enum NodesOutput {
     Json,
     /// One name in each line.
     Name,
+    /// Entries for ~/.ssh/config, which connect over this server.
+    SshConfig,
+    /// Inventory for ansible in YAML, with a group for each label.
+    Ansible,
 }
 
 /// Join tokens, by which agents get their first certificate.
@@ -68,6 +111,10 @@ pub enum TokenVerb {
         /// Address by which requests may name the node; repeatable
         #[arg(long = "ip", value_name = "IP")]
         ips: Vec<IpAddr>,
+        /// Label of the node, by which nodes --selector selects; repeatable. Replaces the labels of
+        /// an earlier token; no rule depends on it
+        #[arg(long = "label", value_name = "KEY=VALUE", value_parser = parse_label)]
+        labels: Vec<(LabelKey, Box<str>)>,
         /// Without a running server, create the CA if the data directory has none
         #[arg(long)]
         offline: bool,
@@ -92,6 +139,19 @@ pub enum TokenVerb {
         #[command(flatten)]
         data_dir: DataDirArg,
     },
+}
+
+/// Parses a label that an operator gives a node.
+fn parse_label(text: &str) -> Result<(LabelKey, Box<str>), String> {
+    let (key, value) = text
+        .split_once('=')
+        .ok_or_else(|| format!("{text:?} is not KEY=VALUE"))?;
+    if !is_label_value(value) {
+        return Err(format!(
+            "{value:?} is not the value of a label in Kubernetes"
+        ));
+    }
+    Ok((key.parse()?, value.into()))
 }
 
 /// What the data directory has: known nodes, join tokens, orders about nodes, and snapshots.
@@ -136,8 +196,8 @@ pub struct NodesArgs {
     /// sessions that ended within 30 s, as this server remembers them, with what to do
     #[arg(long, conflicts_with_all = ["away", "selector", "watch"])]
     pub failed: bool,
-    /// List only nodes whose Node object has these labels, as in zone=north,edge,!test or
-    /// "zone in (north, south)"; only labels of --node-label of the server
+    /// List only nodes with these labels, as in zone=north,edge,!test or "zone in (north, south)":
+    /// those of token create --label, and of Node objects those of --node-label of the server
     #[arg(short = 'l', long)]
     pub selector: Option<LabelSelector>,
     /// Continue, and print the nodes that changed; streams, bytes and times alone are no change
@@ -275,19 +335,29 @@ pub enum CaVerb {
         days: u16,
         /// Directory for the files
         #[arg(short, long, value_name = "DIR", default_value = ".")]
-        output: PathBuf,
+        dir: PathBuf,
     },
 }
 
 /// Ask the running server whether it is ready.
 #[derive(Debug, Clone, clap::Args)]
 pub struct HealthcheckArgs {
-    /// Meta address of the server
-    #[arg(
-        long,
-        value_name = "ADDR",
-        env = "TUNNEL_SERVER_META_LISTEN",
-        default_value_t = format!("127.0.0.1:{PORT_SERVER_META}")
-    )]
-    pub meta_listen: String,
+    /// Meta address of the server [default: metaListen of --config, else 127.0.0.1:10265]
+    #[arg(long, value_name = "ADDR", env = "TUNNEL_SERVER_META_LISTEN")]
+    pub meta_listen: Option<String>,
+    /// Configuration file of the server, or off [default: /etc/culvert/tunnel-server.yaml, or
+    /// ./tunnel-server.yaml, if it exists]
+    #[arg(long, value_name = "FILE", env = "TUNNEL_SERVER_CONFIG")]
+    pub config: Option<PathBuf>,
+}
+
+/// Have the running server read its files again.
+#[derive(Debug, Clone, clap::Args)]
+pub struct ReloadArgs {
+    /// Output format of the result
+    #[arg(short, long, value_enum, default_value = "table")]
+    pub output: OutputFormat,
+    /// Data directory of the server.
+    #[command(flatten)]
+    pub data_dir: DataDirArg,
 }

@@ -36,7 +36,7 @@ impl CaArgs {
             None | Some(CaVerb::Client { .. } | CaVerb::Rotate { .. }) => self.offline,
             Some(CaVerb::Export { .. } | CaVerb::Import { .. }) => true,
         };
-        let dir = open_dir(&self.data_dir.data_dir, can_create)?;
+        let dir = open_dir(&self.data_dir.path()?, can_create)?;
         match self.verb {
             None => Ok(VerbOutput::out(certificates(&dir, self.offline).await?)),
             Some(CaVerb::Export { file }) => export(require_own_ca(&dir)?, file.as_deref()),
@@ -69,7 +69,11 @@ impl CaArgs {
                 };
                 rotate::rotate(&dir, action).await
             }
-            Some(CaVerb::Client { name, days, output }) => {
+            Some(CaVerb::Client {
+                name,
+                days,
+                dir: output,
+            }) => {
                 if dir.is_cluster_managed() {
                     return Err(VerbError::ClientCaInCluster(dir.path().to_owned()));
                 }
@@ -113,8 +117,8 @@ fn export(dir: &DataDir, file: Option<&Path>) -> Result<VerbOutput, VerbError> {
         file.display()
     );
     Ok(VerbOutput {
-        out: String::new(),
         err: note,
+        ..VerbOutput::out(String::new())
     })
 }
 
@@ -180,7 +184,10 @@ fn client(
         "the server accepts the certificates of its client CA with --client-ca {}\n",
         dir.client_ca_certificate().display()
     );
-    Ok(VerbOutput { out, err })
+    Ok(VerbOutput {
+        err,
+        ..VerbOutput::out(out)
+    })
 }
 
 /// Creates a file that only its owner can read.

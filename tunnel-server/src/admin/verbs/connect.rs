@@ -4,7 +4,7 @@
 use std::fs::File;
 use std::io;
 use std::os::fd::{AsFd, BorrowedFd};
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -82,10 +82,11 @@ pub enum ConnectError {
 }
 
 impl ConnectArgs {
-    pub(super) async fn relay(&self) -> Result<(), ConnectError> {
+    /// Connects over the server of `data_dir`, or the one that the flags name.
+    pub(super) async fn relay(&self, data_dir: &Path) -> Result<(), ConnectError> {
         let Some(server) = &self.server else {
             let path = self.uds.clone();
-            let path = path.unwrap_or_else(|| self.data_dir.data_dir.join(ADMIN_SOCKET));
+            let path = path.unwrap_or_else(|| data_dir.join(ADMIN_SOCKET));
             let socket = UnixStream::connect(&path).await;
             let socket = socket
                 .map_err(|error| ConnectError::Unreachable(path.display().to_string(), error))?;

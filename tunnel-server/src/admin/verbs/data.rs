@@ -17,7 +17,7 @@ impl DataVerb {
     pub async fn run(self) -> Result<(), VerbError> {
         match self {
             Self::Dump { data_dir } => {
-                let dir = open(&data_dir.data_dir).await?;
+                let dir = open(&data_dir.path()?).await?;
                 let store = dir.store(OnDamage::Stop)?;
                 let out = BufWriter::new(io::stdout().lock());
                 match dump(&store, out) {
@@ -25,7 +25,7 @@ impl DataVerb {
                     Ok(()) | Err(_) => Ok(()),
                 }
             }
-            Self::Repair { data_dir } => repair(&open(&data_dir.data_dir).await?)?.print(),
+            Self::Repair { data_dir } => repair(&open(&data_dir.path()?).await?)?.print(),
         }
     }
 }

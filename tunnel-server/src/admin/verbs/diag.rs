@@ -6,19 +6,18 @@ use std::path::Path;
 use serde::Serialize;
 use serde_json::Value;
 use tunnel_process::diag::DiagDocument;
-use tunnel_process::settings::ConfigError;
 use tunnel_proto::wire::PORT_SERVER_META;
 use tunnel_proto::wire::name::NodeName;
 
 use super::VerbError;
 use crate::admin::AdminClient;
 use crate::admin::pages::PageQuery;
-use crate::config::{Config, DATA_DIR};
+use crate::config::{Config, DATA_DIR, LoadError};
 use tunnel_store::data_dir::DataDir;
 
 /// Collects the facts of the server of a data directory. Without valid settings these are the facts
 /// of a server with the default data directory and meta address.
-pub async fn collect(settings: Result<Config, ConfigError>) -> DiagDocument {
+pub async fn collect(settings: Result<Config, LoadError>) -> DiagDocument {
     let mut document = DiagDocument::new("tunnel-server", env!("CARGO_PKG_VERSION"));
     let (data_dir, meta) = match &settings {
         Ok(config) => (config.data_dir.clone(), config.meta_listen),
@@ -34,7 +33,7 @@ pub async fn collect(settings: Result<Config, ConfigError>) -> DiagDocument {
 
 /// Collects what the running server knows of a node, and the facts that its agent sends about itself:
 /// version, settings without secrets, sessions, conditions and last log lines.
-pub async fn collect_node(settings: Result<Config, ConfigError>, node: &NodeName) -> DiagDocument {
+pub async fn collect_node(settings: Result<Config, LoadError>, node: &NodeName) -> DiagDocument {
     let mut document = DiagDocument::new("tunnel-server", env!("CARGO_PKG_VERSION"));
     let data_dir = settings.map_or_else(|_invalid| DATA_DIR.into(), |config| config.data_dir);
     let status = async {

@@ -3,6 +3,7 @@
 use std::io::{self, Write};
 
 use serde::Serialize;
+use tunnel_process::schema::SCHEMA_VERSION;
 
 /// Writes `{"schemaVersion": 1, NAME: [...]}`, indented as other documents, entry by entry.
 #[derive(Debug)]
@@ -63,9 +64,6 @@ fn indented(value: &impl Serialize, margin: &str) -> io::Result<String> {
     let text = serde_json::to_string_pretty(value)?;
     Ok(text.replace('\n', &format!("\n{margin}")))
 }
-
-/// Version of the documents. Raised when a field is removed or changes its meaning.
-const SCHEMA_VERSION: u32 = 1;
 
 #[cfg(test)]
 mod tests {

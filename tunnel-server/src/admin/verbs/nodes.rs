@@ -10,6 +10,7 @@ use tokio::time::{Instant, sleep};
 use tunnel_process::name_list::NameList;
 use tunnel_proto::wire::name::NodeName;
 
+use super::inventory::{Inventory, ssh_entry};
 use super::json_list::JsonList;
 use super::table::{self, NodeColumns, NodeTable, RevocationTable};
 use super::{
@@ -50,7 +51,7 @@ impl NodesArgs {
     /// Prints the list of the running server, and later the nodes that changed, until the output is
     /// closed or no server runs.
     async fn print_changes(self, out: &mut impl Write) -> Result<(), VerbError> {
-        let dir = DataDir::open_existing(&self.data_dir.data_dir)?;
+        let dir = DataDir::open_existing(&self.data_dir.path()?)?;
         let names = load_names(&self.names, self.file.as_deref())?;
         let mut watch = NodesWatch::default();
         let mut is_first = true;
@@ -80,7 +81,7 @@ impl NodesArgs {
 
     /// Runs the command. A list is written to `out`, anything else is returned.
     pub(super) async fn execute(self, out: &mut impl Write) -> Result<VerbOutput, VerbError> {
-        let dir = DataDir::open_existing(&self.data_dir.data_dir)?;
+        let dir = DataDir::open_existing(&self.data_dir.path()?)?;
         let server = AdminClient::connect(&dir).await?;
         let load = |names: &NodeNames| load_names(&names.names, names.file.as_deref());
         let (action, names) = match &self.verb {
@@ -114,11 +115,8 @@ impl NodesArgs {
         }
         let source = match server {
             Some(server) => ListSource::Server(server),
-            None if self.selector.is_some() => {
-                return Err(VerbError::NotRunning(dir.path().to_owned()));
-            }
             None => {
-                output.err = format!("no tunnel-server runs with {}\n", dir.path().display());
+                output.not_running = Some(dir.path().to_owned());
                 let (nodes, orders) = (KnownNodes::open(dir)?, Revocations::open(dir, true)?);
                 ListSource::Files(NodeSources::of_files(nodes, orders))
             }
@@ -150,7 +148,7 @@ impl NodesArgs {
                 }
                 document.finish(out, None::<(&'static str, &())>)?;
             }
-            NodesOutput::Name => {
+            NodesOutput::Name | NodesOutput::SshConfig | NodesOutput::Ansible => {
                 let nodes: BTreeSet<_> = selected
                     .filter_map(|failure| failure.node.as_ref())
                     .collect();
@@ -288,6 +286,7 @@ struct NodePrinter {
     now: SystemTime,
     table: NodeTable,
     document: JsonList,
+    inventory: Inventory,
     has_nodes: bool,
     /// Whether each page of the table has the histories of its nodes below.
     has_histories: bool,
@@ -297,13 +296,18 @@ impl NodePrinter {
     fn new(output: NodesOutput, now: SystemTime) -> Self {
         let columns = match output {
             NodesOutput::Wide => NodeColumns::All,
-            NodesOutput::Table | NodesOutput::Json | NodesOutput::Name => NodeColumns::Usual,
+            NodesOutput::Table
+            | NodesOutput::Json
+            | NodesOutput::Name
+            | NodesOutput::SshConfig
+            | NodesOutput::Ansible => NodeColumns::Usual,
         };
         Self {
             output,
             now,
             table: NodeTable::new(columns),
             document: JsonList::new("nodes"),
+            inventory: Inventory::default(),
             has_nodes: false,
             has_histories: false,
         }
@@ -331,6 +335,16 @@ impl NodePrinter {
                     writeln!(out, "{}", node.node)?;
                 }
             }
+            NodesOutput::SshConfig => {
+                for node in &page.nodes {
+                    out.write_all(ssh_entry(node).as_bytes())?;
+                }
+            }
+            NodesOutput::Ansible => {
+                for node in &page.nodes {
+                    self.inventory.add(node);
+                }
+            }
         }
         out.flush()
     }
@@ -345,7 +359,8 @@ impl NodePrinter {
                 writeln!(out, "{}{totals}", self.table.conflicts())?;
             }
             NodesOutput::Json => self.document.finish(out, Some(("totals", totals)))?,
-            NodesOutput::Name => {}
+            NodesOutput::Name | NodesOutput::SshConfig => {}
+            NodesOutput::Ansible => out.write_all(self.inventory.document().as_bytes())?,
         }
         out.flush()
     }
@@ -466,7 +481,10 @@ async fn order(
             "pending, and tried until it succeeds: {pending}\n"
         ));
     }
-    Ok(VerbOutput { out, err })
+    Ok(VerbOutput {
+        err,
+        ..VerbOutput::out(out)
+    })
 }
 
 /// What a revocation means, also for pods that are made later.
@@ -507,14 +525,18 @@ async fn revocations(
             break;
         }
     }
-    match output {
-        OutputFormat::Table if is_empty => Ok(VerbOutput::out("no node is revoked\n".to_owned())),
-        OutputFormat::Table => Ok(VerbOutput::out(String::new())),
+    let text = match output {
+        OutputFormat::Table if is_empty => "no node is revoked\n".to_owned(),
+        OutputFormat::Table => String::new(),
         OutputFormat::Json => {
             document.finish(out, None::<(&str, &())>)?;
-            Ok(VerbOutput::out(String::new()))
+            String::new()
         }
-    }
+    };
+    Ok(VerbOutput {
+        not_running: files.map(|_| dir.path().to_owned()),
+        ..VerbOutput::out(text)
+    })
 }
 
 /// Forgets the nodes that are known and not connected, and names the others.
@@ -549,6 +571,7 @@ async fn approve(
         } else {
             format!("note: {refusal}\n")
         },
+        not_running: None,
     })
 }
 
@@ -592,6 +615,7 @@ async fn forget(
             .map(|name| format!("node {name} forgotten\n"))
             .collect(),
         err: notes.map(|refusal| format!("note: {refusal}\n")).collect(),
+        not_running: None,
     })
 }
 

@@ -7,6 +7,7 @@ use std::time::Duration;
 use serde::Serialize;
 use tokio::net::UnixStream;
 use tokio::time::{Instant, sleep};
+use tunnel_process::schema::SCHEMA_VERSION;
 use tunnel_proto::wire::name::{NodeName, Port};
 
 use super::VerbError;
@@ -138,7 +139,7 @@ impl PingArgs {
     /// # Errors
     /// Returns a [`VerbError`]; [`VerbError::NoAnswer`] if the last answer was a failure.
     pub async fn run(self) -> Result<(), VerbError> {
-        let dir = DataDir::open_existing(&self.data_dir.data_dir)?;
+        let dir = DataDir::open_existing(&self.data_dir.path()?)?;
         let mut is_good = true;
         for number in 0..self.count {
             if number > 0 {
@@ -175,7 +176,7 @@ impl PingArgs {
             None => None,
         };
         Ok(Pinged {
-            schema_version: 1,
+            schema_version: SCHEMA_VERSION,
             report,
             target,
         })
@@ -235,7 +236,7 @@ mod tests {
 
     fn pinged(sessions: Vec<PingedSession>, replica: Option<&str>) -> Pinged {
         Pinged {
-            schema_version: 1,
+            schema_version: SCHEMA_VERSION,
             report: PingReport {
                 node: "worker-1".to_owned(),
                 own: "server-1".to_owned(),

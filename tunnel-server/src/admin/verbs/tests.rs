@@ -33,7 +33,7 @@ async fn verb(scratch: &Scratch, line: &str) -> Result<VerbOutput, VerbError> {
             let list = String::from_utf8(list).unwrap();
             Ok(VerbOutput {
                 out: list + &output.out,
-                err: output.err,
+                ..output
             })
         }
         Cli::Ca(args) => args.execute(|_question| Ok(Answer::NoTerminal)).await,
@@ -50,7 +50,10 @@ async fn error(scratch: &Scratch, line: &str) -> VerbError {
 }
 
 async fn tokens(scratch: &Scratch) -> Vec<TokenInfo> {
-    serde_json::from_str(&out(scratch, "token list -o json").await).unwrap()
+    let document = out(scratch, "token list -o json").await;
+    let document: serde_json::Value = serde_json::from_str(&document).unwrap();
+    assert_eq!(document["schemaVersion"], 1);
+    serde_json::from_value(document["tokens"].clone()).unwrap()
 }
 
 fn start(scratch: &Scratch, shutdown: &Shutdown) -> AdminState {
@@ -266,7 +269,7 @@ async fn certificate_of_a_caller_comes_with_its_key_and_the_ca_of_the_server() {
     assert!(matches!(refused, VerbError::NoServer(_)), "{refused}");
     let own = out(&scratch, "ca --offline").await;
     let output = scratch.0.path().join("alice");
-    let client = format!("ca client alice --days 30 -o {}", output.display());
+    let client = format!("ca client alice --days 30 -d {}", output.display());
     let made = verb(&scratch, &client).await.unwrap();
     let flag = format!(
         "--client-ca {}",
@@ -376,7 +379,10 @@ fn bad_arguments_are_explained() {
         ("token create --node a --ip 300.0.0.1", "--ip"),
         ("token create", "--node"),
         ("nodes revoke", "<NAME>"),
-        ("nodes -o yaml", "possible values: table, wide, json, name"),
+        (
+            "nodes -o yaml",
+            "possible values: table, wide, json, name, ssh-config, ansible",
+        ),
     ] {
         let words_in = ["tunnel-server"].into_iter().chain(line.split(' '));
         let error = Cli::try_parse_from(words_in).unwrap_err().to_string();
@@ -412,9 +418,7 @@ async fn directory_without_a_server_gets_no_ca_by_accident() {
     assert!(matches!(refused, VerbError::NoServer(_)), "{refused}");
     assert!(!missing.exists());
     let listed = verb(&scratch, "nodes").await.unwrap();
-    assert_contains(&listed.err, "no tunnel-server runs with");
-    let refused = error(&scratch, "nodes --selector zone").await;
-    assert!(matches!(refused, VerbError::NotRunning(_)), "{refused}");
+    assert!(listed.not_running.is_some());
     out(&scratch, "ca --offline").await;
     out(&scratch, "token create --node worker-1").await;
 }

@@ -3,9 +3,11 @@
 
 use std::io;
 use std::net::SocketAddr;
+use std::sync::Arc;
 use std::time::Duration;
 
 use tokio::time::{Instant, timeout_at};
+use tunnel_process::followed::Followed;
 use tunnel_proto::dial::{Candidate, Resolve, SystemResolver, dial, in_order_of_attempts};
 use tunnel_proto::egress::{SocketPeer, TargetSocket};
 use tunnel_proto::transport::ByteCount;
@@ -29,7 +31,7 @@ pub struct DirectDialer {
     dial_policy: DialPolicy,
     resolver: Box<dyn Resolve>,
     limit: Duration,
-    own_ports: Vec<Port>,
+    own_ports: Followed<Vec<Port>>,
 }
 
 impl DirectDialer {
@@ -49,17 +51,17 @@ impl DirectDialer {
             dial_policy,
             resolver,
             limit,
-            own_ports: Vec::new(),
+            own_ports: Followed::default(),
         }
     }
 
     /// Sets the ports of this server. Objects of a cluster cannot lead to these ports.
-    pub fn with_own_ports(self, own_ports: Vec<Port>) -> Self {
+    pub fn with_own_ports(self, own_ports: Followed<Vec<Port>>) -> Self {
         Self { own_ports, ..self }
     }
 
-    pub(in crate::ingress) fn own_ports(&self) -> &[Port] {
-        &self.own_ports
+    pub(in crate::ingress) fn own_ports(&self) -> Arc<Vec<Port>> {
+        self.own_ports.load()
     }
 
     pub(in crate::ingress) fn dial_policy(&self) -> &DialPolicy {

@@ -79,7 +79,7 @@ impl Caller {
         S: AsyncRead + Unpin,
     {
         let ingress = &self.ingress;
-        let limits = HeadLimits::with_memory(ingress.limits.request_head_bytes);
+        let limits = HeadLimits::with_memory(ingress.limits.load().request_head_bytes);
         let mut memory = ingress.head_memory.permit(self.peer.source());
         let mut head = stream.take_large_head();
         loop {

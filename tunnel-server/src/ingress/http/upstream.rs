@@ -214,7 +214,7 @@ impl UpstreamRequest<'_> {
     /// agent's reply: the request follows the stream header at once, and a refusal appears as an
     /// error of the request.
     async fn connect(&self, stream: Stream, carrier: Carrier) -> Result<Upstream, ProxyError> {
-        let (ingress, limits) = (self.ingress, &self.ingress.limits);
+        let (ingress, limits) = (self.ingress, self.ingress.limits.load());
         let target_label = self.destination;
         match self.scheme {
             Scheme::Http => {
@@ -346,7 +346,7 @@ pub(in crate::ingress) fn stream_request<'a>(
             ..StreamHeader::new(StreamKind::Target(destination.target.clone()))
         },
         caller,
-        limit: ingress.limits.open_timeout,
+        limit: ingress.limits.load().open_timeout,
     }
 }
 

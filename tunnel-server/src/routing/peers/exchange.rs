@@ -46,6 +46,23 @@ impl Peers {
         });
     }
 
+    /// Sets the hash of this server's configuration.
+    pub fn set_configuration(&self, hash: [u8; 32]) {
+        self.agreed.send_if_modified(|agreed| {
+            let is_changed = agreed.digest.configuration != Some(hash);
+            agreed.digest.configuration = Some(hash);
+            is_changed
+        });
+    }
+
+    /// Returns the hashes of the configurations of this server and of the others that announced one.
+    pub fn configurations(&self) -> (Option<[u8; 32]>, BTreeMap<ReplicaId, [u8; 32]>) {
+        let own = self.agreed.borrow().digest.configuration;
+        let others = self.announced(|digest| digest.configuration).into_iter();
+        let others = others.filter_map(|(replica, hash)| Some((replica, hash??)));
+        (own, others.collect())
+    }
+
     /// Returns every other server that this server dials, or that is connected, with what it
     /// announced of its CA. `None` means that the server has announced nothing, so that its CA is
     /// unknown.

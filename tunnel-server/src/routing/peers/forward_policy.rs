@@ -1,5 +1,6 @@
 //! The targets that other servers reach through this one. The rules are those of the policy.
 
+use tunnel_process::followed::Followed;
 use tunnel_proto::wire::header::Target;
 use tunnel_proto::wire::name::NodeName;
 use tunnel_routing::destination::Destination;
@@ -14,7 +15,7 @@ pub struct ForwardPolicy {
     pub policy: SharedPortPolicy,
     pub routes: Routes,
     /// The destinations of the configured TCP services.
-    pub services: Vec<Destination>,
+    pub services: Followed<Vec<Destination>>,
 }
 
 impl ForwardPolicy {
@@ -24,7 +25,7 @@ impl ForwardPolicy {
     /// Returns the [`PortPolicyError`] of this server's listeners.
     pub(super) fn check(&self, node: &NodeName, target: &Target) -> Result<(), PortPolicyError> {
         let is_service = |service: &Destination| service.node == *node && service.target == *target;
-        if self.services.iter().any(is_service) {
+        if self.services.load().iter().any(is_service) {
             return Ok(());
         }
         let kubelet = self.routes.load().kubelet_port(node);

@@ -740,6 +740,29 @@ async fn ca_of_another_server_is_known_while_it_is_connected() {
     eventually("b is gone", is(None)).await;
 }
 
+#[tokio::test]
+async fn hash_of_the_configuration_is_known_to_the_other_end_after_each_change() {
+    let installation = Installation::new();
+    let a = installation.server("a").await;
+    let b = installation.server("b").await;
+    a.peers.set_configuration([1; 32]);
+    b.dial(&[&a]);
+    let peers = a.peers.clone();
+    let is = |others: &[(ReplicaId, [u8; 32])]| {
+        let others: BTreeMap<_, _> = others.iter().cloned().collect();
+        let peers = peers.clone();
+        move || peers.configurations() == (Some([1; 32]), others.clone())
+    };
+    // A server that says nothing is no difference.
+    assert!(is(&[])());
+    for hash in [[2; 32], [1; 32]] {
+        b.peers.set_configuration(hash);
+        eventually("the hash of b", is(&[(id("b"), hash)])).await;
+    }
+    b.stop().await;
+    eventually("b is gone", is(&[])).await;
+}
+
 /// Returns what a server received about a node from `holder`.
 fn announced(server: &Server, name: &str, holder: &str) -> Option<Announcement> {
     let state = server.peers.state.lock();

@@ -150,7 +150,10 @@ async fn agent_that_does_not_take_its_welcome_is_not_kept() {
     let began = Instant::now();
     let reason = within(agent.far.closed()).await;
     assert_eq!(reason.code, CloseCode::HandshakeTimeout);
-    assert_eq!(began.elapsed(), bench.sessions.limits.handshake_timeout);
+    assert_eq!(
+        began.elapsed(),
+        bench.sessions.limits.load().handshake_timeout
+    );
     eventually("gone", || bench.sessions.registry.all().is_empty()).await;
     let agents = bench.metric("tunnel_server_agents{transport=\"quic\"}");
     assert_eq!(agents, Some(0));

@@ -10,6 +10,7 @@ use tokio::net::{TcpListener, TcpStream};
 use tokio::time::Instant;
 use tokio_util::task::TaskTracker;
 use tunnel_process::conn_limiter::{ConnLimiter, ConnLimits};
+use tunnel_process::followed::Followed;
 use tunnel_process::shutdown::Shutdown;
 use tunnel_proto::transport::memory::{self, MemorySession};
 use tunnel_proto::transport::{BufferPool, Session, Stream};
@@ -17,7 +18,7 @@ use tunnel_proto::wire::code::RefusalCode;
 use tunnel_proto::wire::header::StreamHeader;
 use tunnel_proto::wire::name::InstanceId;
 
-use crate::config::Limits;
+use crate::config::{Limits, SharedLimits};
 use crate::ingress::ListenerKind;
 use crate::ingress::caller_stream::CallerClosed;
 use crate::ingress::client_auth::DelegationPolicy;
@@ -134,11 +135,11 @@ impl Fixture {
             policy,
             pods: None,
             targets: TargetTls::new(None).unwrap(),
-            delegation_callers: DelegationPolicy::default(),
-            limits: Limits {
+            delegation_callers: Followed::from(DelegationPolicy::default()),
+            limits: SharedLimits::from(Limits {
                 request_head_bytes: 64 << 10,
                 ..Limits::default()
-            },
+            }),
             head_memory: HeadMemory::new(pool.clone()),
             callers: ConnLimiter::new(ConnLimits {
                 per_source: callers + 1,

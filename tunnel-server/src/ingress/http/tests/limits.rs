@@ -13,7 +13,7 @@ use tunnel_proto::transport::{BufferPool, Stream};
 
 use super::super::RELEASE_BUFFERS_AFTER;
 use super::fixture::{Agent, Fixture, HI, assert_status, expect_hi, get, head, http_listener};
-use crate::config::Limit;
+use crate::config::{Limit, Limits, SharedLimits};
 use crate::ingress::head_memory::HeadMemory;
 use crate::ingress::peer::CallerIdentity;
 use crate::routing::registry::CallerKey;
@@ -113,7 +113,7 @@ async fn one_caller_cannot_take_all_streams_of_a_node() {
 #[tokio::test(start_paused = true)]
 async fn open_timeout_holds_shortly_before_and_after() {
     let (fixture, agent) = Fixture::with_agent();
-    let limit = fixture.ingress.limits.open_timeout;
+    let limit = fixture.ingress.limits.load().open_timeout;
     let request = format!("{}Connection: close\r\n\r\n", get("/"));
     let just = Duration::from_millis(50);
     for (reply_after, status) in [(limit - just, 200), (limit + just, 504)] {
@@ -143,7 +143,7 @@ async fn open_timeout_holds_shortly_before_and_after() {
 #[tokio::test(start_paused = true)]
 async fn caller_timeouts_are_counted_by_their_limit() {
     let (fixture, agent) = Fixture::with_agent();
-    let limits = &fixture.ingress.limits;
+    let limits = fixture.ingress.limits.load();
     let (head_time, idle) = (limits.request_head_timeout, limits.caller_idle_timeout);
     let just = Duration::from_millis(20);
     let _silent = fixture.send("GET /").await;
@@ -274,7 +274,10 @@ async fn answer_before_the_end_of_the_body_reaches_a_slow_caller_whole() {
 async fn caller_that_takes_nothing_of_the_last_answer_is_cut() {
     let mut fixture = Fixture::with_callers(4);
     let ingress = Arc::get_mut(&mut fixture.ingress).unwrap();
-    ingress.limits.caller_idle_timeout = Duration::from_millis(500);
+    ingress.limits = SharedLimits::from(Limits {
+        caller_idle_timeout: Duration::from_millis(500),
+        ..ingress.limits.load()
+    });
     let address = fixture.listen(http_listener()).await;
     let mut caller = slow_caller(address).await;
     // Short responses of the server itself, because no agent is connected.
@@ -289,7 +292,7 @@ async fn caller_that_takes_nothing_of_the_last_answer_is_cut() {
 #[tokio::test]
 async fn oversize_heads_are_counted_by_their_limit() {
     let fixture = Fixture::new();
-    let limit = fixture.ingress.limits.request_head_bytes;
+    let limit = fixture.ingress.limits.load().request_head_bytes;
     let mut caller = fixture.connect();
     let head = format!("{}X: {}\r\n\r\n", get("/"), "y".repeat(limit));
     // The listener may have responded and closed before everything was accepted.
@@ -302,7 +305,10 @@ async fn oversize_heads_are_counted_by_their_limit() {
 fn with_large_heads(pool: &Arc<BufferPool>) -> (Fixture, Agent) {
     let mut fixture = Fixture::new();
     let ingress = Arc::get_mut(&mut fixture.ingress).unwrap();
-    ingress.limits.request_head_bytes = 1 << 20;
+    ingress.limits = SharedLimits::from(Limits {
+        request_head_bytes: 1 << 20,
+        ..ingress.limits.load()
+    });
     ingress.head_memory = HeadMemory::new(pool.clone());
     let agent = fixture.agent();
     (fixture, agent)
@@ -500,7 +506,7 @@ async fn heads_that_never_end_hold_their_part_of_the_pool_until_the_timeout() {
     assert_contains(&full, "X-Tunnel-Error: overloaded\r\n");
     assert_contains(&full, "Retry-After: 1\r\n");
     assert_contains(&full, "(limits.bufferPool)");
-    sleep(fixture.ingress.limits.request_head_timeout).await;
+    sleep(fixture.ingress.limits.load().request_head_timeout).await;
     for mut caller in waiting {
         let mut rest = Vec::new();
         let _reset = within(caller.read_to_end(&mut rest)).await;

@@ -11,6 +11,7 @@ use tokio::net::{TcpListener, TcpStream};
 use tokio::sync::watch;
 use tokio::time::{Instant, timeout};
 use tokio_rustls::TlsConnector;
+use tunnel_process::followed::Followed;
 use tunnel_process::shutdown::Shutdown;
 use tunnel_proto::session::control::{self, PeerReader, PeerWriter};
 use tunnel_proto::stream_record::StreamRecord;
@@ -259,7 +260,7 @@ impl Server {
             policy: ForwardPolicy {
                 policy: self.policy.clone(),
                 routes: Routes::default(),
-                services: Vec::new(),
+                services: Followed::default(),
             },
             list_linger: LINGER,
             open_timeout: LIMIT,

@@ -1,0 +1,240 @@
+//! The configuration file of a process: where it is, what flags and variables override in it, and its
+//! mistakes with their lines.
+
+use std::collections::{BTreeMap, BTreeSet};
+use std::fmt;
+use std::io;
+use std::os::unix::fs::MetadataExt as _;
+use std::path::{Path, PathBuf};
+
+use serde::de::DeserializeOwned;
+
+use crate::files;
+use crate::settings::{ConfigError, Layers, key};
+use crate::yaml::{self, YamlError};
+
+/// The reason why a file has no settings.
+#[derive(Debug, thiserror::Error)]
+pub enum ConfigFileError {
+    /// The file is absent, or must not be used as it is. A later start may find it.
+    #[error("cannot read the configuration file: {0}")]
+    Unreadable(#[source] io::Error),
+    /// The content is not YAML.
+    #[error("--config: {}: {mistake}", path.display())]
+    Syntax {
+        /// The file.
+        path: PathBuf,
+        /// The first mistake.
+        mistake: String,
+    },
+}
+
+/// A file of settings as it was read, with the layer over it.
+#[derive(Clone)]
+pub struct ConfigFile<T> {
+    /// The file, as it was named.
+    pub path: PathBuf,
+    /// Digest of the content.
+    pub digest: [u8; 32],
+    /// Keys of the file that a flag or a variable overrides.
+    pub overridden: BTreeSet<String>,
+    /// A warning about the file.
+    pub warning: Option<String>,
+    upper: T,
+    mistakes: Vec<String>,
+    bad_keys: BTreeSet<String>,
+    lines: BTreeMap<String, u64>,
+}
+
+impl<T> fmt::Debug for ConfigFile<T> {
+    fn fmt(&self, formatter: &mut fmt::Formatter<'_>) -> fmt::Result {
+        self.path.fmt(formatter)
+    }
+}
+
+impl<T: Layers + Clone + Default + DeserializeOwned> ConfigFile<T> {
+    /// Reads a file. Returns the settings of both layers, which must be checked with
+    /// [`Self::check`]. `digest` hashes the content. Blocks the thread.
+    ///
+    /// # Errors
+    /// [`ConfigFileError`]
+    pub fn read(
+        path: &Path,
+        upper: T,
+        digest: fn(&[u8]) -> [u8; 32],
+    ) -> Result<(Self, T), ConfigFileError> {
+        let (bytes, warning) = files::read_config(path).map_err(ConfigFileError::Unreadable)?;
+        let syntax = |mistake| ConfigFileError::Syntax {
+            path: path.to_owned(),
+            mistake,
+        };
+        let text = std::str::from_utf8(&bytes).map_err(|error| syntax(error.to_string()))?;
+        let read = yaml::read::<T>(text);
+        let read = read.map_err(|YamlError(mistakes)| syntax(mistakes.join("; ")))?;
+        let lower = read.settings.unwrap_or_default();
+        let file = Self {
+            path: path.to_owned(),
+            digest: digest(&bytes),
+            overridden: &upper.keys() & &lower.keys(),
+            warning,
+            upper: upper.clone(),
+            mistakes: read.mistakes,
+            bad_keys: read.bad_keys,
+            lines: read.lines,
+        };
+        Ok((file, upper.over(lower)))
+    }
+
+    /// Returns what `check` makes of the settings, or all mistakes: those of the file, and those that
+    /// `check` finds, with their lines in the file.
+    ///
+    /// # Errors
+    /// [`ConfigError`] with all mistakes.
+    pub fn check<C>(
+        &self,
+        settings: T,
+        check: impl FnOnce(T) -> Result<C, ConfigError>,
+    ) -> Result<C, ConfigError> {
+        let checked = check(settings);
+        let path = self.path.display();
+        let in_file = self.mistakes.iter();
+        let mut mistakes: Vec<String> = in_file
+            .map(|mistake| format!("--config: {path}: {mistake}"))
+            .collect();
+        let mut facts = Vec::new();
+        match checked {
+            Ok(checked) if mistakes.is_empty() => return Ok(checked),
+            Ok(_) => {}
+            Err(found) => {
+                let found_mistakes = found.mistakes.into_iter();
+                mistakes.extend(found_mistakes.filter_map(|mistake| self.with_line(mistake)));
+                facts = found.facts;
+            }
+        }
+        Err(ConfigError { mistakes, facts })
+    }
+
+    /// Returns a mistake of a setting with its line, if the setting is of the file. A value that could
+    /// not be read has its mistake already.
+    fn with_line(&self, mistake: String) -> Option<String> {
+        let key = setting_key(&mistake);
+        let section = key.split('.').next().unwrap_or_default();
+        if self.bad_keys.contains(section) {
+            return None;
+        }
+        let is_of_file = !self.overridden.contains(section);
+        let line = self.lines.get(&key).or_else(|| self.lines.get(section));
+        Some(match line.filter(|_| is_of_file) {
+            Some(line) => format!("{mistake} (line {line} of {})", self.path.display()),
+            None => mistake,
+        })
+    }
+
+    /// Returns the layer over the file.
+    pub fn upper(&self) -> &T {
+        &self.upper
+    }
+}
+
+/// Returns the key of the setting with which a mistake begins: `httpListen` of `--http-listen: ...`,
+/// and `limits.openTimeout` or `services` as they are.
+fn setting_key(mistake: &str) -> String {
+    let setting = mistake.split(':').next().unwrap_or_default();
+    match setting.strip_prefix("--") {
+        Some(flag) => key(&flag.replace('-', "_")),
+        None => setting.to_owned(),
+    }
+}
+
+/// Returns the file to read: `given`, or the default one if it exists. `name` is its name in
+/// `/etc/culvert` and in the current directory. `off` is no file.
+pub fn config_path(given: Option<&Path>, name: &str) -> Option<PathBuf> {
+    match given {
+        Some(path) if path == Path::new("off") => None,
+        Some(path) => Some(path.to_owned()),
+        None => {
+            let system = Path::new(CONFIG_DIR).join(name);
+            if system.exists() {
+                return Some(system);
+            }
+            let local = Path::new(".").join(name);
+            is_trusted(&local).then_some(local)
+        }
+    }
+}
+
+/// Returns whether nobody else has put the file into the current directory, which may be `/tmp`.
+fn is_trusted(path: &Path) -> bool {
+    let owner = std::fs::metadata(path).map(|file| file.uid());
+    owner.is_ok_and(|owner| owner == 0 || owner == rustix::process::geteuid().as_raw())
+}
+
+/// Directory of the default files.
+const CONFIG_DIR: &str = "/etc/culvert";
+
+#[cfg(test)]
+#[expect(unreachable_pub, reason = "the macro declares what other crates use")]
+mod tests {
+    use serde::Deserialize;
+
+    use super::*;
+    use crate::settings::ConfigErrors;
+
+    crate::layered! {
+        #[derive(Debug, Clone, Default, Deserialize)]
+        #[serde(rename_all = "camelCase", deny_unknown_fields, default)]
+        pub struct Settings {
+            pub http_listen: Option<String>,
+            pub log_level: Option<String>,
+            pub peers: Vec<String>,
+        }
+    }
+
+    fn checked(text: &str, upper: Settings) -> Vec<String> {
+        let path = std::env::temp_dir().join(format!("culvert-config-{:x}", rand::random::<u64>()));
+        std::fs::write(&path, text).unwrap();
+        let read = ConfigFile::read(&path, upper, |_| [0; 32]);
+        std::fs::remove_file(&path).unwrap();
+        let (file, settings) = match read {
+            Ok(read) => read,
+            Err(error) => return vec![error.to_string().replace(path.to_str().unwrap(), "F")],
+        };
+        let check = |settings: Settings| {
+            let mut errors = ConfigErrors::default();
+            let listen = settings.http_listen.as_deref();
+            errors.parse_or::<u16>("--http-listen", listen, "80");
+            errors.parse_or::<u16>("--log-level", settings.log_level.as_deref(), "1");
+            errors.finish(())
+        };
+        let mistakes = file.check(settings, check);
+        let mistakes = mistakes.map_or_else(|error| error.mistakes, |()| Vec::new());
+        let texts = mistakes.iter();
+        texts
+            .map(|text| text.replace(path.to_str().unwrap(), "F"))
+            .collect()
+    }
+
+    #[test]
+    fn mistakes_of_keys_and_values_are_reported_together_with_their_lines() {
+        let no_flags = Settings::default();
+        assert_eq!(checked("httpListen: 1\n", no_flags.clone()), [""; 0]);
+        let text = "peers: {}\nhtpListen: 1\n\nhttpListen: x\nlogLevel: [a]\n";
+        assert_eq!(
+            checked(text, no_flags),
+            [
+                "--config: F: line 1: peers: a mapping where a list is expected",
+                "--config: F: line 2: unknown key htpListen; did you mean httpListen?",
+                "--config: F: line 5: logLevel: a list where a single value is expected",
+                "--http-listen: invalid digit found in string (line 4 of F)",
+            ]
+        );
+        let flags = Settings {
+            http_listen: Some("y".to_owned()),
+            ..Settings::default()
+        };
+        let of_flag = "--http-listen: invalid digit found in string";
+        assert_eq!(checked("httpListen: 1\n", flags), [of_flag]);
+        let syntax = checked("a: [", Settings::default());
+        assert!(syntax[0].starts_with("--config: F: "), "{syntax:?}");
+    }
+}
