@@ -241,7 +241,7 @@ pub struct StatusArgs {
 pub enum StatusOutput {
     /// A line for each session.
     Table,
-    /// The JSON list of the meta port.
+    /// JSON for scripts and programs.
     Json,
 }
 

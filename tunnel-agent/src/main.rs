@@ -124,10 +124,9 @@ fn check_config(arguments: CheckConfigArgs) -> anyhow::Result<()> {
 
 /// Returns whether an agent answers at the meta port. Its listeners have the addresses.
 fn is_running(config: &Config) -> anyhow::Result<bool> {
-    let Some(address) = config.meta_listen else {
+    let Some(address) = config::meta_endpoint(&config.raw.0)? else {
         return Ok(false);
     };
-    let address = MetaAddress::from(meta::dialable(address));
     Ok(runtime()?.block_on(address.get("/livez")).is_ok())
 }
 

@@ -5,8 +5,10 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use http::StatusCode;
+use serde_json::{Value, json};
 use tokio::time::Instant;
 use tunnel_process::meta::{self, EndpointAnswer, EndpointHandler, MetaAddress};
+use tunnel_process::schema::SCHEMA_VERSION;
 use tunnel_proto::wire::header::one_line;
 
 use crate::connector::status::{SessionReport, SessionStatuses};
@@ -22,7 +24,7 @@ pub(crate) fn endpoint(statuses: Arc<SessionStatuses>) -> EndpointHandler {
 /// The answer of a running agent.
 #[derive(Debug)]
 pub struct AgentStatus {
-    /// The list as the agent sent it.
+    /// A document with the list as the agent sent it.
     pub json: String,
     /// A line for each session.
     pub table: String,
@@ -35,11 +37,13 @@ pub struct AgentStatus {
 /// # Errors
 /// Returns an error if no agent answers, or not with a list.
 pub async fn ask(address: &MetaAddress) -> io::Result<AgentStatus> {
-    let (sessions, json) = sessions(address).await?;
+    let (sessions, list) = sessions(address).await?;
+    let list: Value = serde_json::from_str(&list)?;
+    let document = json!({ "schemaVersion": SCHEMA_VERSION, "sessions": list });
     Ok(AgentStatus {
         is_connected: sessions.iter().any(SessionReport::is_live),
         table: table(&sessions),
-        json,
+        json: format!("{document:#}\n"),
     })
 }
 

@@ -55,8 +55,9 @@ async fn status_of_the_agent_names_its_sessions_and_why_there_is_none() -> Resul
         "{printed}"
     );
     let printed = status()?.args(["-o", "json"]).run().await?.ok()?;
-    let sessions: serde_json::Value = serde_json::from_str(&printed)?;
-    ensure!(sessions[0]["transport"] == "quic", "{printed}");
+    let document: serde_json::Value = serde_json::from_str(&printed)?;
+    ensure!(document["schemaVersion"] == 1, "{printed}");
+    ensure!(document["sessions"][0]["transport"] == "quic", "{printed}");
 
     stack.server.process().signal(Signal::Kill)?;
     eventually("no session", LONG, async || {

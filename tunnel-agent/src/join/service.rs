@@ -39,7 +39,7 @@ impl ServiceBefore {
     pub(super) fn restore(
         self,
         has_changes: bool,
-        restore_files: impl FnOnce() -> Result<(), JoinCommandError>,
+        restore_files: impl FnOnce() -> std::io::Result<()>,
     ) -> String {
         if !has_changes && self.is_active && self.is_enabled {
             return "nothing was changed, and the service runs on".to_owned();
