@@ -120,7 +120,7 @@ async fn ports_services_and_limits_follow_the_file_and_no_request_or_stream_noti
         anyhow::Ok(())
     })
     .await;
-    let mut held = eventually("the service listens", WAIT_TIMEOUT, async || {
+    let mut stream = eventually("the service listens", WAIT_TIMEOUT, async || {
         let mut socket = TcpStream::connect(listen).await?;
         echoes(&mut socket).await?;
         anyhow::Ok(socket)
@@ -148,7 +148,7 @@ async fn ports_services_and_limits_follow_the_file_and_no_request_or_stream_noti
         node.status(port).await? == 403,
         "the port is out of the list"
     );
-    echoes(&mut held).await?;
+    echoes(&mut stream).await?;
 
     // A limit, and no service.
     node.write("limits: { openTimeout: 3s }\nlogLevel: warn\n")?;
@@ -158,7 +158,7 @@ async fn ports_services_and_limits_follow_the_file_and_no_request_or_stream_noti
         anyhow::Ok(())
     })
     .await;
-    echoes(&mut held).await?;
+    echoes(&mut stream).await?;
     let status = node.admin().await?.reload().await?;
     ensure!(
         status.mistakes.is_empty() && status.needs_restart.is_empty(),

@@ -155,7 +155,8 @@ impl LoadError {
     pub fn is_usage(&self) -> bool {
         match self {
             Self::File(ConfigFileError::Unreadable(_)) => false,
-            Self::File(ConfigFileError::Syntax { .. }) | Self::Invalid(_) => true,
+            Self::Invalid(error) => error.is_usage(),
+            Self::File(ConfigFileError::Syntax { .. }) => true,
         }
     }
 }

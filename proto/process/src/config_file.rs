@@ -105,10 +105,10 @@ impl<T: Layers + Clone + Default + DeserializeOwned> ConfigFile<T> {
         match checked {
             Ok(checked) if mistakes.is_empty() => return Ok(checked),
             Ok(_) => {}
-            Err(found) => {
-                let found_mistakes = found.mistakes.into_iter();
-                mistakes.extend(found_mistakes.filter_map(|mistake| self.with_line(mistake)));
-                facts = found.facts;
+            Err(errors) => {
+                let of_values = errors.mistakes.into_iter();
+                mistakes.extend(of_values.filter_map(|mistake| self.with_line(mistake)));
+                facts = errors.facts;
             }
         }
         Err(ConfigError { mistakes, facts })
@@ -146,10 +146,10 @@ fn setting_key(mistake: &str) -> String {
     }
 }
 
-/// Returns the file to read: `given`, or the default one if it exists. `name` is its name in
+/// Returns the file to read: `named`, or the default one if it exists. `name` is its name in
 /// `/etc/culvert` and in the current directory. `off` is no file.
-pub fn config_path(given: Option<&Path>, name: &str) -> Option<PathBuf> {
-    match given {
+pub fn config_path(named: Option<&Path>, name: &str) -> Option<PathBuf> {
+    match named {
         Some(path) if path == Path::new("off") => None,
         Some(path) => Some(path.to_owned()),
         None => {

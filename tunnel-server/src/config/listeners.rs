@@ -153,9 +153,9 @@ impl ListenerSettings {
             .services
             .iter()
             .filter(|(address, _)| address.port() != 0);
-        let mut seen = BTreeMap::new();
+        let mut names = BTreeMap::new();
         for (address, service) in fixed {
-            if let Some(first) = seen.insert(address, &service.name) {
+            if let Some(first) = names.insert(address, &service.name) {
                 errors.add(
                     &format!("services: {}", service.name),
                     format!("has the address {address} of the service {first}"),
