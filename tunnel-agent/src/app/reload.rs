@@ -52,49 +52,68 @@ impl Followers {
             reload_signal: shutdown.reloads(),
             digest: file.digest,
         };
+        // The check of the settings reads files, which no task may do.
+        let current = Arc::new(Mutex::new(config.clone()));
+        let (planned, reported) = (current.clone(), report.clone());
         let load = move || {
-            let config = load_file(file.upper().clone(), &file.path)?;
-            let digest = config.file.as_ref().map(|file| file.digest);
+            let new = load_file(file.upper().clone(), &file.path)?;
+            let digest = new.file.as_ref().map(|file| file.digest);
+            let current = current.lock().clone();
             Ok::<_, LoadError>(Loaded {
                 digest: digest.unwrap_or_default(),
-                value: config,
+                value: plan(&current, new)?,
             })
         };
-        let (mut current, reported) = (config.clone(), report.clone());
-        let apply = move |new: Config| {
-            let applied = self.apply(&current, new, &mut reported.lock());
-            current = applied.map_err(LoadError::Invalid)?;
+        let apply = move |plan: Planned| {
+            self.apply(&plan, &mut reported.lock());
+            *planned.lock() = plan.config;
             Ok(())
         };
         let on_reload = move |outcome: ReloadOutcome<'_>| report.lock().reading(outcome);
         shutdown.spawn_service(async move { watcher.run(load, apply, on_reload).await });
     }
 
-    /// Applies the live settings of a file, and returns the configuration in use. Nothing changes on
-    /// an error.
-    fn apply(
-        &self,
-        current: &Config,
-        new: Config,
-        report: &mut ConfigReport,
-    ) -> Result<Config, ConfigError> {
-        let changed = current.raw.0.changed_keys(&new.raw.0);
-        let (applied, other): (Vec<_>, Vec<_>) = changed.into_iter().partition(|key| is_live(key));
-        let mut needs_restart = other;
-        let mixed = RawConfig::clone(&current.raw.0).with(*new.raw.0, is_live);
-        let mut config = Config::check(mixed)?;
-        let (limits, other) = current.limits.with_live(config.limits);
-        config.limits = limits;
-        needs_restart.extend(other.into_iter().map(str::to_owned));
-        config.file = new.file;
+    fn apply(&self, planned: &Planned, report: &mut ConfigReport) {
+        let Planned {
+            config,
+            applied,
+            needs_restart,
+        } = planned;
         self.dial_policy.replace(DialPolicy {
             cloud_listeners: self.dial_policy.load().cloud_listeners.clone(),
             ..config.dial_policy.clone()
         });
-        self.limits.replace(limits);
+        self.limits.replace(config.limits);
         telemetry::replace_levels(config.log_level, &config.access_log);
         let overridden = config.file.iter().flat_map(|file| &file.overridden);
-        report.applied(&applied, &needs_restart, overridden);
-        Ok(config)
+        report.applied(applied, needs_restart, overridden);
     }
+}
+
+/// What a changed file does.
+struct Planned {
+    /// The configuration to use: the live settings of the file, and the others of before.
+    config: Config,
+    /// Keys whose settings change.
+    applied: Vec<String>,
+    /// Keys whose settings stay until a restart.
+    needs_restart: Vec<String>,
+}
+
+/// Returns what the configuration `new` of a changed file does to the one in use. Blocks the thread.
+fn plan(current: &Config, new: Config) -> Result<Planned, ConfigError> {
+    let changed = current.raw.0.changed_keys(&new.raw.0);
+    let (applied, mut needs_restart): (Vec<_>, Vec<_>) =
+        changed.into_iter().partition(|key| is_live(key));
+    let mixed = RawConfig::clone(&current.raw.0).with(*new.raw.0, is_live);
+    let mut config = Config::check(mixed)?;
+    let (limits, other) = current.limits.with_live(config.limits);
+    config.limits = limits;
+    needs_restart.extend(other.into_iter().map(str::to_owned));
+    config.file = new.file;
+    Ok(Planned {
+        config,
+        applied,
+        needs_restart,
+    })
 }
