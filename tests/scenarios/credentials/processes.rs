@@ -210,7 +210,12 @@ async fn s07_documented_settings_fail_closed() -> Result<()> {
     let ca_file = scratch.file("ca.pem", ca.pem())?;
     let ca_file = ca_file.to_string_lossy();
     let check = async |words: &[&str], variables: &[(&str, &str)], code: i32| -> Result<()> {
-        let program = Program::ours("tunnel-server")?.args(["check-config", "--kubernetes", "off"]);
+        let program = Program::ours("tunnel-server")?.args([
+            "check-config",
+            "--settings-only",
+            "--kubernetes",
+            "off",
+        ]);
         let program = program.args(words.iter().copied());
         let program = variables
             .iter()
