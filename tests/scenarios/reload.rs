@@ -13,6 +13,7 @@ use tunnel_tests::client::{RawRequest, request};
 use tunnel_tests::env::{Agent, TestEnv, WAIT_TIMEOUT};
 use tunnel_tests::eventually::eventually;
 use tunnel_tests::load::Load;
+use tunnel_tests::manifests::repository;
 use tunnel_tests::process::ScratchDir;
 use tunnel_tests::targets::{EchoTarget, Exporter};
 
@@ -364,5 +365,21 @@ async fn dial_policy_of_the_agent_follows_its_file() -> Result<()> {
     reaches(403).await;
     fs::write(&path, "limits: { reloadEvery: 50ms }\n")?;
     reaches(200).await;
+    Ok(())
+}
+
+#[test]
+fn page_names_every_key_that_applies_while_a_process_runs() -> Result<()> {
+    let page = fs::read_to_string(repository().join("docs/reference/configuration.md"))?;
+    for (program, keys) in [
+        ("tunnel-server", tunnel_server::config::LIVE_KEYS),
+        ("tunnel-agent", tunnel_agent::config::LIVE_KEYS),
+    ] {
+        let begin = format!("| `{program}` | ");
+        let mut rows = page.lines().filter_map(|line| line.strip_prefix(&begin));
+        let row = rows.next().context(program)?.trim_end_matches(" |");
+        let named: Vec<&str> = row.split(", ").map(|key| key.trim_matches('`')).collect();
+        ensure!(named == keys, "{program}: {named:?}");
+    }
     Ok(())
 }

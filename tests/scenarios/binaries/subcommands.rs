@@ -4,6 +4,7 @@ use std::path::Path;
 
 use anyhow::{Context, Result, ensure};
 use tunnel_tests::checks::ensure_contains;
+use tunnel_tests::manifests::repository;
 use tunnel_tests::process::{Finished, Listener, Program, ScratchDir, ServerSetup};
 
 use super::{CONNECT, NODE, Stack};
