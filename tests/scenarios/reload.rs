@@ -241,7 +241,7 @@ async fn file_is_followed_without_a_signal_through_the_links_of_a_mounted_config
 
 /// Each of these files changes nothing. The words are in the condition.
 const BAD_FILES: &[(&str, &str)] = &[
-    ("httpProxyPorts: [", "line"),
+    ("httpProxyPorts: [", "--config"),
     ("httpProxyPorts: 70000", "line 1"),
     ("httpProxyPorts: abc", "line 1"),
     ("httpProxyPorts: {a: 1}", "line 1"),
@@ -249,8 +249,8 @@ const BAD_FILES: &[(&str, &str)] = &[
     ("\n\nlogLevel: loud", "line 3"),
     ("- a\n- b", "line 1"),
     ("just a text", "line 1"),
-    ("a: b: c", "line"),
-    ("\t- a", "line"),
+    ("a: b: c", "--config"),
+    ("\t- a", "--config"),
     ("\u{0}", "--config"),
     ("services: [{ name: a }]", "line 1"),
     (
