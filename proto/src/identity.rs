@@ -265,6 +265,17 @@ pub fn common_name(der: &CertificateDer<'_>) -> Option<String> {
     name.as_str().ok().map(str::to_owned)
 }
 
+/// Returns the organizations of a certificate's subject, which kube-apiserver uses as groups of the user.
+pub fn organizations(der: &CertificateDer<'_>) -> Vec<String> {
+    let Ok((_, certificate)) = X509Certificate::from_der(der) else {
+        return Vec::new();
+    };
+    let names = certificate.subject().iter_organization();
+    names
+        .filter_map(|name| name.as_str().ok().map(str::to_owned))
+        .collect()
+}
+
 /// Returns the SHA-256 of a certificate's SubjectPublicKeyInfo. Join tokens pin a CA in this form
 /// (as RFC 7469 does).
 ///

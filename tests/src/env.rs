@@ -23,7 +23,7 @@ use tunnel_proto::wire::enroll::JoinToken;
 use tunnel_proto::wire::name::NodeName;
 use tunnel_proto::wire::order::NodeOrder;
 use tunnel_server::app::BoundAddrs;
-use tunnel_server::config::{Config as ServerConfig, RawConfig, RawLimits};
+use tunnel_server::config::{Config as ServerConfig, RawConfig, RawLimits, RawRule};
 use tunnel_server::routing::registry::Registry;
 use tunnel_store::known_nodes::KnownNodes;
 
@@ -80,7 +80,7 @@ pub struct Agent {
 }
 
 impl TestEnv {
-    /// Starts a server whose listeners allow every port from 1024 up.
+    /// Starts a server whose listeners allow everything at every port from 1024 up.
     pub async fn start() -> Result<Self> {
         Self::start_with(|_| {}).await
     }
@@ -133,6 +133,11 @@ impl TestEnv {
             http_listen: free(),
             meta_listen: free(),
             http_proxy_ports: Some("1024-65535".into()),
+            // Most tests are about bytes. Those about rules have their own.
+            rules: Some(vec![RawRule {
+                name: "everything".into(),
+                ..RawRule::default()
+            }]),
             proxy_port_listen: Some("off".into()),
             kubernetes: Some("off".into()),
             log_format: Some("text".into()),

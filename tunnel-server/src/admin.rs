@@ -50,6 +50,7 @@ pub(crate) mod node_metrics;
 pub(crate) mod page;
 pub mod pages;
 pub mod ping;
+pub mod policy;
 pub mod render;
 pub mod status;
 pub mod verbs;

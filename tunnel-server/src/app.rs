@@ -114,8 +114,7 @@ impl App {
         );
         context.peers.advertise(advertised.clone());
         peers::start(sockets.peers, membership, &authority, &agents, &context)?;
-        let pods = cluster.pods.clone();
-        let ingress = listeners::start(sockets.listeners, targets, pods, capacity, &context);
+        let ingress = listeners::start(sockets.listeners, targets, &cluster, capacity, &context);
         let proxy_ports = ProxyPorts::bind(ingress.clone(), serving.tls, &context).await;
         let services = services::ServiceListeners::start(
             sockets.services,

@@ -7,6 +7,7 @@ use clap_complete::Shell;
 use tunnel_proto::wire::name::NodeName;
 
 use crate::admin::doctor::DoctorOptions;
+use crate::admin::policy::PolicyRequest;
 use crate::admin::render::RenderVerb;
 use crate::admin::verbs::connect::ConnectArgs;
 use crate::admin::verbs::{
@@ -92,6 +93,9 @@ pub enum Verb {
     /// applied
     #[command(subcommand)]
     Render(RenderVerb),
+    /// Print the rules that say who may do what, or what they decide about a request
+    #[command(subcommand)]
+    Policy(PolicyVerb),
     /// Print the completion script for a shell
     Completion {
         /// Shell to print the script for.
@@ -147,6 +151,29 @@ pub struct DoctorArgs {
     /// Selection of the checks and form of the report.
     #[command(flatten)]
     pub options: DoctorOptions,
+    /// Settings of the server, as `run` has them.
+    #[command(flatten)]
+    pub source: ConfigArgs,
+}
+
+/// The commands about rules.
+#[derive(Debug, Clone, Subcommand)]
+pub enum PolicyVerb {
+    /// Print the rules that a server with this configuration uses, and those that hold without a file
+    Show(Box<ConfigArgs>),
+    /// Print what the rules of this configuration decide about a request, without sending it
+    ///
+    /// The request is described as its listener sees it. Exit code 0: allowed, or the cluster decides; 1:
+    /// refused.
+    Test(Box<PolicyTestArgs>),
+}
+
+/// The request of `policy test`, and the sources of the settings.
+#[derive(Debug, Clone, clap::Args)]
+pub struct PolicyTestArgs {
+    /// The request to decide about.
+    #[command(flatten)]
+    pub request: PolicyRequest,
     /// Settings of the server, as `run` has them.
     #[command(flatten)]
     pub source: ConfigArgs,

@@ -26,6 +26,7 @@ use crate::config::KubernetesSettings;
 use crate::egress::labeled_nodes::LabeledNodes;
 use crate::metrics::Metrics;
 use crate::routing::Routing;
+use crate::routing::access_review::ReviewRequest;
 use crate::routing::pod_lookup::PodLookupRequest;
 use crate::routing::routes::Routes;
 use tunnel_ca::ServingNames;
@@ -35,6 +36,7 @@ use tunnel_routing::policy::{PortSettings, SharedPortPolicy};
 use tunnel_store::data_dir::DataDir;
 use tunnel_store::state_store::StateStore;
 
+mod access_review;
 mod api_call;
 mod client;
 mod clock;
@@ -134,6 +136,8 @@ pub struct ClusterInputs {
     pub serving_names: ServingNames,
     /// Pod lookups from the listeners.
     pub pod_lookups: Option<mpsc::Receiver<PodLookupRequest>>,
+    /// Questions of the listeners about callers.
+    pub reviews: Option<mpsc::Receiver<ReviewRequest>>,
     /// Token reviews for enrollments.
     pub attestations: Option<mpsc::Receiver<tunnel_ca::attestation::TokenReviewRequest>>,
     /// Receives the CA of kubelet client certificates.
@@ -331,7 +335,7 @@ fn follow_records_map(
     receiver
 }
 
-/// Starts the tasks that answer pod lookups and token reviews.
+/// Starts the tasks that answer pod lookups, access reviews and token reviews.
 fn start_answering(
     settings: &KubernetesSettings,
     cluster: &ClusterHandle,
@@ -340,6 +344,11 @@ fn start_answering(
     let client = &cluster.connection.client;
     if let Some(questions) = inputs.pod_lookups.take() {
         let answering = pods::answer(client.clone(), questions, cluster.conditions.clone());
+        inputs.shutdown.spawn_service(answering);
+    }
+    if let Some(questions) = inputs.reviews.take() {
+        let answering =
+            access_review::answer(client.clone(), questions, cluster.conditions.clone());
         inputs.shutdown.spawn_service(answering);
     }
     if let Some(questions) = inputs.attestations.take() {

@@ -19,7 +19,7 @@ use tunnel_proto::wire::name::Port;
 
 use tunnel_dns::DnsSettings;
 use tunnel_routing::destination::Scheme;
-use tunnel_routing::policy::{PortPolicy, PortSettings};
+use tunnel_routing::policy::{DefaultPorts, PortPolicy, PortSettings};
 
 mod capacity;
 mod certificates;
@@ -34,6 +34,7 @@ mod listeners;
 mod node_label;
 mod peers;
 mod per_node_metrics;
+mod policy;
 mod ports;
 mod raw;
 mod status_page;
@@ -53,8 +54,9 @@ pub use listeners::{EXTRA_PORTS_MAX, ListenerSettings, ProxyPortListen};
 pub use node_label::NodeLabel;
 pub use peers::{PORT_PEERS, PeerSettings};
 pub use per_node_metrics::PerNodeMetrics;
+pub use policy::{PolicySettings, RuleOrigin};
 pub use ports::LOCALHOST_PORTS;
-pub use raw::{RawCloudTarget, RawConfig, RawPort, RawRecord, RawTcpService};
+pub use raw::{RawCaller, RawCloudTarget, RawConfig, RawPort, RawRecord, RawRule, RawTcpService};
 pub use status_page::StatusPageSettings;
 pub use targets::{APISERVER_NAME, TargetSettings};
 
@@ -88,6 +90,8 @@ pub struct Config {
     pub advertise: Vec<String>,
     /// Allowed ports of the nodes.
     pub ports: PortSettings,
+    /// Who may do what.
+    pub policy: PolicySettings,
     /// Serving certificate of the HTTPS listener.
     pub https_certificate: HttpsCertificate,
     /// Certificate files that the operator provides for port 10262 instead of the local CA.
@@ -246,6 +250,12 @@ impl Config {
                 PerNodeMetrics::default(),
             ),
             advertise: listeners::advertised(raw, &mut errors),
+            policy: PolicySettings::check(
+                raw,
+                &ports.default_ports(!raw.connect_direct.is_empty()),
+                kubernetes.is_some(),
+                &mut errors,
+            ),
             ports,
             https_certificate: HttpsCertificate::check(raw, &mut errors),
             agent_files: CredentialFiles::for_agents(raw, &mut errors),
@@ -298,6 +308,15 @@ impl Config {
         self.listeners.extra(&policy)
     }
 
+    /// Returns what the settings add to the rules that hold without a file.
+    pub fn default_ports(&self) -> DefaultPorts {
+        let direct = self
+            .connect
+            .as_ref()
+            .map(|connect| connect.direct.is_some());
+        self.ports.default_ports(direct.unwrap_or_default())
+    }
+
     /// Returns the time after SIGTERM within which agents move to another server, each at a random
     /// moment. Half of the drain remains for those that have to try again.
     pub fn move_within(&self) -> Duration {
@@ -317,6 +336,7 @@ impl Config {
             .chain(self.connect.as_ref().and_then(ConnectSettings::warning))
             .chain(cloud::warnings(&self.cloud))
             .chain(unused_records)
+            .chain(self.policy.warning())
             .collect()
     }
 }

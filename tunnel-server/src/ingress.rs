@@ -194,6 +194,7 @@ impl IngressContext {
             has_delegation: false,
             server_name: None,
             certificate_error: None,
+            cluster_user: None,
         };
         let tls = match protocol {
             CallerProtocol::Tls(tls) => tls,
@@ -245,6 +246,8 @@ impl IngressContext {
             let name = common_name(leaf).unwrap_or_default();
             conn.identity = CallerIdentity::Certificate(name.into());
             conn.certificate_error = caller_name(leaf).err();
+            let reviewer = self.reviewer.as_ref();
+            conn.cluster_user = reviewer.and_then(|reviewer| reviewer.certificate_user(chain?));
         }
         chain.is_some() && conn.certificate_error.is_none()
     }

@@ -18,10 +18,11 @@ use tunnel_process::telemetry;
 use tunnel_process::timers::record_runtime_start;
 use tunnel_proto::audit;
 use tunnel_server::admin::doctor;
+use tunnel_server::admin::policy;
 use tunnel_server::admin::render::RenderError;
 use tunnel_server::admin::verbs::{VerbError, diag, is_running, running_settings};
 use tunnel_server::app::{App, check_config_files, check_ports};
-use tunnel_server::cli::{Cli, ConfigArgs, DiagArgs, DoctorArgs, Verb, command};
+use tunnel_server::cli::{Cli, ConfigArgs, DiagArgs, DoctorArgs, PolicyVerb, Verb, command};
 use tunnel_server::config::{self, Config, DATA_DIR, ENV_PREFIX, LoadError, known_variables};
 
 /// jemalloc returns memory to the system within seconds after a load peak; glibc's allocator does
@@ -89,6 +90,12 @@ fn run_verb(verb: Verb) -> anyhow::Result<ExitCode> {
         Verb::Render(verb) => {
             verb.run()?;
             Ok(ExitCode::SUCCESS)
+        }
+        Verb::Policy(PolicyVerb::Show(source)) => print(policy::show(&load(*source)?).as_bytes()),
+        Verb::Policy(PolicyVerb::Test(arguments)) => {
+            let (text, is_allowed) = arguments.request.decide(&load(arguments.source)?);
+            print(format!("{text}\n").as_bytes())?;
+            Ok(ExitCode::from(u8::from(!is_allowed)))
         }
         Verb::Completion { shell } => {
             let mut script = Vec::new();

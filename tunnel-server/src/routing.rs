@@ -20,6 +20,7 @@ use self::registry::{
 };
 use self::via::Via;
 
+pub mod access_review;
 pub mod attempts;
 pub(crate) mod clock;
 mod current_routes;

@@ -125,6 +125,16 @@ impl AgentTrust {
             .map(|(identity, _)| identity)
     }
 
+    /// Returns whether a chain (leaf first) is one of the cluster's client CA, at the time `at`. Its leaf
+    /// may be that of any user of the cluster.
+    pub fn is_of_cluster(&self, chain: &[CertificateDer<'_>], at: UnixTime) -> bool {
+        let Some((leaf, intermediates)) = chain.split_first() else {
+            return false;
+        };
+        let verifier = self.cluster.load_full();
+        verifier.is_some_and(|roots| roots.0.verify_client_cert(leaf, intermediates, at).is_ok())
+    }
+
     /// Selects the roots by the form of the certificate, so that no CA can certify identities of
     /// the other domain.
     fn chain_for(

@@ -16,6 +16,13 @@ impl PortSet {
         Self(ports.map(|port| (port, port)).collect())
     }
 
+    /// Returns the ports of both sets.
+    #[must_use]
+    pub fn union(mut self, other: &Self) -> Self {
+        self.0.extend_from_slice(&other.0);
+        self
+    }
+
     /// Returns whether the set contains the port.
     pub fn contains(&self, port: Port) -> bool {
         self.0

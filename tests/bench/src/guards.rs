@@ -16,7 +16,11 @@ use tunnel_proto::wire::header::{StreamHeader, StreamKind, Target};
 use tunnel_proto::wire::name::{NodeName, Port};
 use tunnel_routing::decision::{RequestFacts, decide};
 use tunnel_routing::destination::{RequestedDestination, Scheme};
-use tunnel_routing::policy::{Access, AccessCaller, PortLists, PortPolicy, authorize};
+use tunnel_routing::operation::RequestedOperation;
+use tunnel_routing::policy::rules::RuleTable;
+use tunnel_routing::policy::{
+    Access, AccessCaller, DefaultPorts, PortLists, PortPolicy, authorize,
+};
 use tunnel_server::routing::routes::RouteTable;
 use tunnel_tests::client::{RawRequest, request};
 use tunnel_tests::env::TestEnv;
@@ -110,6 +114,7 @@ fn policy(times: u32) -> Result<()> {
         localhost: "10266, 10267".parse().map_err(anyhow::Error::msg)?,
     };
     let policy = PortPolicy::of_lists(lists, Port::new(10264).into_iter().collect());
+    let rules = RuleTable::defaults(&DefaultPorts::default());
     let (method, uri) = (Method::GET, Uri::from_static("/metrics"));
     let mut headers = HeaderMap::new();
     headers.insert(HOST, HeaderValue::from_static("worker-500.site:9100"));
@@ -125,8 +130,13 @@ fn policy(times: u32) -> Result<()> {
         let access = Access {
             caller: AccessCaller::ANONYMOUS,
             destination: RequestedDestination::<()>::Node(requested),
+            operation: RequestedOperation::Http {
+                method: &method,
+                path: uri.path(),
+                may_be_upgrade: false,
+            },
         };
-        let authorized = authorize(&policy, access);
+        let authorized = authorize(&policy, &rules, access);
         ensure!(black_box(authorized).is_ok(), "the request is refused");
     }
     Ok(())

@@ -10,7 +10,8 @@ use tunnel_proto::wire::name::{NodeName, Port};
 pub enum RequestedDestination<D> {
     Node(RequestedNode),
     Configured(Destination),
-    Direct(D),
+    /// A target that the server dials, and its port.
+    Direct(D, Port),
 }
 
 impl<D> RequestedDestination<D> {
@@ -19,7 +20,7 @@ impl<D> RequestedDestination<D> {
         match self {
             Self::Node(requested) => RequestedDestination::Node(requested),
             Self::Configured(destination) => RequestedDestination::Configured(destination),
-            Self::Direct(direct) => RequestedDestination::Direct(map(direct)),
+            Self::Direct(direct, port) => RequestedDestination::Direct(map(direct), port),
         }
     }
 }
@@ -50,6 +51,14 @@ pub enum RequestedPort {
 }
 
 impl RequestedPort {
+    /// Returns the port of the node's kubelet, as far as it is known to matter.
+    pub fn kubelet(self) -> Option<Port> {
+        match self {
+            Self::Named(_) => None,
+            Self::Kubelet(port) | Self::NamedOrKubelet { kubelet: port, .. } => Some(port),
+        }
+    }
+
     /// Returns the port that the request asks for, before the policy decides.
     pub fn in_request(self) -> Port {
         match self {

@@ -1,6 +1,7 @@
-//! The ports of a node that callers may reach through the listeners, the kind of target for each
-//! port, and the decision whether a caller may reach a destination. All functions are pure.
+//! The decision whether a caller may do something at a destination: the ports of the nodes that callers may
+//! reach through the listeners, and the rules. All functions are pure.
 
+use std::net::IpAddr;
 use std::sync::Arc;
 
 use arc_swap::ArcSwap;
@@ -11,14 +12,19 @@ use crate::destination::{
     AgentTarget, Destination, RequestedDestination, RequestedNode, RequestedPort, Scheme,
 };
 
-mod caller;
-mod ports;
+use crate::operation::{Operation, RequestedOperation, UnclearPath};
+use rules::{DestinationKind, Facts, RuleTable, Verdict};
 
-pub use caller::CallerIdentity;
-pub use ports::{
-    KUBELET_PORTS, Listener, ListenerError, ListenerSet, PortEntry, PortLists, PortSettings,
-    TargetClass, TargetClassError,
-};
+mod caller;
+mod defaults;
+mod listener;
+mod ports;
+pub mod rules;
+
+pub use caller::{CallerIdentity, CallerIdentityError};
+pub use defaults::DefaultPorts;
+pub use listener::{Listener, ListenerError, ListenerSet};
+pub use ports::{KUBELET_PORTS, PortEntry, PortLists, PortSettings, TargetClass, TargetClassError};
 
 /// The ports of the nodes that callers may reach.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
@@ -88,7 +94,7 @@ impl PortPolicy {
     /// Returns [`PortPolicyError`] if the port is not allowed.
     pub fn target(&self, port: Port, listener: Listener) -> Result<Target, PortPolicyError> {
         let entry = self.entry(port)?;
-        if !entry.listeners.contains(listener) {
+        if !entry.listeners.contains(listener.of_port()) {
             return Err(PortPolicyError::OtherListener {
                 port,
                 listener,
@@ -154,6 +160,25 @@ impl SharedPortPolicy {
     }
 }
 
+/// The rules in use, which the configuration replaces. Clones share them.
+#[derive(Debug, Clone, Default)]
+pub struct SharedRules(Arc<ArcSwap<RuleTable>>);
+
+impl SharedRules {
+    pub fn new(rules: RuleTable) -> Self {
+        Self(Arc::new(ArcSwap::from_pointee(rules)))
+    }
+
+    pub fn load(&self) -> Arc<RuleTable> {
+        self.0.load_full()
+    }
+
+    /// Replaces the rules for later requests.
+    pub fn replace(&self, rules: RuleTable) {
+        self.0.store(Arc::new(rules));
+    }
+}
+
 /// Reason why a caller may not reach a destination.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 pub enum Denied {
@@ -163,6 +188,33 @@ pub enum Denied {
     /// The node's port is not one that callers may reach.
     #[error("{0} port {1}: {2}")]
     Port(NodeName, Port, PortPolicyError),
+    /// The path can be read in several ways.
+    #[error(transparent)]
+    UnclearPath(#[from] UnclearPath),
+    /// A rule denies the operation.
+    #[error("rule {rule} denies {operation} at {at}")]
+    Rule {
+        rule: Arc<str>,
+        operation: Operation,
+        at: String,
+    },
+    /// No rule allows the operation.
+    #[error(
+        "no rule allows {operation} at {at} for this caller on the {listener} listener; on the server, \
+         'tunnel-server policy test' says what is allowed"
+    )]
+    NoRule {
+        operation: Operation,
+        at: String,
+        listener: Listener,
+    },
+    /// The authorization of the cluster, which a rule asks, does not allow the operation.
+    #[error("rule {rule} asks the cluster about {operation}: {reason}")]
+    Cluster {
+        rule: Arc<str>,
+        operation: Operation,
+        reason: String,
+    },
 }
 
 /// The facts about a caller that authorization uses.
@@ -171,10 +223,14 @@ pub struct AccessCaller<'a> {
     pub identity: &'a CallerIdentity,
     /// The listener of the caller's connection.
     pub listener: Listener,
+    /// Source address of the caller's connection, unless it is over a Unix socket.
+    pub source: Option<IpAddr>,
     /// The listener serves only callers with an identity.
     pub must_authenticate: bool,
     /// The caller has client-certificate delegation.
     pub has_delegation: bool,
+    /// The request has a bearer token that this server has not reviewed.
+    pub has_token: bool,
 }
 
 impl AccessCaller<'_> {
@@ -182,8 +238,10 @@ impl AccessCaller<'_> {
     pub const ANONYMOUS: Self = Self {
         identity: &CallerIdentity::Anonymous,
         listener: Listener::Http,
+        source: None,
         must_authenticate: false,
         has_delegation: false,
+        has_token: false,
     };
 
     /// Returns whether the caller has to send credentials first.
@@ -197,36 +255,133 @@ impl AccessCaller<'_> {
 pub struct Access<'a, D> {
     pub caller: AccessCaller<'a>,
     pub destination: RequestedDestination<D>,
+    pub operation: RequestedOperation<'a>,
 }
 
-/// A destination that the policy allows.
+/// How the server reaches a destination.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub enum Authorized<D> {
+pub enum Route<D> {
     /// A target that the server reaches through the agent of a node.
     Agent(AgentTarget),
     /// A target that the server dials, if the dial policy allows one of its addresses.
     Direct(D),
 }
 
-/// Returns the target of an access.
+/// An access that the policy allows.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Authorized<D> {
+    pub route: Route<D>,
+    pub operation: Operation,
+    /// The name of the rule that allows the access.
+    pub rule: Arc<str>,
+    /// The authorization of the cluster has to allow the access, too.
+    pub asks_cluster: bool,
+}
+
+/// Returns the route of an access. The settings of the ports decide first, and the rules then.
 ///
 /// # Errors
-/// Returns [`Denied`] if the caller may not reach the destination.
-pub fn authorize<D>(policy: &PortPolicy, access: Access<'_, D>) -> Result<Authorized<D>, Denied> {
-    if access.caller.needs_credentials() {
+/// Returns [`Denied`] if the caller may not reach the destination, or may not do there what it asks for.
+pub fn authorize<D>(
+    ports: &PortPolicy,
+    rules: &RuleTable,
+    access: Access<'_, D>,
+) -> Result<Authorized<D>, Denied> {
+    let caller = access.caller;
+    if caller.needs_credentials() {
         return Err(Denied::CredentialsRequired);
     }
-    match access.destination {
+    let (kind, is_kubelet, port, route) = match access.destination {
         RequestedDestination::Node(requested) => {
-            authorize_node(policy, access.caller, requested).map(Authorized::Agent)
+            let kubelet = requested.port.kubelet();
+            let target = authorize_node(ports, caller, requested)?;
+            let port = target.destination.target.port();
+            let is_kubelet = kubelet == Some(port) || is_kubelet_number(port);
+            (
+                DestinationKind::Node,
+                is_kubelet,
+                port,
+                Route::Agent(target),
+            )
         }
-        // The operator has chosen the target.
-        RequestedDestination::Configured(destination) => Ok(Authorized::Agent(AgentTarget {
-            destination,
-            keeps_host: false,
-        })),
-        RequestedDestination::Direct(direct) => Ok(Authorized::Direct(direct)),
-    }
+        RequestedDestination::Configured(destination) => {
+            let port = destination.target.port();
+            let target = AgentTarget {
+                destination,
+                keeps_host: false,
+            };
+            let is_kubelet = is_kubelet_number(port);
+            (
+                DestinationKind::Service,
+                is_kubelet,
+                port,
+                Route::Agent(target),
+            )
+        }
+        RequestedDestination::Direct(direct, port) => {
+            let is_kubelet = is_kubelet_number(port);
+            (
+                DestinationKind::Direct,
+                is_kubelet,
+                port,
+                Route::Direct(direct),
+            )
+        }
+    };
+    let node = match &route {
+        Route::Agent(target) => Some(&target.destination.node),
+        Route::Direct(_) => None,
+    };
+    let operation = access.operation.at(is_kubelet)?;
+    let facts = Facts {
+        listener: caller.listener,
+        identity: caller.identity,
+        has_delegation: caller.has_delegation,
+        has_token: caller.has_token,
+        source: caller.source,
+        kind,
+        node,
+        port,
+        is_kubelet,
+        operation,
+    };
+    let decision = rules.decide(&facts);
+    let at = || match node {
+        Some(node) => format!("{node} port {port}"),
+        None => format!("port {port} without an agent"),
+    };
+    let asks_cluster = match (decision.verdict, decision.rule) {
+        (Verdict::Allow, Some(_)) => false,
+        (Verdict::AskCluster, Some(_)) => true,
+        (Verdict::Deny, Some(rule)) => {
+            let (rule, at) = (rule.name.clone(), at());
+            return Err(Denied::Rule {
+                rule,
+                operation,
+                at,
+            });
+        }
+        (Verdict::Allow | Verdict::AskCluster | Verdict::Deny, None) => {
+            return Err(Denied::NoRule {
+                operation,
+                at: at(),
+                listener: caller.listener,
+            });
+        }
+    };
+    let rule = decision.rule.map(|rule| rule.name.clone());
+    Ok(Authorized {
+        rule: rule.unwrap_or_default(),
+        route,
+        operation,
+        asks_cluster,
+    })
+}
+
+fn is_kubelet_number(port: Port) -> bool {
+    KUBELET_PORTS
+        .iter()
+        .any(|(kubelet, _)| *kubelet == port.get())
 }
 
 /// Returns the target on a node. The settings of the ports decide, except for the kubelet's port, which the
@@ -269,6 +424,8 @@ impl Denied {
         match self {
             Self::CredentialsRequired => "credentials_required",
             Self::Port(..) => "port_denied",
+            Self::UnclearPath(_) => "unclear_path",
+            Self::Rule { .. } | Self::NoRule { .. } | Self::Cluster { .. } => "rule_denied",
         }
     }
 }

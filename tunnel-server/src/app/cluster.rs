@@ -12,6 +12,7 @@ use crate::cluster::{
 };
 use crate::config::KubeletClientCa;
 use crate::ingress::target_tls::TargetTls;
+use crate::routing::access_review::AccessReviewer;
 use crate::routing::pod_lookup::PodResolver;
 use tunnel_ca::ServingNames;
 use tunnel_ca::attestation::Attestor;
@@ -20,6 +21,8 @@ use tunnel_ca::attestation::Attestor;
 pub(super) struct ClusterServices {
     /// Resolver of pods to nodes, for the listeners.
     pub(super) pods: Option<PodResolver>,
+    /// Reviewer of callers' rights and tokens, for the listeners.
+    pub(super) reviewer: Option<AccessReviewer>,
     /// Reviewer of ServiceAccount tokens, for enrollments.
     pub(super) attestor: Option<Attestor>,
     writing: Option<WritersHandle>,
@@ -54,6 +57,7 @@ pub(super) fn start_cluster(
     // CA.
     let reviews = agents.renewals.is_some().then(Attestor::new);
     let (attestor, attestations) = reviews.unzip();
+    let (reviewer, questions) = AccessReviewer::new(Some(agents.trust.clone()));
     let inputs = ClusterInputs {
         routes: context.routes.clone(),
         records: context.records.clone(),
@@ -75,6 +79,7 @@ pub(super) fn start_cluster(
         },
         serving_names: serving_names.clone(),
         pod_lookups,
+        reviews: Some(questions),
         attestations,
         kubelet_client_ca: (config.kubelet_client_ca == KubeletClientCa::Cluster)
             .then(|| agents.trust.clone()),
@@ -86,6 +91,7 @@ pub(super) fn start_cluster(
     let writing = cluster::start(settings, cluster_handle, inputs);
     ClusterServices {
         pods: finder,
+        reviewer: Some(reviewer),
         attestor,
         writing: Some(writing),
     }

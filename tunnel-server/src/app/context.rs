@@ -29,7 +29,7 @@ use tunnel_ca::IsKnown;
 use tunnel_dns::Records;
 use tunnel_routing::destination::Destination;
 use tunnel_routing::dial_policy::LiveClusterNetworks;
-use tunnel_routing::policy::{PortSettings, SharedPortPolicy};
+use tunnel_routing::policy::{PortSettings, SharedPortPolicy, SharedRules};
 use tunnel_store::data_dir::{DataDir, DirLock};
 use tunnel_store::known_nodes::{KnownNodes, NodeMap};
 use tunnel_store::state_store::{OnDamage, StateStore};
@@ -76,6 +76,8 @@ pub(super) struct ServerContext {
     pub(super) services: Followed<Vec<Destination>>,
     /// Ports of this server's listeners over TCP.
     pub(super) own_ports: Followed<Vec<Port>>,
+    /// Who may do what.
+    pub(super) rules: SharedRules,
     /// Networks of the cluster, for the dial policy of the CONNECT listeners.
     pub(super) ranges: LiveClusterNetworks,
     /// Nodes with the labels that targets of the cloud name.
@@ -196,6 +198,7 @@ impl ServerContext {
             limits: shared_limits,
             services: Followed::default(),
             own_ports: Followed::default(),
+            rules: SharedRules::new(config.policy.table.clone()),
             ranges: LiveClusterNetworks::default(),
             labeled_nodes,
             drivers: TaskTracker::new(),

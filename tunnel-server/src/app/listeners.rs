@@ -5,19 +5,19 @@ use std::sync::Arc;
 use tokio::net::TcpListener;
 use tunnel_process::conn_limiter::ConnLimiter;
 
+use super::cluster::ClusterServices;
 use super::context::ServerContext;
 use crate::config::Capacity;
 use crate::ingress::client_auth::DelegationPolicy;
 use crate::ingress::head_memory::HeadMemory;
 use crate::ingress::target_tls::TargetTls;
 use crate::ingress::{IngressContext, ListenerKind};
-use crate::routing::pod_lookup::PodResolver;
 
 /// Starts the listeners. Returns the state that they share with the CONNECT listeners.
 pub(super) fn start(
     listeners: Vec<(TcpListener, ListenerKind)>,
     targets: Arc<TargetTls>,
-    pods: Option<PodResolver>,
+    cluster: &ClusterServices,
     capacity: Capacity,
     context: &ServerContext,
 ) -> Arc<IngressContext> {
@@ -26,7 +26,9 @@ pub(super) fn start(
         routes: context.routes.clone(),
         routing: context.routing(),
         policy: context.policy.clone(),
-        pods,
+        rules: context.rules.clone(),
+        pods: cluster.pods.clone(),
+        reviewer: cluster.reviewer.clone(),
         targets,
         delegation_callers: DelegationPolicy::named(config.targets.delegation_callers.clone())
             .into(),

@@ -110,6 +110,8 @@ pub(super) enum Condition {
     ServingNames,
     /// The permission to get Pods.
     PodLookup,
+    /// Reviews of callers' rights and tokens.
+    AccessReview,
     ServiceRanges,
     /// Endpoints of the servers' headless Service that are ignored.
     PeerEndpoints,
@@ -149,6 +151,7 @@ impl Condition {
             Self::Tokens => "tokens",
             Self::ServingNames => "serving names",
             Self::PodLookup => "pod lookup",
+            Self::AccessReview => "access review",
             Self::ServiceRanges => "service ranges",
             Self::PeerEndpoints => "peer endpoints",
         }

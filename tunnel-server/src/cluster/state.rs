@@ -329,6 +329,8 @@ mod tests {
                         scheme: None,
                         class: TargetClass::Node,
                         listeners: Listener::Connect.into(),
+                        names_connect: true,
+                        operations: None,
                     },
                 )]),
             },

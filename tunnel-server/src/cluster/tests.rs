@@ -78,6 +78,7 @@ fn fixture(data: &DataDir, nodes: &[Value]) -> Fixture {
         },
         serving_names: ServingNames::new(Vec::new(), Vec::new()),
         pod_lookups: Some(pod_lookups),
+        reviews: None,
         attestations: None,
         kubelet_client_ca: None,
         ranges: None,

@@ -3,7 +3,6 @@
 
 use std::time::{Duration, SystemTime};
 
-use k8s_openapi::ByteString;
 use k8s_openapi::api::authentication::v1::{TokenReview, TokenReviewSpec, TokenReviewStatus};
 use k8s_openapi::api::core::v1::Pod;
 use kube::api::PostParams;
@@ -18,6 +17,7 @@ use tunnel_proto::wire::name::NodeName;
 
 use super::failure::{ApiError, ApiErrorKind};
 use crate::config::AgentTokens;
+use crate::routing::access_review::token_payload;
 use tunnel_ca::attestation::{AttestError, AttestedToken, ServiceAccountToken, TokenReviewRequest};
 
 /// Maximum number of tokens that are reviewed concurrently. Further tokens wait.
@@ -221,22 +221,8 @@ struct TokenClaims {
 }
 
 impl TokenClaims {
-    /// Parses the payload, the second of the three parts of a JSON web token (RFC 7519, section 3).
     fn of(token: &ServiceAccountToken) -> Option<Self> {
-        let mut parts = token.reveal().split('.');
-        let (Some(_), Some(payload), Some(_), None) =
-            (parts.next(), parts.next(), parts.next(), parts.next())
-        else {
-            return None;
-        };
-        // The payload is base64url without padding (RFC 7515, section 2). The decoder expects
-        // padded base64.
-        let mut plain = payload.replace('-', "+").replace('_', "/");
-        while !plain.len().is_multiple_of(4) {
-            plain.push('=');
-        }
-        let bytes: ByteString = serde_json::from_value(plain.into()).ok()?;
-        serde_json::from_slice(&bytes.0).ok()
+        serde_json::from_slice(&token_payload(token.reveal())?).ok()
     }
 
     fn issued(&self) -> SystemTime {

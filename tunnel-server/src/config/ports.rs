@@ -7,6 +7,7 @@ use tunnel_proto::wire::name::Port;
 
 use super::{RawConfig, RawPort};
 use tunnel_routing::destination::Scheme;
+use tunnel_routing::operation::{Operation, OperationSet};
 use tunnel_routing::policy::{Listener, ListenerSet, PortEntry, PortLists, PortSettings};
 
 /// Default ports that agents dial on their loopback.
@@ -55,7 +56,7 @@ fn check_entry(setting: &str, raw: &RawPort, errors: &mut ConfigErrors) -> Optio
     let class = raw.class.as_deref().map(str::parse).transpose();
     let class = errors.ok_or_record(&key("class"), class);
     let listeners = raw.listeners.as_ref().map(|names| {
-        let listeners = errors.parse_list(&key("listeners"), names, str::parse::<Listener>);
+        let listeners = errors.parse_list(&key("listeners"), names, parse_listener);
         if names.is_empty() {
             errors.add(
                 &key("listeners"),
@@ -64,11 +65,36 @@ fn check_entry(setting: &str, raw: &RawPort, errors: &mut ConfigErrors) -> Optio
         }
         listeners.into_iter().collect()
     });
+    let operations = raw.operations.as_ref().map(|names| {
+        let parse = |name: &str| {
+            let parsed: Result<OperationSet, _> = name.parse();
+            parsed.map_err(|error| format!("{name:?} {error}"))
+        };
+        let sets = errors.parse_list(&key("operations"), names, parse);
+        let operations = sets
+            .into_iter()
+            .fold(OperationSet::default(), OperationSet::union);
+        if operations.contains(Operation::Connect) {
+            errors.add(
+                &key("operations"),
+                "connect is not one; name the listener connect (listeners)",
+            );
+        }
+        operations
+    });
     Some(PortEntry {
         scheme: scheme?,
         class: class?.unwrap_or_default(),
-        listeners: listeners.unwrap_or(ListenerSet::ALL),
+        names_connect: listeners.is_some_and(|set: ListenerSet| set.contains(Listener::Connect)),
+        listeners: listeners.unwrap_or(ListenerSet::OF_PORTS),
+        operations,
     })
+}
+
+fn parse_listener(text: &str) -> Result<Listener, String> {
+    let listener = text.parse().ok();
+    let listener = listener.filter(|listener| ListenerSet::OF_PORTS.contains(*listener));
+    listener.ok_or_else(|| format!("{text:?} is not a listener; use {}", ListenerSet::OF_PORTS))
 }
 
 fn parse_scheme(text: &str) -> Result<Scheme, String> {

@@ -1,5 +1,7 @@
 //! Raw settings: flags, environment variables and the YAML file, before any check.
 
+use std::collections::BTreeMap;
+
 use serde::{Deserialize, Serialize};
 use tunnel_process::yaml;
 
@@ -378,6 +380,17 @@ tunnel_process::layered! {
         /// [default: 1]
         #[arg(long, value_name = "COUNT", env = "TUNNEL_SERVER_ACCESS_LOG_SAMPLE", help_heading = "Process")]
         pub access_log_sample: Option<String>,
+        /// Defaults of another program: "yurt-tunnel" opens all that callers could do through
+        /// yurt-tunnel-server at the listed ports, without regard to who calls. For a migration; the server
+        /// warns at each start [default: none]
+        #[arg(long, value_name = "PROGRAM", env = "TUNNEL_SERVER_COMPAT", help_heading = "Ports of nodes")]
+        pub compat: Option<String>,
+        /// Names for callers, YAML only.
+        #[arg(skip)]
+        pub callers: Option<BTreeMap<String, RawCaller>>,
+        /// Rules that say who may do what, YAML only. They replace the rules that hold without a file.
+        #[arg(skip)]
+        pub rules: Option<Vec<RawRule>>,
         /// Ports of the nodes that callers may reach, in addition to the lists, YAML only.
         #[arg(skip)]
         pub ports: Vec<RawPort>,
@@ -417,6 +430,46 @@ tunnel_process::layered! {
     }
 }
 
+/// A caller in its raw form: exactly one of the fields.
+#[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "camelCase", deny_unknown_fields, default)]
+pub struct RawCaller {
+    /// Common name of a client certificate of --client-ca.
+    pub certificate: Option<String>,
+    /// `NAMESPACE/NAME` of the ServiceAccount of a bearer token, which the cluster reviews.
+    pub service_account: Option<String>,
+    /// User of --connect-auth.
+    pub user: Option<String>,
+    /// Number of the user at the other end of --connect-uds.
+    pub uid: Option<String>,
+    /// Network of the source addresses of TCP connections. Behind kube-proxy the source can be a node.
+    pub network: Option<String>,
+}
+
+/// A rule in its raw form. A list that is left out means all.
+#[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "camelCase", deny_unknown_fields)]
+pub struct RawRule {
+    /// Name in refusals and logs.
+    pub name: String,
+    /// `allow` (default) or `deny`. A deny wins over every allow.
+    pub effect: Option<String>,
+    /// Names of `callers`, or anonymous, authenticated, delegation, token, certificate.
+    pub callers: Option<Vec<String>>,
+    /// Operations, or shell and observe. A rule with operations never allows bytes.
+    pub operations: Option<Vec<String>>,
+    /// Ports and ranges; `kubelet` is the port of the node's kubelet.
+    pub ports: Option<Vec<String>>,
+    /// Listeners, of http, https, connect, unix and service.
+    pub listeners: Option<Vec<String>>,
+    /// Kinds of destinations, of node, service and direct.
+    pub destinations: Option<Vec<String>>,
+    /// Names of nodes, in which one `*` stands for any text.
+    pub nodes: Option<Vec<String>>,
+    /// `kubernetes`: the cluster's authorization decides, where no other rule does.
+    pub authorize: Option<String>,
+}
+
 /// A port of the nodes in its raw form. It replaces what the lists and `connectPorts` say about the
 /// port.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
@@ -431,6 +484,9 @@ pub struct RawPort {
     pub class: Option<String>,
     /// Listeners that accept the port, of `http`, `https` and `connect`. All by default.
     pub listeners: Option<Vec<String>>,
+    /// What callers may do at the port without a rule, in addition to reading: `read`, `write` and
+    /// `upgrade`, or operations of a kubelet.
+    pub operations: Option<Vec<String>>,
 }
 
 /// A TCP service in its raw form.

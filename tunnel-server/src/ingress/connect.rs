@@ -20,7 +20,8 @@ use super::http::caller::Caller;
 use super::http::exchange::{Exchange, Forwarded, ForwardedBody};
 use super::http::headers::trace_parent;
 use super::outcome::Outcome;
-use super::peer::CallerIdentity;
+use super::peer::{CallerAddr, CallerIdentity};
+use tunnel_routing::operation::RequestedOperation;
 use tunnel_routing::policy::{AccessCaller, Denied, Listener};
 
 mod admin;
@@ -43,7 +44,7 @@ impl ConnectProxy {
         caller: &Caller,
         request: &Request<Incoming>,
     ) -> Result<CallerIdentity, ProxyError> {
-        let access = self.access(&caller.identity, caller.has_delegation);
+        let access = self.access(&caller.identity, caller.peer, caller.has_delegation);
         let passwords = self.passwords.as_ref();
         let Some(passwords) = passwords.filter(|_| access.needs_credentials()) else {
             return Ok(caller.identity.clone());
@@ -64,10 +65,18 @@ impl ConnectProxy {
         admitted.map(CallerIdentity::User).map_err(refused)
     }
 
-    fn access<'a>(&self, identity: &'a CallerIdentity, has_delegation: bool) -> AccessCaller<'a> {
+    fn access<'a>(
+        &self,
+        identity: &'a CallerIdentity,
+        peer: CallerAddr,
+        has_delegation: bool,
+    ) -> AccessCaller<'a> {
+        let source = peer.tcp_source();
         AccessCaller {
             identity,
-            listener: Listener::Connect,
+            listener: source.map_or(Listener::Unix, |_| Listener::Connect),
+            source,
+            has_token: false,
             must_authenticate: self.passwords.is_some(),
             has_delegation,
         }
@@ -108,11 +117,13 @@ pub(super) async fn forward(
     let key = caller.peer.key(&name);
     let proxy_request = ProxyRequest::of(request.method(), request.uri(), request.headers())?;
     let access = IngressRequest {
-        caller: proxy.access(&name, caller.has_delegation),
+        caller: proxy.access(&name, caller.peer, caller.has_delegation),
         target: IngressTarget::Proxy {
             request: &proxy_request,
             dialer: &proxy.direct,
         },
+        cluster_user: None,
+        operation: RequestedOperation::of(&request),
     };
     let route = route(&caller.ingress, access, access_log).await?;
     match proxy_request.kind {

@@ -20,10 +20,11 @@ use super::target_tls::TargetTls;
 use crate::config::SharedLimits;
 use crate::metrics::Metrics;
 use crate::routing::Routing;
+use crate::routing::access_review::{AccessReviewer, ClusterUser};
 use crate::routing::pod_lookup::PodResolver;
 use crate::routing::routes::Routes;
 use tunnel_routing::destination::Scheme;
-use tunnel_routing::policy::{Listener, SharedPortPolicy};
+use tunnel_routing::policy::{Listener, SharedPortPolicy, SharedRules};
 
 /// State that all listeners share.
 #[derive(Debug, Clone)]
@@ -33,8 +34,12 @@ pub struct IngressContext {
     pub routing: Routing,
     /// Ports that callers may reach.
     pub policy: SharedPortPolicy,
+    /// Who may do what.
+    pub rules: SharedRules,
     /// Looks up the node of a Pod, for callers with delegation. Set only in a cluster.
     pub pods: Option<PodResolver>,
+    /// Asks the cluster about callers. Set only in a cluster.
+    pub reviewer: Option<AccessReviewer>,
     /// TLS configuration for connections to https targets.
     pub targets: Arc<TargetTls>,
     pub delegation_callers: Followed<DelegationPolicy>,
@@ -110,4 +115,6 @@ pub(super) struct CallerConn {
     pub(super) server_name: Option<NodeName>,
     /// Reason why the caller's certificate is not a caller certificate.
     pub(super) certificate_error: Option<CallerError>,
+    /// The user of the cluster whose certificate the caller has.
+    pub(super) cluster_user: Option<Arc<ClusterUser>>,
 }

@@ -2,6 +2,7 @@
 //! exchange. Each listener turns its bytes into an [`IngressRequest`], and the entry in the access
 //! log that it begins is written when the response or the stream ends.
 
+use std::net::Ipv6Addr;
 use std::sync::Arc;
 
 use http::Request;
@@ -12,6 +13,7 @@ use tunnel_process::host::is_own_address;
 use tunnel_proto::egress::TargetSocket;
 use tunnel_proto::relay::{Cut, PollCut, RelayEnd, RelaySide};
 use tunnel_proto::transport::{StreamCut, find_cause};
+use tunnel_proto::wire::header::one_line;
 
 use super::access_log::{AccessLog, ExchangeGuard};
 use super::caller_stream::{abort_behind, discard_input};
@@ -22,6 +24,7 @@ use super::http::exchange::{Exchange, Forwarded, forward_direct};
 use super::http::upstream::{accepted, stream_request};
 use super::outcome::Outcome;
 use super::tunnel::Tunnel;
+use crate::routing::access_review::ClusterUser;
 use crate::routing::attempts::Attempts;
 use crate::routing::registry::{CallerKey, OpenError};
 use crate::routing::{Attempt, Failed, OpenStream};
@@ -30,13 +33,17 @@ use tunnel_routing::decision::proxy::ProxyRequest;
 use tunnel_routing::decision::{DecisionError, RequestFacts, decide};
 use tunnel_routing::destination::{Destination, DialTarget, RequestedDestination, RequestedNode};
 use tunnel_routing::dial_policy::AddressClaims;
-use tunnel_routing::policy::{Access, AccessCaller, Authorized, authorize};
+use tunnel_routing::operation::RequestedOperation;
+use tunnel_routing::policy::{Access, AccessCaller, Authorized, Denied, Route, authorize};
 
 /// A request of a caller, as its listener has read it.
 #[derive(Debug)]
 pub(super) struct IngressRequest<'a> {
     pub(super) caller: AccessCaller<'a>,
     pub(super) target: IngressTarget<'a>,
+    pub(super) operation: RequestedOperation<'a>,
+    /// The caller as a user of the cluster, if the cluster has verified who it is.
+    pub(super) cluster_user: Option<&'a Arc<ClusterUser>>,
 }
 
 /// The part of a request that names its target.
@@ -53,9 +60,6 @@ pub(super) enum IngressTarget<'a> {
     },
     TcpService(&'a Destination),
 }
-
-/// The route of a request that the policy allows.
-pub(super) type Route = Authorized<DirectRoute>;
 
 /// A route to a target that the server dials.
 #[derive(Debug)]
@@ -85,7 +89,7 @@ pub(super) async fn route(
     ingress: &IngressContext,
     request: IngressRequest<'_>,
     access_log: &mut AccessLog,
-) -> Result<Route, ProxyError> {
+) -> Result<Route<DirectRoute>, ProxyError> {
     if !ingress.routes.are_known() {
         return Err(ProxyError::new(Outcome::Starting, STARTING));
     }
@@ -98,15 +102,63 @@ pub(super) async fn route(
         RequestedDestination::Configured(destination) => {
             access_log.requested(&destination.node, destination.target.port());
         }
-        RequestedDestination::Direct(direct) => {
-            access_log.direct(&direct.request.to_string(), direct.request.port);
+        RequestedDestination::Direct(direct, port) => {
+            access_log.direct(&direct.request.to_string(), *port);
         }
     }
     let access = Access {
         caller: request.caller,
         destination,
+        operation: request.operation,
     };
-    Ok(authorize(&ingress.policy.load(), access)?)
+    let authorized = authorize(&ingress.policy.load(), &ingress.rules.load(), access)?;
+    if authorized.asks_cluster {
+        ask_cluster(ingress, &request, &authorized).await?;
+    }
+    Ok(authorized.route)
+}
+
+/// Asks the authorization of the cluster about an access.
+async fn ask_cluster(
+    ingress: &IngressContext,
+    request: &IngressRequest<'_>,
+    authorized: &Authorized<DirectRoute>,
+) -> Result<(), Denied> {
+    let operation = authorized.operation;
+    let denied = |reason: String| Denied::Cluster {
+        rule: authorized.rule.clone(),
+        operation,
+        reason,
+    };
+    let (RequestedOperation::Http { method, .. }, Route::Agent(target)) =
+        (request.operation, &authorized.route)
+    else {
+        return Err(denied(
+            "it has rights for requests at nodes alone".to_owned(),
+        ));
+    };
+    let (Some(reviewer), Some(user)) = (&ingress.reviewer, request.cluster_user) else {
+        let text = "it knows callers with a certificate of its client CA, and reviewed ServiceAccount tokens that \
+                    callers names";
+        return Err(denied(text.to_owned()));
+    };
+    let node = &target.destination.node;
+    let source = request
+        .caller
+        .source
+        .unwrap_or(Ipv6Addr::UNSPECIFIED.into());
+    match reviewer.allows(user, node, operation, method, source).await {
+        Ok(true) => Ok(()),
+        Ok(false) => {
+            let verb = operation.verb(method).unwrap_or("no verb");
+            let subresources = operation.subresources().join(" nor nodes/");
+            let name = one_line(&user.name);
+            Err(denied(format!(
+                "{name} may not {verb} nodes/{subresources} of {node}"
+            )))
+        }
+        Err(error) => Err(denied(error.to_string())),
+    }
 }
 
 /// The answer of every listener while any other one could be wrong: an unknown name may be that of a
@@ -196,7 +248,7 @@ impl DirectRoute {
 /// Returns a [`ProxyError`] with the response for the caller.
 pub(super) async fn forward(
     exchange: &Exchange<'_>,
-    route: Route,
+    route: Route<DirectRoute>,
     request: Request<Incoming>,
     access_log: &mut AccessLog,
 ) -> Result<Forwarded, ProxyError> {
@@ -220,7 +272,7 @@ pub(super) async fn forward(
 /// Returns a [`ProxyError`] with the response for the caller.
 pub(super) async fn open_tunnel(
     ingress: &IngressContext,
-    route: Route,
+    route: Route<DirectRoute>,
     params: TunnelParams<'_>,
     access_log: &mut AccessLog,
 ) -> Result<Tunnel, ProxyError> {

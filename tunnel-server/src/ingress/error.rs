@@ -165,7 +165,11 @@ impl From<Denied> for ProxyError {
     fn from(denied: Denied) -> Self {
         let outcome = match denied {
             Denied::CredentialsRequired => Outcome::ProxyAuth,
-            Denied::Port(..) => Outcome::RefusedByPolicy,
+            Denied::UnclearPath(_) => Outcome::BadRequest,
+            Denied::Port(..)
+            | Denied::Rule { .. }
+            | Denied::NoRule { .. }
+            | Denied::Cluster { .. } => Outcome::RefusedByPolicy,
         };
         Self::new(outcome, denied.to_string())
     }

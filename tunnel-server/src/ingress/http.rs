@@ -22,7 +22,7 @@ use std::task::Poll;
 use std::time::Duration;
 
 use futures_util::FutureExt;
-use http::{HeaderValue, Method, Request, Response, StatusCode};
+use http::{HeaderMap, HeaderValue, Method, Request, Response, StatusCode};
 use hyper::body::{Body as _, Incoming};
 use hyper::server::conn::http1::{Builder, Parts};
 use hyper::service::service_fn;
@@ -49,7 +49,7 @@ use crate::ingress::http::caller::{Caller, CallerUpgrade};
 use crate::ingress::http::exchange::{Exchange, Forwarded, ForwardedBody};
 use crate::ingress::http::head_check::size::{CONNECTION_FIELDS, HeadLimits};
 use crate::ingress::http::head_check::{BodyFraming, HeadError};
-use crate::ingress::http::headers::{close_unless_upgraded, requested_upgrade};
+use crate::ingress::http::headers::{bearer_token, close_unless_upgraded, requested_upgrade};
 use crate::ingress::http::large_head::{LargeHead, LargeHeadEnd};
 use crate::ingress::http::response::ResponseBody;
 use crate::ingress::http::timeouts::{
@@ -57,10 +57,13 @@ use crate::ingress::http::timeouts::{
 };
 use crate::ingress::http::upstream::{TargetIo, UpstreamPool};
 use crate::ingress::outcome::Outcome;
+use crate::ingress::peer::CallerIdentity;
 use crate::ingress::tunnel::Tunnel;
+use crate::routing::access_review::{ClusterUser, account_name, claimed_account};
 use tunnel_routing::decision::RequestFacts;
 use tunnel_routing::decision::delegated::DelegatedRequest;
 use tunnel_routing::destination::Scheme;
+use tunnel_routing::operation::RequestedOperation;
 use tunnel_routing::pod::KubeletPath;
 use tunnel_routing::policy::AccessCaller;
 
@@ -87,6 +90,7 @@ pub(super) async fn serve<S>(
         has_delegation,
         server_name,
         certificate_error,
+        cluster_user,
     } = conn;
     let limits = ingress.limits.load();
     let timeout_config = TimeoutConfig {
@@ -111,6 +115,7 @@ pub(super) async fn serve<S>(
         has_delegation,
         server_name,
         certificate_error,
+        cluster_user,
         credentials: Mutex::default(),
     });
     let mut large_head = None;
@@ -586,22 +591,56 @@ impl Caller {
         upgrade: Option<&HeaderValue>,
         access_log: &mut AccessLog,
     ) -> Result<Forwarded, ProxyError> {
+        let token_user = self.token_user(request.headers()).await?;
+        let account = token_user.as_ref();
+        let account = account.and_then(|user| account_name(&user.name));
+        let account = account.map(|account| CallerIdentity::ServiceAccount(account.into()));
+        let identity = account.as_ref().unwrap_or(&self.identity);
+        if account.is_some() {
+            access_log.caller(identity);
+        }
         let access = IngressRequest {
             caller: AccessCaller {
-                identity: &self.identity,
+                identity,
                 listener: self.listener.kind(),
+                source: self.peer.tcp_source(),
                 must_authenticate: false,
                 has_delegation: self.has_delegation,
+                has_token: account.is_none() && bearer_token(request.headers()).is_some(),
             },
+            cluster_user: token_user.as_ref().or(self.cluster_user.as_ref()),
             target: self.target(&request),
+            operation: RequestedOperation::of(&request),
         };
         let route = route(&self.ingress, access, access_log).await?;
         let exchange = Exchange {
             caller: self,
-            key: &self.peer.key(&self.identity),
+            key: &self.peer.key(identity),
             upgrade,
         };
         dispatch::forward(&exchange, route, request, access_log).await
+    }
+
+    /// Returns the user of a request's bearer token, if a rule names its account and the cluster accepts it.
+    /// The token passes on to the target in any case.
+    async fn token_user(
+        &self,
+        headers: &HeaderMap,
+    ) -> Result<Option<Arc<ClusterUser>>, ProxyError> {
+        let (Some(token), Some(reviewer)) = (bearer_token(headers), &self.ingress.reviewer) else {
+            return Ok(None);
+        };
+        let is_named = |account: String| self.ingress.rules.load().names_account(&account);
+        if self.identity != CallerIdentity::Anonymous
+            || !claimed_account(token).is_some_and(is_named)
+        {
+            return Ok(None);
+        }
+        let reviewed = reviewer.user_of(token, self.peer.source()).await;
+        reviewed.map_err(|error| {
+            let text = format!("the bearer token cannot be reviewed: {error}");
+            ProxyError::new(Outcome::RefusedByPolicy, text)
+        })
     }
 
     fn target<'a>(&'a self, request: &'a Request<Incoming>) -> IngressTarget<'a> {

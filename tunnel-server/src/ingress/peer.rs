@@ -29,12 +29,23 @@ impl CallerAddr {
         }
     }
 
+    /// Returns the source address of a TCP connection.
+    pub fn tcp_source(self) -> Option<IpAddr> {
+        match self {
+            Self::Tcp(address) => Some(address.ip()),
+            Self::Unix => None,
+        }
+    }
+
     /// Returns the key that counts the streams of the caller with this identity.
     pub fn key(self, identity: &CallerIdentity) -> CallerKey {
         match identity {
             CallerIdentity::Anonymous => CallerKey::Source(source(self.source())),
             CallerIdentity::Certificate(name) => CallerKey::Certificate(name.clone()),
             CallerIdentity::User(name) => CallerKey::User(name.clone()),
+            CallerIdentity::ServiceAccount(name) => {
+                CallerKey::User(format!("system:serviceaccount:{name}").into())
+            }
             CallerIdentity::Uid(uid) => CallerKey::Local(Some(*uid)),
         }
     }

@@ -16,7 +16,8 @@ use super::error::ProxyError;
 use super::peer::CallerAddr;
 use super::tunnel::Tunnel;
 use tunnel_routing::destination::TcpService;
-use tunnel_routing::policy::AccessCaller;
+use tunnel_routing::operation::RequestedOperation;
+use tunnel_routing::policy::{AccessCaller, Listener};
 
 /// Forwards one connection. If anything fails before or after the first byte, the caller receives a
 /// TCP reset and never a clean end. The access log contains the reason.
@@ -57,10 +58,16 @@ async fn open(
     peer: SocketAddr,
     access_log: &mut AccessLog,
 ) -> Result<Tunnel, ProxyError> {
-    let caller = AccessCaller::ANONYMOUS;
+    let caller = AccessCaller {
+        listener: Listener::Service,
+        source: Some(peer.ip()),
+        ..AccessCaller::ANONYMOUS
+    };
     let request = IngressRequest {
         caller,
         target: IngressTarget::TcpService(&service.destination),
+        cluster_user: None,
+        operation: RequestedOperation::Connect,
     };
     let route = route(ingress, request, access_log).await?;
     let params = TunnelParams {

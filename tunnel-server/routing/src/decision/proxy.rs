@@ -107,9 +107,8 @@ impl ProxyRequest {
         has_agent: impl Fn(&NodeName) -> bool,
     ) -> Result<RequestedDestination<DialTarget>, DecisionError> {
         let direct = |addresses| {
-            Ok(RequestedDestination::Direct(DialTarget::Addresses(
-                addresses,
-            )))
+            let target = DialTarget::Addresses(addresses);
+            Ok(RequestedDestination::Direct(target, self.port))
         };
         let node = match &self.host {
             Host::Name(name) => match routes.known_by_name(name) {
@@ -122,7 +121,10 @@ impl ProxyRequest {
                     name
                 }
                 Err(RouteError::UnknownName(name)) if name.is_host_name() => {
-                    return Ok(RequestedDestination::Direct(DialTarget::Name(name)));
+                    return Ok(RequestedDestination::Direct(
+                        DialTarget::Name(name),
+                        self.port,
+                    ));
                 }
                 Err(
                     error @ (RouteError::UnknownName(_)

@@ -1,6 +1,7 @@
 //! The identity of a caller.
 
 use std::fmt;
+use std::str::FromStr;
 use std::sync::Arc;
 
 /// The identity that a caller has proved.
@@ -14,6 +15,8 @@ pub enum CallerIdentity {
     Certificate(Arc<str>),
     /// The caller has sent a user name with its password.
     User(Arc<str>),
+    /// The cluster has reviewed the bearer token of this ServiceAccount, `NAMESPACE/NAME`.
+    ServiceAccount(Arc<str>),
     /// The caller's process runs as this user at the other end of a Unix socket.
     Uid(u32),
 }
@@ -24,7 +27,33 @@ impl fmt::Display for CallerIdentity {
             Self::Anonymous => Ok(()),
             Self::Certificate(name) => write!(formatter, "certificate:{name}"),
             Self::User(name) => write!(formatter, "user:{name}"),
+            Self::ServiceAccount(name) => write!(formatter, "serviceaccount:{name}"),
             Self::Uid(uid) => write!(formatter, "uid:{uid}"),
+        }
+    }
+}
+
+/// A text is not the identity of a caller.
+#[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
+#[error(
+    "{0:?} is no caller; use anonymous, certificate:NAME, user:NAME, uid:NUMBER or serviceaccount:NAMESPACE/NAME"
+)]
+pub struct CallerIdentityError(String);
+
+impl FromStr for CallerIdentity {
+    type Err = CallerIdentityError;
+
+    fn from_str(text: &str) -> Result<Self, CallerIdentityError> {
+        let unknown = || CallerIdentityError(text.to_owned());
+        if text == "anonymous" {
+            return Ok(Self::Anonymous);
+        }
+        match text.split_once(':').ok_or_else(unknown)? {
+            ("certificate", name) => Ok(Self::Certificate(name.into())),
+            ("user", name) => Ok(Self::User(name.into())),
+            ("serviceaccount", name) => Ok(Self::ServiceAccount(name.into())),
+            ("uid", uid) => uid.parse().map(Self::Uid).map_err(|_syntax| unknown()),
+            _ => Err(unknown()),
         }
     }
 }

@@ -2,37 +2,19 @@
 //! agents dial it, and the listeners on which callers may name it.
 
 use std::collections::BTreeMap;
-use std::fmt;
 use std::str::FromStr;
 
 use tunnel_proto::wire::header::Target;
 use tunnel_proto::wire::name::Port;
 use tunnel_proto::wire::ports::PortSet;
 
+use super::defaults::DefaultPorts;
+use super::listener::{Listener, ListenerSet};
 use crate::destination::Scheme;
+use crate::operation::OperationSet;
 
 /// Ports of the kubelet, TLS and plain read-only. Both are in every table.
 pub const KUBELET_PORTS: [(u16, Scheme); 2] = [(10250, Scheme::Https), (10255, Scheme::Http)];
-
-/// A kind of listener on which a caller may name a port of a node.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Listener {
-    /// The HTTP listener, and the extra ports with plain HTTP targets.
-    Http,
-    /// The HTTPS listener, and the extra ports with https targets.
-    Https,
-    /// The CONNECT listeners, and `tunnel-server connect`.
-    Connect,
-}
-
-/// Reason why a text is not the name of a listener.
-#[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
-#[error("{0:?} is not a listener; use http, https or connect")]
-pub struct ListenerError(String);
-
-/// A set of listeners.
-#[derive(Clone, Copy, Default, PartialEq, Eq)]
-pub struct ListenerSet(u8);
 
 /// The address of a node at which agents dial a port.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
@@ -58,6 +40,10 @@ pub struct PortEntry {
     pub class: TargetClass,
     /// The listeners on which callers may name the port.
     pub listeners: ListenerSet,
+    /// The settings name the CONNECT listener for the port, so that bytes may pass without a rule.
+    pub names_connect: bool,
+    /// What callers may do at the port without a rule, in addition to reading.
+    pub operations: Option<OperationSet>,
 }
 
 /// The lists of ports, as of the flags or of the ConfigMap that replaces them.
@@ -111,9 +97,24 @@ impl PortSettings {
             listeners: if is_connect_only {
                 Listener::Connect.into()
             } else {
-                ListenerSet::ALL
+                ListenerSet::OF_PORTS
             },
+            names_connect: is_connect_only,
+            operations: None,
         })
+    }
+
+    /// Returns what the settings add to the rules that hold without a file.
+    pub fn default_ports(&self, has_direct_list: bool) -> DefaultPorts {
+        let named = self.named.iter();
+        let connect = named.clone().filter(|(_, entry)| entry.names_connect);
+        let connect = PortSet::of(connect.map(|(port, _)| *port));
+        let operations = named.filter_map(|(port, entry)| Some((*port, entry.operations?)));
+        DefaultPorts {
+            connect: connect.union(&self.connect),
+            operations: operations.collect(),
+            has_direct_list,
+        }
     }
 
     /// Returns the ports on which the server may listen, without those of the kubelet, by number.
@@ -159,82 +160,5 @@ impl FromStr for TargetClass {
             "loopback" => Ok(Self::Loopback),
             _ => Err(TargetClassError(text.to_owned())),
         }
-    }
-}
-
-impl Listener {
-    /// All kinds, in the order in which they are shown.
-    pub(super) const ALL: [Self; 3] = [Self::Http, Self::Https, Self::Connect];
-
-    fn name(self) -> &'static str {
-        match self {
-            Self::Http => "http",
-            Self::Https => "https",
-            Self::Connect => "connect",
-        }
-    }
-}
-
-impl fmt::Display for Listener {
-    fn fmt(&self, formatter: &mut fmt::Formatter<'_>) -> fmt::Result {
-        formatter.write_str(self.name())
-    }
-}
-
-impl FromStr for Listener {
-    type Err = ListenerError;
-
-    fn from_str(text: &str) -> Result<Self, ListenerError> {
-        let known = Self::ALL.into_iter().find(|known| known.name() == text);
-        known.ok_or_else(|| ListenerError(text.to_owned()))
-    }
-}
-
-impl From<Scheme> for Listener {
-    fn from(scheme: Scheme) -> Self {
-        match scheme {
-            Scheme::Http => Self::Http,
-            Scheme::Https => Self::Https,
-        }
-    }
-}
-
-impl ListenerSet {
-    /// All listeners.
-    pub const ALL: Self = Self(0b111);
-
-    pub fn contains(self, listener: Listener) -> bool {
-        self.0 & Self::from(listener).0 != 0
-    }
-}
-
-impl From<Listener> for ListenerSet {
-    fn from(listener: Listener) -> Self {
-        Self(1 << listener as u8)
-    }
-}
-
-impl FromIterator<Listener> for ListenerSet {
-    fn from_iter<T: IntoIterator<Item = Listener>>(listeners: T) -> Self {
-        let listeners = listeners.into_iter().map(Self::from);
-        Self(listeners.fold(0, |bits, listener| bits | listener.0))
-    }
-}
-
-impl fmt::Display for ListenerSet {
-    fn fmt(&self, formatter: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let listeners = Listener::ALL.into_iter();
-        let listeners = listeners.filter(|listener| self.contains(*listener));
-        for (index, listener) in listeners.enumerate() {
-            let comma = if index == 0 { "" } else { ", " };
-            write!(formatter, "{comma}{listener}")?;
-        }
-        Ok(())
-    }
-}
-
-impl fmt::Debug for ListenerSet {
-    fn fmt(&self, formatter: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(formatter, "{{{self}}}")
     }
 }

@@ -20,13 +20,15 @@ fn answer(caller: AccessCaller<'_>, destination: RequestedDestination<()>) -> St
     let access = Access {
         caller,
         destination,
+        operation: RequestedOperation::Connect,
     };
-    match authorize(&policy(), access) {
-        Ok(Authorized::Agent(target)) if target.keeps_host => {
+    let authorized = authorize(&policy(), &RuleTable::yurt_tunnel(), access);
+    match authorized.map(|authorized| authorized.route) {
+        Ok(Route::Agent(target)) if target.keeps_host => {
             format!("{}, Host", target.destination)
         }
-        Ok(Authorized::Agent(target)) => target.destination.to_string(),
-        Ok(Authorized::Direct(())) => "direct".to_owned(),
+        Ok(Route::Agent(target)) => target.destination.to_string(),
+        Ok(Route::Direct(())) => "direct".to_owned(),
         Err(denied) => denied.kind().to_owned(),
     }
 }
@@ -85,7 +87,10 @@ fn lists_are_not_asked_for_configured_and_direct_targets() {
         target: Target::Node(port(22)),
     });
     assert_eq!(answer(caller, configured), "worker-1 node:22");
-    assert_eq!(answer(caller, RequestedDestination::Direct(())), "direct");
+    assert_eq!(
+        answer(caller, RequestedDestination::Direct((), port(443))),
+        "direct"
+    );
 }
 
 #[test]
@@ -117,6 +122,8 @@ fn settings() -> PortSettings {
         scheme,
         class,
         listeners: listeners.iter().copied().collect(),
+        names_connect: false,
+        operations: None,
     };
     let both = [Listener::Http, Listener::Https];
     PortSettings {

@@ -122,11 +122,13 @@ impl AdminTunnels {
             "the admin socket accepts CONNECT only"
         );
         let access = IngressRequest {
-            caller: self.proxy.access(&identity, false),
+            caller: self.proxy.access(&identity, CallerAddr::Unix, false),
             target: IngressTarget::Proxy {
                 request: &proxy_request,
                 dialer: &self.proxy.direct,
             },
+            cluster_user: None,
+            operation: RequestedOperation::Connect,
         };
         let route = route(&self.ingress, access, access_log).await?;
         let params = TunnelParams {

@@ -11,23 +11,26 @@ use crate::routing::routes::RouteTable;
 use tunnel_routing::decision::proxy::ProxyRequest;
 use tunnel_routing::destination::{DialTarget, RequestedDestination};
 use tunnel_routing::dial_policy::{AddressClaims, DialPolicy, LiveClusterNetworks};
+use tunnel_routing::operation::RequestedOperation;
+use tunnel_routing::policy::rules::RuleTable;
 use tunnel_routing::policy::{
-    Access, AccessCaller, Authorized, Listener, PortPolicy, PortSettings, authorize,
+    Access, AccessCaller, Listener, PortPolicy, PortSettings, Route, authorize,
 };
 
 /// Authorizes an anonymous caller of a CONNECT listener.
 pub(crate) fn authorize_anonymous<D>(
     policy: &PortPolicy,
     destination: RequestedDestination<D>,
-) -> Result<Authorized<D>, ProxyError> {
+) -> Result<Route<D>, ProxyError> {
     let access = Access {
         caller: AccessCaller {
             listener: Listener::Connect,
             ..AccessCaller::ANONYMOUS
         },
         destination,
+        operation: RequestedOperation::Connect,
     };
-    Ok(authorize(policy, access)?)
+    Ok(authorize(policy, &RuleTable::yurt_tunnel(), access)?.route)
 }
 
 /// A server in a cluster.
@@ -57,9 +60,9 @@ impl ClusterFixture {
             .map_err(ProxyError::from)
             .and_then(|requested| authorize_anonymous(&policy, requested));
         let addresses = match route {
-            Ok(Authorized::Agent(target)) => return format!("agent {}", target.destination.node),
-            Ok(Authorized::Direct(DialTarget::Name(name))) => return format!("name {name}"),
-            Ok(Authorized::Direct(DialTarget::Addresses(addresses))) => addresses,
+            Ok(Route::Agent(target)) => return format!("agent {}", target.destination.node),
+            Ok(Route::Direct(DialTarget::Name(name))) => return format!("name {name}"),
+            Ok(Route::Direct(DialTarget::Addresses(addresses))) => addresses,
             Err(failure) => return failure.outcome.status().as_u16().to_string(),
         };
         let claims = AddressClaims {

@@ -17,6 +17,7 @@ use crate::ingress::caller_stream::CloseMode;
 use crate::ingress::connect::basic_auth::Credentials;
 use crate::ingress::context::{HttpListener, IngressContext};
 use crate::ingress::peer::{CallerAddr, CallerIdentity};
+use crate::routing::access_review::ClusterUser;
 
 /// A caller's connection that carries a byte stream after an upgrade, such as after a 101.
 pub(in crate::ingress) type UpgradedCaller = Box<dyn CallerIo>;
@@ -47,6 +48,8 @@ pub(in crate::ingress) struct Caller {
     pub(in crate::ingress) server_name: Option<NodeName>,
     /// Reason why the server forwards no request of this caller.
     pub(in crate::ingress) certificate_error: Option<CallerError>,
+    /// The user of the cluster whose certificate the caller has.
+    pub(in crate::ingress) cluster_user: Option<Arc<ClusterUser>>,
     /// The last credentials that passed authentication, on a CONNECT listener that requires them.
     pub(in crate::ingress) credentials: Mutex<Option<Credentials>>,
     /// A CONNECT is in progress. The server then forwards the end of the caller's direction to the

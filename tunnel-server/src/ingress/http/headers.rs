@@ -3,8 +3,8 @@
 
 use bytes::Bytes;
 use http::header::{
-    CONNECTION, CONTENT_LENGTH, EXPECT, HOST, PROXY_AUTHENTICATE, PROXY_AUTHORIZATION, TE, TRAILER,
-    TRANSFER_ENCODING, UPGRADE,
+    AUTHORIZATION, CONNECTION, CONTENT_LENGTH, EXPECT, HOST, PROXY_AUTHENTICATE,
+    PROXY_AUTHORIZATION, TE, TRAILER, TRANSFER_ENCODING, UPGRADE,
 };
 use http::{
     HeaderMap, HeaderName, HeaderValue, Method, Request, Response, StatusCode, Uri, Version,
@@ -274,6 +274,18 @@ fn strip_hop_by_hop(headers: &mut HeaderMap) {
     for name in named.iter().chain(&HOP_BY_HOP) {
         headers.remove(name);
     }
+}
+
+/// Returns the bearer token of a request (RFC 6750). Of several fields there is none: targets differ in
+/// which one they read.
+pub(in crate::ingress) fn bearer_token(headers: &HeaderMap) -> Option<&str> {
+    let mut fields = headers.get_all(AUTHORIZATION).iter();
+    let (field, None) = (fields.next()?, fields.next()) else {
+        return None;
+    };
+    let (scheme, token) = field.to_str().ok()?.split_once(' ')?;
+    let is_bearer = scheme.eq_ignore_ascii_case("bearer");
+    Some(token.trim()).filter(|token| is_bearer && !token.is_empty())
 }
 
 #[cfg(test)]

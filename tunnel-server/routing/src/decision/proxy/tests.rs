@@ -5,7 +5,9 @@ use http::{HeaderValue, Request};
 
 use super::*;
 use crate::destination::{AgentTarget, Destination};
-use crate::policy::{Access, AccessCaller, Authorized, Listener, PortLists, PortPolicy, authorize};
+use crate::operation::RequestedOperation;
+use crate::policy::rules::RuleTable;
+use crate::policy::{Access, AccessCaller, Listener, PortLists, PortPolicy, Route, authorize};
 
 fn name(text: &str) -> NodeName {
     text.parse().unwrap()
@@ -139,22 +141,26 @@ fn nodes_go_through_their_agents_and_all_else_is_the_servers_to_dial() {
         let access = Access {
             caller: AccessCaller::ANONYMOUS,
             destination: requested,
+            operation: RequestedOperation::Connect,
         };
-        authorize(&policy, access).map_err(|denied| denied.kind())
+        let authorized = authorize(&policy, &RuleTable::yurt_tunnel(), access);
+        authorized
+            .map(|authorized| authorized.route)
+            .map_err(|denied| denied.kind())
     };
     let agent = |node: &NodeName, port| {
         let target = policy
             .target(Port::new(port).unwrap(), Listener::Connect)
             .unwrap();
         let node = node.clone();
-        Ok(Authorized::Agent(AgentTarget {
+        Ok(Route::Agent(AgentTarget {
             destination: Destination { node, target },
             keeps_host: false,
         }))
     };
     let direct = |addresses: &[IpAddr]| {
         let addresses = addresses.to_vec();
-        Ok(Authorized::Direct(DialTarget::Addresses(addresses)))
+        Ok(Route::Direct(DialTarget::Addresses(addresses)))
     };
     let contradicting = Err("ambiguous_address");
     assert_eq!(route("edge-1:10250", &[]), agent(&edge, 10250));
@@ -174,5 +180,5 @@ fn nodes_go_through_their_agents_and_all_else_is_the_servers_to_dial() {
     assert_eq!(route("127.1:443", &[]), Err("unknown_node"));
     let hook = DialTarget::Name(name("hook.default.svc"));
     let by_name = route("hook.default.svc:443", &[]);
-    assert_eq!(by_name, Ok(Authorized::Direct(hook)));
+    assert_eq!(by_name, Ok(Route::Direct(hook)));
 }

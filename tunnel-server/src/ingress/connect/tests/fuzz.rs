@@ -19,7 +19,7 @@ use crate::ingress::http::tests::fuzz::exchange::{POLICY, ROUTES, Wire};
 use crate::ingress::http::tests::fuzz::run;
 use tunnel_routing::decision::proxy::{ProxyRequest, RequestKind};
 use tunnel_routing::dial_policy::ClusterNetworks;
-use tunnel_routing::policy::Authorized;
+use tunnel_routing::policy::Route;
 
 /// Heads of ordinary callers and of attackers.
 const HEADS: &[&str] = &[
@@ -51,7 +51,7 @@ fn judge(request: &Request<Incoming>) -> Observed {
             let requested =
                 proxy_request.resolve(&ROUTES, &ClusterNetworks::default(), |_| false)?;
             let route = authorize_anonymous(&POLICY, requested)?;
-            Ok((proxy_request, matches!(route, Authorized::Agent(_))))
+            Ok((proxy_request, matches!(route, Route::Agent(_))))
         });
     Observed {
         method: request.method().to_string(),

@@ -34,7 +34,8 @@ use crate::routing::registry::{AgentSession, Registration, Registry, RegistryLim
 use crate::routing::routes::{RouteNode, RouteSource, Routes};
 use crate::testing::{POOL, STREAMS, WAIT_TIMEOUT, node, within};
 use tunnel_routing::destination::Scheme;
-use tunnel_routing::policy::{PortLists, PortPolicy, SharedPortPolicy};
+use tunnel_routing::policy::rules::RuleTable;
+use tunnel_routing::policy::{PortLists, PortPolicy, SharedPortPolicy, SharedRules};
 
 /// A plain HTTP listener, and agents that the test controls.
 pub(in crate::ingress) struct Fixture {
@@ -133,7 +134,9 @@ impl Fixture {
             routes,
             routing: Routing::new(registry.clone(), peers),
             policy,
+            rules: SharedRules::new(RuleTable::yurt_tunnel()),
             pods: None,
+            reviewer: None,
             targets: TargetTls::new(None).unwrap(),
             delegation_callers: Followed::from(DelegationPolicy::default()),
             limits: SharedLimits::from(Limits {

@@ -1,0 +1,124 @@
+//! The kinds of listeners, as rules and the table of ports name them.
+
+use std::fmt;
+use std::str::FromStr;
+
+use crate::destination::Scheme;
+
+/// A kind of listener on which a caller asks for a destination.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Listener {
+    /// The HTTP listener, and the extra ports with plain HTTP targets.
+    Http,
+    /// The HTTPS listener, and the extra ports with https targets.
+    Https,
+    /// The CONNECT listener over TCP.
+    Connect,
+    /// The CONNECT listener on a Unix socket.
+    Unix,
+    /// TCP services.
+    Service,
+}
+
+/// Reason why a text is not the name of a listener.
+#[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
+#[error("{0:?} is not a listener; use http, https, connect, unix or service")]
+pub struct ListenerError(String);
+
+/// A set of listeners.
+#[derive(Clone, Copy, Default, PartialEq, Eq)]
+pub struct ListenerSet(u8);
+
+impl Listener {
+    /// All kinds, in the order in which they are shown.
+    pub const ALL: [Self; 5] = [
+        Self::Http,
+        Self::Https,
+        Self::Connect,
+        Self::Unix,
+        Self::Service,
+    ];
+
+    /// Returns the listener as a port names it.
+    pub(super) fn of_port(self) -> Self {
+        match self {
+            Self::Unix => Self::Connect,
+            Self::Http | Self::Https | Self::Connect | Self::Service => self,
+        }
+    }
+
+    fn name(self) -> &'static str {
+        match self {
+            Self::Http => "http",
+            Self::Https => "https",
+            Self::Connect => "connect",
+            Self::Unix => "unix",
+            Self::Service => "service",
+        }
+    }
+}
+
+impl fmt::Display for Listener {
+    fn fmt(&self, formatter: &mut fmt::Formatter<'_>) -> fmt::Result {
+        formatter.write_str(self.name())
+    }
+}
+
+impl FromStr for Listener {
+    type Err = ListenerError;
+
+    fn from_str(text: &str) -> Result<Self, ListenerError> {
+        let known = Self::ALL.into_iter().find(|known| known.name() == text);
+        known.ok_or_else(|| ListenerError(text.to_owned()))
+    }
+}
+
+impl From<Scheme> for Listener {
+    fn from(scheme: Scheme) -> Self {
+        match scheme {
+            Scheme::Http => Self::Http,
+            Scheme::Https => Self::Https,
+        }
+    }
+}
+
+impl ListenerSet {
+    /// The listeners that a port can name. The Unix socket is a CONNECT listener to a port.
+    pub const OF_PORTS: Self =
+        Self(1 << Listener::Http as u8 | 1 << Listener::Https as u8 | 1 << Listener::Connect as u8);
+
+    pub fn contains(self, listener: Listener) -> bool {
+        self.0 & Self::from(listener).0 != 0
+    }
+}
+
+impl From<Listener> for ListenerSet {
+    fn from(listener: Listener) -> Self {
+        Self(1 << listener as u8)
+    }
+}
+
+impl FromIterator<Listener> for ListenerSet {
+    fn from_iter<T: IntoIterator<Item = Listener>>(listeners: T) -> Self {
+        let listeners = listeners.into_iter().map(Self::from);
+        Self(listeners.fold(0, |bits, listener| bits | listener.0))
+    }
+}
+
+impl fmt::Display for ListenerSet {
+    fn fmt(&self, formatter: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let listeners = Listener::ALL.into_iter();
+        let listeners = listeners.filter(|listener| self.contains(*listener));
+        for (index, listener) in listeners.enumerate() {
+            let comma = if index == 0 { "" } else { ", " };
+            write!(formatter, "{comma}{listener}")?;
+        }
+        Ok(())
+    }
+}
+
+impl fmt::Debug for ListenerSet {
+    fn fmt(&self, formatter: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(formatter, "{{{self}}}")
+    }
+}

@@ -1,0 +1,501 @@
+//! The rules that say who may do what, as a table of sets: a deny wins, then any allow, and without one
+//! the answer is no. All functions are pure.
+
+use std::fmt;
+use std::net::IpAddr;
+use std::str::FromStr;
+use std::sync::Arc;
+
+use tunnel_networks::Cidr;
+use tunnel_proto::wire::name::{NodeName, Port};
+use tunnel_proto::wire::ports::PortSet;
+
+use super::caller::CallerIdentity;
+use super::listener::{Listener, ListenerSet};
+use crate::operation::{Operation, OperationSet};
+
+/// The callers and rules in force.
+#[derive(Debug, Clone, Default, PartialEq, Eq)]
+pub struct RuleTable {
+    /// The callers that rules name, at most [`CALLERS_MAX`].
+    pub callers: Vec<NamedCaller>,
+    pub rules: Vec<Rule>,
+}
+
+/// A name for callers.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct NamedCaller {
+    pub name: Box<str>,
+    pub who: CallerMatch,
+}
+
+/// The callers that have a name.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub enum CallerMatch {
+    /// The common name of a client certificate.
+    Certificate(Box<str>),
+    /// `NAMESPACE/NAME` of the ServiceAccount of a bearer token that the cluster has reviewed.
+    ServiceAccount(Box<str>),
+    /// The user of a password.
+    User(Box<str>),
+    /// The user at the other end of a Unix socket.
+    Uid(u32),
+    /// The source address of a TCP connection.
+    Network(Cidr),
+}
+
+/// One rule. A set that is `None` contains everything.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Rule {
+    pub name: Arc<str>,
+    pub effect: Effect,
+    pub callers: Option<CallerSet>,
+    /// A rule with operations never allows bytes, because nobody reads what they do.
+    pub operations: Option<OperationSet>,
+    pub ports: Option<RulePorts>,
+    pub listeners: Option<ListenerSet>,
+    pub destinations: Option<DestinationSet>,
+    /// The rule applies to destinations of these nodes only. Empty is all.
+    pub nodes: Vec<NodePattern>,
+}
+
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Effect {
+    Allow,
+    Deny,
+    /// The authorization of the cluster decides, if no other rule does.
+    AskCluster,
+}
+
+/// Ports of a rule.
+#[derive(Debug, Clone, Default, PartialEq, Eq)]
+pub struct RulePorts {
+    pub numbers: PortSet,
+    /// The port of the node's kubelet, whatever its number is, except the one without authentication.
+    pub has_kubelet: bool,
+}
+
+/// The kind of a destination.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum DestinationKind {
+    /// A port of a node, which the caller names.
+    Node,
+    /// The target of a TCP service.
+    Service,
+    /// A target that the server dials without an agent.
+    Direct,
+}
+
+/// What is known of an access when it is decided.
+#[derive(Debug, Clone, Copy)]
+pub struct Facts<'a> {
+    pub listener: Listener,
+    pub identity: &'a CallerIdentity,
+    /// The server uses its client certificate for the caller.
+    pub has_delegation: bool,
+    /// The caller sends a bearer token that this server has not reviewed.
+    pub has_token: bool,
+    /// The source address of the caller, unless it has connected over a Unix socket.
+    pub source: Option<IpAddr>,
+    pub kind: DestinationKind,
+    /// The node of the destination, if it has one.
+    pub node: Option<&'a NodeName>,
+    pub port: Port,
+    /// The port is that of the node's kubelet.
+    pub is_kubelet: bool,
+    pub operation: Operation,
+}
+
+/// The answer of a table, with the rule that decided.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Decision<'a> {
+    pub verdict: Verdict,
+    /// `None` if no rule allows the access.
+    pub rule: Option<&'a Rule>,
+}
+
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Verdict {
+    Allow,
+    Deny,
+    /// Allow if the authorization of the cluster does.
+    AskCluster,
+}
+
+impl RuleTable {
+    /// Decides about an access. Allocates nothing.
+    pub fn decide(&self, facts: &Facts<'_>) -> Decision<'_> {
+        let callers = self.callers_of(facts);
+        let mut allowed_by = None;
+        let mut asked_by = None;
+        for rule in &self.rules {
+            if !rule.matches(facts, callers) {
+                continue;
+            }
+            match rule.effect {
+                Effect::Deny => {
+                    return Decision {
+                        verdict: Verdict::Deny,
+                        rule: Some(rule),
+                    };
+                }
+                Effect::Allow => {
+                    allowed_by.get_or_insert(rule);
+                }
+                Effect::AskCluster => {
+                    asked_by.get_or_insert(rule);
+                }
+            }
+        }
+        let (verdict, rule) = match (allowed_by, asked_by) {
+            (Some(rule), _) => (Verdict::Allow, Some(rule)),
+            (None, Some(rule)) => (Verdict::AskCluster, Some(rule)),
+            (None, None) => (Verdict::Deny, None),
+        };
+        Decision { verdict, rule }
+    }
+
+    /// Returns the classes and names of the caller.
+    fn callers_of(&self, facts: &Facts<'_>) -> CallerSet {
+        let is_anonymous = *facts.identity == CallerIdentity::Anonymous;
+        let mut callers = CallerSet::default();
+        callers.set(CallerClass::Anonymous.bit(), is_anonymous);
+        callers.set(CallerClass::Authenticated.bit(), !is_anonymous);
+        callers.set(CallerClass::Delegation.bit(), facts.has_delegation);
+        callers.set(CallerClass::Token.bit(), facts.has_token);
+        let has_certificate = matches!(facts.identity, CallerIdentity::Certificate(_));
+        callers.set(CallerClass::Certificate.bit(), has_certificate);
+        for (index, caller) in self.callers.iter().enumerate().take(CALLERS_MAX) {
+            callers.set(CallerClass::ALL.len() + index, caller.who.matches(facts));
+        }
+        callers
+    }
+
+    /// Returns the set with the caller of this name, which is a class or one of the named callers.
+    pub fn caller(&self, name: &str) -> Option<CallerSet> {
+        let mut classes = CallerClass::ALL.into_iter();
+        let class = classes.find(|class| class.name() == name);
+        let named = || {
+            let mut callers = self.callers.iter().take(CALLERS_MAX);
+            callers.position(|caller| &*caller.name == name)
+        };
+        let bit = match class {
+            Some(class) => class.bit(),
+            None => CallerClass::ALL.len() + named()?,
+        };
+        let mut set = CallerSet::default();
+        set.set(bit, true);
+        Some(set)
+    }
+
+    /// Returns whether a rule depends on the ServiceAccount of a token.
+    pub fn names_account(&self, account: &str) -> bool {
+        let mut callers = self.callers.iter();
+        callers.any(|caller| matches!(&caller.who, CallerMatch::ServiceAccount(named) if **named == *account))
+    }
+
+    fn caller_names(&self, set: CallerSet) -> String {
+        let classes = CallerClass::ALL.iter().map(|class| class.name());
+        let names = classes.chain(self.callers.iter().map(|caller| &*caller.name));
+        let names = names.enumerate().filter(|(bit, _)| set.has(*bit));
+        names.map(|(_, name)| name).collect::<Vec<_>>().join(", ")
+    }
+}
+
+impl CallerMatch {
+    fn matches(&self, facts: &Facts<'_>) -> bool {
+        match (self, facts.identity) {
+            (Self::Certificate(name), CallerIdentity::Certificate(own)) => **name == **own,
+            (Self::User(name), CallerIdentity::User(own)) => **name == **own,
+            (Self::Uid(uid), CallerIdentity::Uid(own)) => uid == own,
+            (Self::ServiceAccount(name), CallerIdentity::ServiceAccount(own)) => **name == **own,
+            (Self::Network(network), _) => facts.source.is_some_and(|ip| network.contains(ip)),
+            (
+                Self::Certificate(_) | Self::User(_) | Self::Uid(_) | Self::ServiceAccount(_),
+                CallerIdentity::Anonymous
+                | CallerIdentity::Certificate(_)
+                | CallerIdentity::User(_)
+                | CallerIdentity::Uid(_)
+                | CallerIdentity::ServiceAccount(_),
+            ) => false,
+        }
+    }
+}
+
+impl Rule {
+    /// Returns a rule without conditions.
+    pub fn new(name: &str, effect: Effect) -> Self {
+        Self {
+            name: name.into(),
+            effect,
+            callers: None,
+            operations: None,
+            ports: None,
+            listeners: None,
+            destinations: None,
+            nodes: Vec::new(),
+        }
+    }
+
+    fn matches(&self, facts: &Facts<'_>, callers: CallerSet) -> bool {
+        // The cluster has rights for kubelets alone.
+        (self.effect != Effect::AskCluster || facts.is_kubelet)
+            && self.callers.is_none_or(|set| set.overlaps(callers))
+            && self.matches_operation(facts)
+            && self
+                .listeners
+                .is_none_or(|set| set.contains(facts.listener))
+            && self.destinations.is_none_or(|set| set.contains(facts.kind))
+            && self
+                .ports
+                .as_ref()
+                .is_none_or(|ports| ports.contains(facts))
+            && (self.nodes.is_empty() || facts.node.is_some_and(|node| self.has_node(node)))
+    }
+
+    /// Nobody knows which operations bytes are: a deny applies to bytes that may be one of its operations.
+    fn matches_operation(&self, facts: &Facts<'_>) -> bool {
+        let Some(operations) = self.operations else {
+            return true;
+        };
+        match (facts.operation, self.effect) {
+            (Operation::Connect, Effect::Deny) => operations.may_be_bytes(facts.is_kubelet),
+            (Operation::Connect, Effect::Allow | Effect::AskCluster) => false,
+            (operation, _) => operations.contains(operation),
+        }
+    }
+
+    fn has_node(&self, node: &NodeName) -> bool {
+        self.nodes.iter().any(|pattern| pattern.matches(node))
+    }
+
+    /// Returns the rule as in a file, on one line.
+    pub fn show(&self, table: &RuleTable) -> String {
+        let mut fields = vec![format!("name: {}", self.name)];
+        match self.effect {
+            Effect::Allow => {}
+            Effect::Deny => fields.push("effect: deny".to_owned()),
+            Effect::AskCluster => fields.push("authorize: kubernetes".to_owned()),
+        }
+        let mut list = |key: &str, items: Option<String>| {
+            fields.extend(items.map(|items| format!("{key}: [{items}]")));
+        };
+        list("callers", self.callers.map(|set| table.caller_names(set)));
+        list("operations", self.operations.map(|set| set.to_string()));
+        list("ports", self.ports.as_ref().map(ToString::to_string));
+        list("listeners", self.listeners.map(|set| set.to_string()));
+        list("destinations", self.destinations.map(|set| set.to_string()));
+        let nodes: Vec<_> = self
+            .nodes
+            .iter()
+            .map(|node| format!("\"{node}\""))
+            .collect();
+        list("nodes", (!nodes.is_empty()).then(|| nodes.join(", ")));
+        format!("{{ {} }}", fields.join(", "))
+    }
+}
+
+impl RulePorts {
+    fn contains(&self, facts: &Facts<'_>) -> bool {
+        let is_kubelet = facts.is_kubelet && facts.port.get() != READ_ONLY_PORT;
+        (self.has_kubelet && is_kubelet) || self.numbers.contains(facts.port)
+    }
+}
+
+impl fmt::Display for RulePorts {
+    fn fmt(&self, formatter: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let has_numbers = self.numbers.ranges().next().is_some();
+        if self.has_kubelet {
+            formatter.write_str(if has_numbers { "kubelet, " } else { "kubelet" })?;
+        }
+        self.numbers.fmt(formatter)
+    }
+}
+
+/// Callers that have a name without a line in `callers:`.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum CallerClass {
+    /// Without an identity.
+    Anonymous,
+    /// With an identity that this server, or the cluster, has checked.
+    Authenticated,
+    /// With client-certificate delegation.
+    Delegation,
+    /// With a bearer token that passes on to the target unread.
+    Token,
+    /// With a client certificate.
+    Certificate,
+}
+
+impl CallerClass {
+    pub const ALL: [Self; 5] = [
+        Self::Anonymous,
+        Self::Authenticated,
+        Self::Delegation,
+        Self::Token,
+        Self::Certificate,
+    ];
+
+    pub fn name(self) -> &'static str {
+        match self {
+            Self::Anonymous => "anonymous",
+            Self::Authenticated => "authenticated",
+            Self::Delegation => "delegation",
+            Self::Token => "token",
+            Self::Certificate => "certificate",
+        }
+    }
+
+    const fn bit(self) -> usize {
+        self as usize
+    }
+}
+
+/// Callers of `callers:` that a table can have: a set is one number, and so is compared in one step.
+pub const CALLERS_MAX: usize = u128::BITS as usize - CallerClass::ALL.len();
+
+/// A set of callers of one table.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+pub struct CallerSet(u128);
+
+impl CallerSet {
+    pub fn of(class: CallerClass) -> Self {
+        Self(1 << class.bit())
+    }
+
+    #[must_use]
+    pub fn union(self, other: Self) -> Self {
+        Self(self.0 | other.0)
+    }
+
+    fn set(&mut self, bit: usize, is_member: bool) {
+        self.0 |= u128::from(is_member) << bit;
+    }
+
+    fn has(self, bit: usize) -> bool {
+        bit < u128::BITS as usize && self.0 & (1 << bit) != 0
+    }
+
+    fn overlaps(self, other: Self) -> bool {
+        self.0 & other.0 != 0
+    }
+}
+
+/// A set of kinds of destinations.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+pub struct DestinationSet(u8);
+
+impl DestinationKind {
+    const ALL: [Self; 3] = [Self::Node, Self::Service, Self::Direct];
+
+    pub fn name(self) -> &'static str {
+        match self {
+            Self::Node => "node",
+            Self::Service => "service",
+            Self::Direct => "direct",
+        }
+    }
+}
+
+impl FromStr for DestinationKind {
+    type Err = String;
+
+    fn from_str(name: &str) -> Result<Self, String> {
+        let found = Self::ALL.into_iter().find(|kind| kind.name() == name);
+        found.ok_or_else(|| format!("{name:?} is no destination; use node, service or direct"))
+    }
+}
+
+impl FromIterator<DestinationKind> for DestinationSet {
+    fn from_iter<T: IntoIterator<Item = DestinationKind>>(kinds: T) -> Self {
+        Self(
+            kinds
+                .into_iter()
+                .fold(0, |bits, kind| bits | 1 << kind as u8),
+        )
+    }
+}
+
+impl DestinationSet {
+    fn contains(self, kind: DestinationKind) -> bool {
+        self.0 & (1 << kind as u8) != 0
+    }
+}
+
+impl fmt::Display for DestinationSet {
+    fn fmt(&self, formatter: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let kinds = DestinationKind::ALL.into_iter();
+        let kinds = kinds.filter(|kind| self.contains(*kind));
+        let names: Vec<_> = kinds.map(DestinationKind::name).collect();
+        formatter.write_str(&names.join(", "))
+    }
+}
+
+/// A node name, in which one `*` stands for any text.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct NodePattern {
+    start: Box<str>,
+    /// What follows the `*`, if there is one.
+    end: Option<Box<str>>,
+}
+
+/// A text is not a pattern of node names.
+#[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
+#[error("{0:?} is no pattern of node names; use a name, in which one * stands for any text")]
+pub struct NodePatternError(String);
+
+impl NodePattern {
+    pub fn matches(&self, node: &NodeName) -> bool {
+        let node = node.as_str();
+        let Some(end) = &self.end else {
+            return node == &*self.start;
+        };
+        node.len() >= self.start.len() + end.len()
+            && node.starts_with(&*self.start)
+            && node.ends_with(&**end)
+    }
+}
+
+impl FromStr for NodePattern {
+    type Err = NodePatternError;
+
+    fn from_str(text: &str) -> Result<Self, NodePatternError> {
+        let is_part = |part: &str| {
+            let mut bytes = part.bytes();
+            bytes.all(|byte| {
+                byte.is_ascii_lowercase() || byte.is_ascii_digit() || b"-.".contains(&byte)
+            })
+        };
+        let text = text.to_ascii_lowercase();
+        let (start, end) = match text.split_once('*') {
+            Some((start, end)) => (start, Some(end)),
+            None => (&*text, None),
+        };
+        let is_pattern = is_part(start) && end.is_none_or(is_part) && text.len() <= NODE_NAME_MAX;
+        if !is_pattern || text.is_empty() {
+            return Err(NodePatternError(text));
+        }
+        Ok(Self {
+            start: start.into(),
+            end: end.map(Into::into),
+        })
+    }
+}
+
+impl fmt::Display for NodePattern {
+    fn fmt(&self, formatter: &mut fmt::Formatter<'_>) -> fmt::Result {
+        formatter.write_str(&self.start)?;
+        match &self.end {
+            Some(end) => write!(formatter, "*{end}"),
+            None => Ok(()),
+        }
+    }
+}
+
+/// The kubelet's port without authentication.
+const READ_ONLY_PORT: u16 = 10255;
+/// Longest DNS subdomain (RFC 1123), in bytes.
+const NODE_NAME_MAX: usize = 253;
+
+#[cfg(test)]
+mod tests;

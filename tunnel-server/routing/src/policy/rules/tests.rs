@@ -1,0 +1,284 @@
+//! The table of rules against a model of ten lines, over random tables and facts.
+
+use rand::rngs::StdRng;
+use rand::seq::IndexedRandom as _;
+use rand::{RngExt as _, SeedableRng as _};
+
+use super::*;
+
+/// What the documentation says, for each rule on its own.
+fn model(table: &RuleTable, facts: &Facts<'_>) -> Verdict {
+    let matches = |effect: Effect| {
+        let rules = table.rules.iter().filter(move |rule| rule.effect == effect);
+        rules
+            .into_iter()
+            .any(|rule| model_matches(table, rule, facts))
+    };
+    match (
+        matches(Effect::Deny),
+        matches(Effect::Allow),
+        matches(Effect::AskCluster),
+    ) {
+        (true, ..) => Verdict::Deny,
+        (false, true, _) => Verdict::Allow,
+        (false, false, true) => Verdict::AskCluster,
+        (false, false, false) => Verdict::Deny,
+    }
+}
+
+/// Reads the rule as it is shown in a file, without the sets of the table.
+fn model_matches(table: &RuleTable, rule: &Rule, facts: &Facts<'_>) -> bool {
+    let text = rule.show(table);
+    let list = |key: &str| -> Option<Vec<String>> {
+        let (_, after) = text.split_once(&format!("{key}: ["))?;
+        let items = after.split_once(']').unwrap().0.split(", ");
+        Some(
+            items
+                .map(|item| item.trim_matches('"').to_owned())
+                .collect(),
+        )
+    };
+    let has = |key: &str, is_one: &dyn Fn(&str) -> bool| {
+        list(key).is_none_or(|items| items.iter().any(|item| is_one(item)))
+    };
+    let is_caller = |name: &str| match name {
+        "anonymous" => *facts.identity == CallerIdentity::Anonymous,
+        "authenticated" => *facts.identity != CallerIdentity::Anonymous,
+        "delegation" => facts.has_delegation,
+        "token" => facts.has_token,
+        "certificate" => matches!(facts.identity, CallerIdentity::Certificate(_)),
+        "office" => facts.source == Some([10, 1, 0, 1].into()),
+        named => facts.identity.to_string().ends_with(&format!(":{named}")),
+    };
+    let is_operation = |name: &str| match (facts.operation, rule.effect) {
+        (Operation::Connect, Effect::Deny) => match name {
+            "connect" => true,
+            "read" | "write" => !facts.is_kubelet,
+            "upgrade" => true,
+            _ => facts.is_kubelet,
+        },
+        (Operation::Connect, _) => false,
+        (operation, _) => operation.name() == name,
+    };
+    let is_node = |pattern: &str| {
+        facts
+            .node
+            .is_some_and(|node| match pattern.split_once('*') {
+                Some((start, _)) => node.as_str().starts_with(start),
+                None => node.as_str() == pattern,
+            })
+    };
+    let asks_nothing = rule.effect == Effect::AskCluster && !facts.is_kubelet;
+    !asks_nothing
+        && has("callers", &is_caller)
+        && has("operations", &is_operation)
+        && has("ports", &|port| {
+            port == facts.port.to_string() || (port == "kubelet" && facts.is_kubelet)
+        })
+        && has("listeners", &|name| name == facts.listener.to_string())
+        && has("destinations", &|name| name == facts.kind.name())
+        && has("nodes", &is_node)
+}
+
+const NODES: [&str; 3] = ["pay-1", "pay-2", "cam-1"];
+const PORTS: [u16; 4] = [10250, 22, 9100, 8080];
+
+fn table_without_rules() -> RuleTable {
+    let named = |name: &str, who| NamedCaller {
+        name: name.into(),
+        who,
+    };
+    RuleTable {
+        callers: vec![
+            named("apiserver", CallerMatch::Certificate("apiserver".into())),
+            named("scrape", CallerMatch::ServiceAccount("m/scrape".into())),
+            named("ops", CallerMatch::User("ops".into())),
+            named(
+                "office",
+                CallerMatch::Network("10.1.0.0/16".parse().unwrap()),
+            ),
+        ],
+        rules: Vec::new(),
+    }
+}
+
+fn random_rule(table: &RuleTable, random: &mut StdRng) -> Rule {
+    let effect = *[
+        Effect::Allow,
+        Effect::Allow,
+        Effect::Deny,
+        Effect::AskCluster,
+    ]
+    .choose(random)
+    .unwrap();
+    let mut rule = Rule::new("rule", effect);
+    if random.random_bool(0.6) {
+        let names = [
+            "anonymous",
+            "authenticated",
+            "delegation",
+            "token",
+            "apiserver",
+            "ops",
+            "office",
+        ];
+        let set = |name: &&str| table.caller(name).unwrap();
+        let first = set(names.choose(random).unwrap());
+        rule.callers = Some(first.union(set(names.choose(random).unwrap())));
+    }
+    if random.random_bool(0.5) {
+        let one =
+            |random: &mut StdRng| OperationSet::of(&[*Operation::ALL.choose(random).unwrap()]);
+        let groups = [
+            OperationSet::SHELL,
+            OperationSet::OBSERVE,
+            OperationSet::GENERIC,
+            one(random),
+        ];
+        rule.operations = Some(groups.choose(random).unwrap().union(one(random)));
+    }
+    if random.random_bool(0.5) {
+        let port = Port::new(*PORTS.choose(random).unwrap());
+        rule.ports = Some(RulePorts {
+            numbers: PortSet::of(port),
+            has_kubelet: random.random(),
+        });
+    }
+    if random.random_bool(0.4) {
+        rule.listeners = Some(
+            [*Listener::ALL.choose(random).unwrap()]
+                .into_iter()
+                .collect(),
+        );
+    }
+    if random.random_bool(0.3) {
+        rule.destinations = Some(
+            [*DestinationKind::ALL.choose(random).unwrap()]
+                .into_iter()
+                .collect(),
+        );
+    }
+    if random.random_bool(0.4) {
+        rule.nodes = vec![
+            ["pay-*", "cam-1", "*"]
+                .choose(random)
+                .unwrap()
+                .parse()
+                .unwrap(),
+        ];
+    }
+    rule
+}
+
+#[test]
+fn tables_decide_as_the_model_and_an_added_allow_never_loses_a_deny() {
+    let mut random = StdRng::seed_from_u64(43);
+    let nodes = NODES.map(|name| name.parse::<NodeName>().unwrap());
+    let identities = [
+        CallerIdentity::Anonymous,
+        CallerIdentity::Certificate("apiserver".into()),
+        CallerIdentity::User("ops".into()),
+        CallerIdentity::ServiceAccount("m/scrape".into()),
+        CallerIdentity::Uid(0),
+    ];
+    let mut counts = [0; 3];
+    for _ in 0..100_000 {
+        let mut table = table_without_rules();
+        for _ in 0..random.random_range(0..6) {
+            let rule = random_rule(&table, &mut random);
+            table.rules.push(rule);
+        }
+        let source = *[None, Some([10, 1, 0, 1].into()), Some([10, 2, 0, 1].into())]
+            .choose(&mut random)
+            .unwrap();
+        let facts = Facts {
+            listener: *Listener::ALL.choose(&mut random).unwrap(),
+            identity: identities.choose(&mut random).unwrap(),
+            has_delegation: random.random(),
+            has_token: random.random(),
+            source,
+            kind: *DestinationKind::ALL.choose(&mut random).unwrap(),
+            node: nodes.choose(&mut random).filter(|_| source.is_some()),
+            port: Port::new(*PORTS.choose(&mut random).unwrap()).unwrap(),
+            is_kubelet: random.random(),
+            operation: *Operation::ALL.choose(&mut random).unwrap(),
+        };
+        let decided = table.decide(&facts);
+        assert_eq!(
+            decided.verdict,
+            model(&table, &facts),
+            "{table:?} {facts:?}"
+        );
+        counts[decided.verdict as usize] += 1;
+        let is_denied = decided.verdict == Verdict::Deny && decided.rule.is_some();
+        let mut more = random_rule(&table, &mut random);
+        more.effect = Effect::Allow;
+        let was = decided.verdict;
+        let at = random.random_range(0..=table.rules.len());
+        table.rules.insert(at, more);
+        let now = table.decide(&facts).verdict;
+        assert!(!is_denied || now == Verdict::Deny, "{table:?} {facts:?}");
+        assert!(
+            was != Verdict::Allow || now == Verdict::Allow,
+            "{table:?} {facts:?}"
+        );
+    }
+    assert!(counts.iter().all(|count| *count > 1_000), "{counts:?}");
+}
+
+#[test]
+fn callers_of_one_name_are_told_apart_by_how_they_proved_it() {
+    let table = RuleTable {
+        rules: vec![Rule {
+            callers: table_without_rules().caller("ops"),
+            ..Rule::new("ssh", Effect::Allow)
+        }],
+        ..table_without_rules()
+    };
+    for (identity, verdict) in [
+        (CallerIdentity::User("ops".into()), Verdict::Allow),
+        (CallerIdentity::Certificate("ops".into()), Verdict::Deny),
+        (CallerIdentity::ServiceAccount("ops".into()), Verdict::Deny),
+        (CallerIdentity::User("prometheus".into()), Verdict::Deny),
+        (CallerIdentity::Anonymous, Verdict::Deny),
+    ] {
+        let facts = Facts {
+            listener: Listener::Connect,
+            identity: &identity,
+            has_delegation: false,
+            has_token: false,
+            source: None,
+            kind: DestinationKind::Node,
+            node: None,
+            port: Port::new(22).unwrap(),
+            is_kubelet: false,
+            operation: Operation::Connect,
+        };
+        assert_eq!(table.decide(&facts).verdict, verdict, "{identity}");
+    }
+}
+
+#[test]
+fn patterns_of_nodes_are_names_with_one_star() {
+    let matches = |pattern: &str, node: &str| {
+        pattern
+            .parse::<NodePattern>()
+            .unwrap()
+            .matches(&node.parse().unwrap())
+    };
+    for (pattern, node, expected) in [
+        ("pay-*", "pay-1", true),
+        ("pay-*", "repay-1", false),
+        ("*-pay", "a-pay", true),
+        ("a*a", "a", false),
+        ("a*a", "aa", true),
+        ("*", "x", true),
+        ("Edge-1", "edge-1", true),
+        ("edge-1", "edge-11", false),
+    ] {
+        assert_eq!(matches(pattern, node), expected, "{pattern} {node}");
+    }
+    for pattern in ["", "a**", "a*b*", "a b", "[ab]", "a/b"] {
+        assert!(pattern.parse::<NodePattern>().is_err(), "{pattern}");
+    }
+}

@@ -1,0 +1,144 @@
+//! Access reviews: SubjectAccessReviews of callers' rights at nodes, and TokenReviews of callers' tokens.
+
+use std::time::Duration;
+
+use k8s_openapi::api::authentication::v1::{TokenReview, TokenReviewSpec};
+use k8s_openapi::api::authorization::v1::{
+    ResourceAttributes, SubjectAccessReview, SubjectAccessReviewSpec,
+};
+use kube::api::PostParams;
+use kube::{Api, Client};
+use tokio::sync::mpsc;
+use tokio::task::JoinSet;
+use tracing::debug;
+
+use super::api_call::with_limit;
+use super::conditions::{Condition, Conditions};
+use super::failure::{ApiError, ApiErrorKind};
+use crate::routing::access_review::{
+    AUTHENTICATED, ClusterUser, NodeAccess, ReviewError, ReviewRequest,
+};
+use tunnel_ca::attestation::ServiceAccountToken;
+
+/// Answers questions until the listeners are gone.
+pub(super) async fn answer(
+    client: Client,
+    mut requests: mpsc::Receiver<ReviewRequest>,
+    conditions: Conditions,
+) {
+    let mut calls: JoinSet<Option<String>> = JoinSet::new();
+    loop {
+        let request = tokio::select! {
+            Some(ended) = calls.join_next(), if !calls.is_empty() => {
+                // The panic has been counted, and the caller received an error.
+                if let Ok(failure) = ended {
+                    conditions.set(Condition::AccessReview, failure.into_iter().collect());
+                }
+                continue;
+            }
+            request = requests.recv(), if calls.len() < CALLS_MAX => request,
+        };
+        let Some(request) = request else {
+            return;
+        };
+        let client = client.clone();
+        calls.spawn(async move {
+            match request {
+                ReviewRequest::Access { access, answer } => {
+                    let reviewed = has_right(client, &access).await;
+                    let failure = failure(&reviewed);
+                    let _asker_is_gone = answer.send(reviewed);
+                    failure
+                }
+                ReviewRequest::Token { token, answer } => {
+                    let reviewed = user_of(client, &token).await;
+                    let failure = failure(&reviewed);
+                    let _asker_is_gone = answer.send(reviewed);
+                    failure
+                }
+            }
+        });
+    }
+}
+
+fn failure<T>(reviewed: &Result<T, ReviewError>) -> Option<String> {
+    let error = reviewed.as_ref().err()?;
+    Some(format!(
+        "rules with authorize: kubernetes, and callers with a serviceAccount, are refused: {error}"
+    ))
+}
+
+async fn has_right(client: Client, access: &NodeAccess) -> Result<bool, ReviewError> {
+    let user = &access.user;
+    let review = SubjectAccessReview {
+        spec: SubjectAccessReviewSpec {
+            user: Some(user.name.clone()),
+            uid: Some(user.uid.clone()).filter(|uid| !uid.is_empty()),
+            groups: Some(user.groups.clone()),
+            extra: Some(user.extra.clone()),
+            resource_attributes: Some(ResourceAttributes {
+                verb: Some(access.verb.to_owned()),
+                version: Some("v1".to_owned()),
+                resource: Some("nodes".to_owned()),
+                subresource: Some(access.subresource.to_owned()),
+                name: Some(access.node.to_string()),
+                ..ResourceAttributes::default()
+            }),
+            ..SubjectAccessReviewSpec::default()
+        },
+        ..SubjectAccessReview::default()
+    };
+    let reviews = Api::<SubjectAccessReview>::all(client);
+    let params = PostParams::default();
+    let reviewed = with_limit(CALL_LIMIT, reviews.create(&params, &review)).await;
+    let status = reviewed
+        .map_err(|failure| unavailable("subjectaccessreviews", &failure))?
+        .status
+        .unwrap_or_default();
+    Ok(status.allowed && status.denied != Some(true))
+}
+
+async fn user_of(
+    client: Client,
+    token: &ServiceAccountToken,
+) -> Result<Option<ClusterUser>, ReviewError> {
+    let review = TokenReview {
+        spec: TokenReviewSpec {
+            audiences: None,
+            token: Some(token.reveal().to_owned()),
+        },
+        ..TokenReview::default()
+    };
+    let reviews = Api::<TokenReview>::all(client);
+    let params = PostParams::default();
+    let reviewed = with_limit(CALL_LIMIT, reviews.create(&params, &review)).await;
+    let status = reviewed
+        .map_err(|failure| unavailable("tokenreviews", &failure))?
+        .status
+        .unwrap_or_default();
+    let user = status.user.filter(|_| status.authenticated == Some(true));
+    Ok(user.map(|user| {
+        let mut groups = user.groups.unwrap_or_default();
+        if !groups.iter().any(|group| group == AUTHENTICATED) {
+            groups.push(AUTHENTICATED.to_owned());
+        }
+        ClusterUser {
+            name: user.username.unwrap_or_default(),
+            uid: user.uid.unwrap_or_default(),
+            groups,
+            extra: user.extra.unwrap_or_default(),
+        }
+    }))
+}
+
+fn unavailable(resource: &'static str, failure: &ApiError) -> ReviewError {
+    debug!(error = %failure, resource, "cannot ask the cluster about a caller");
+    match failure.kind {
+        ApiErrorKind::Forbidden => ReviewError::Forbidden(resource),
+        _ => ReviewError::Unavailable(failure.to_string()),
+    }
+}
+
+/// Maximum number of concurrent API calls. Further questions wait.
+const CALLS_MAX: usize = 16;
+const CALL_LIMIT: Duration = Duration::from_secs(4);
