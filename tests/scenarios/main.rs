@@ -31,6 +31,7 @@ mod http;
 mod identity;
 mod limits;
 mod namespaces;
+mod policy;
 mod prometheus;
 mod reload;
 mod request;

@@ -1,0 +1,311 @@
+//! Rules: who may do what over each listener, without a file and with the examples of the guide.
+
+use std::net::Ipv4Addr;
+
+use anyhow::{Context, Result, ensure};
+use base64::prelude::{BASE64_STANDARD, Engine as _};
+use rustls::RootCertStore;
+use tunnel_process::yaml;
+use tunnel_server::config::RawConfig;
+use tunnel_tests::ca::{Leaf, TestCa};
+use tunnel_tests::checks::{ensure_contains, ensure_refused, ensure_status};
+use tunnel_tests::client::{ClientTls, Endpoint, Exchange, RawRequest, UpgradeClient, request};
+use tunnel_tests::env::{Agent, TestEnv};
+use tunnel_tests::guides::{blocks, page};
+use tunnel_tests::process::{ScratchDir, next_loopback};
+use tunnel_tests::targets::{EchoTarget, Exporter, FakeKubelet, TargetTls};
+
+const GUIDE: &str = "docs/how-to/policy.md";
+const KUBELET_PORT: u16 = 10250;
+const OPS: &str = "ops:open-sesame-4711";
+const PROMETHEUS: &str = "prometheus:right-0123456789";
+/// Common name of a caller with delegation.
+const APISERVER: &str = "kube-apiserver-kubelet-client";
+const LOGS: &str = "/containerLogs/ns/pod/c";
+const EXEC: &str = "/exec/ns/pod/c?command=ls";
+
+/// A server with settings of a file, and a node with a kubelet on 10250 and an exporter.
+struct Site {
+    env: TestEnv,
+    node: &'static str,
+    address: Ipv4Addr,
+    exporter: Exporter,
+    callers: TestCa,
+    _kubelet: FakeKubelet,
+    _agent: Agent,
+    _scratch: ScratchDir,
+}
+
+impl Site {
+    /// Starts the site with a CONNECT listener for the users ops and prometheus, and for certificates.
+    async fn start(node: &'static str, file: &str) -> Result<Self> {
+        let scratch = ScratchDir::new()?;
+        let passwords = scratch.file("passwords", format!("{OPS}\n{PROMETHEUS}\n"))?;
+        let callers = TestCa::new("callers")?;
+        let client_ca = scratch.file("callers.crt", callers.pem())?;
+        let file = yaml::parse::<RawConfig>(file)?.unwrap_or_default();
+        let env = TestEnv::start_with(|settings| {
+            settings.rules = None;
+            settings.client_ca = Some(client_ca.to_string_lossy().into_owned());
+            settings.connect_listen = Some("127.0.0.1:0".to_owned());
+            settings.connect_auth = Some(passwords.to_string_lossy().into_owned());
+            *settings = file.or(std::mem::take(settings));
+        })
+        .await?;
+        let address = next_loopback();
+        let tls = TargetTls::self_signed(&[node])?;
+        let kubelet = FakeKubelet::start_on((address, KUBELET_PORT).into(), node, Some(tls));
+        let config = env.agent_config_with(node, |config| {
+            config.node_ip = Some(address.to_string());
+        });
+        let agent = Agent::start(config?).await?;
+        env.connected(node).await;
+        Ok(Self {
+            _kubelet: kubelet.await?,
+            exporter: Exporter::start_on((address, 0).into(), node, None).await?,
+            node,
+            address,
+            callers,
+            env,
+            _agent: agent,
+            _scratch: scratch,
+        })
+    }
+
+    fn kubelet_host(&self) -> String {
+        format!("{}:{KUBELET_PORT}", self.node)
+    }
+
+    /// Returns the HTTPS listener, for a caller with a certificate of this name.
+    fn https(&self, name: Option<&str>) -> Result<Endpoint> {
+        let certificate = name.map(|name| self.callers.issue(&Leaf::caller(name)));
+        let certificate = certificate.transpose()?;
+        let presented = certificate.map(|issued| issued.presented()).transpose()?;
+        let roots = RootCertStore::clone(&*self.env.roots()?);
+        let tls = ClientTls::verifying(self.node, roots, presented)?;
+        let address = self.env.bound().https.context("no HTTPS listener")?;
+        Ok(Endpoint::tls(address, tls))
+    }
+
+    /// Returns the status and the text of a GET at the kubelet over the HTTPS listener.
+    async fn get(&self, name: Option<&str>, path: &str) -> Result<(u16, String)> {
+        let asked = RawRequest::get(&self.kubelet_host(), path);
+        let reply = request(self.https(name)?, &asked).await?;
+        Ok((reply.status, reply.text()))
+    }
+
+    /// Returns the status of each kind of exec: WebSocket and SPDY, by GET and POST.
+    async fn execs(&self, name: Option<&str>) -> Result<Vec<u16>> {
+        let host = self.kubelet_host();
+        let spdy = RawRequest::new("GET", EXEC, &host)
+            .header("Connection", "Upgrade")
+            .header("Upgrade", "SPDY/3.1");
+        let plain = ["GET", "POST"].map(|method| RawRequest::new(method, EXEC, &host));
+        let mut statuses = Vec::new();
+        for client in [
+            UpgradeClient::websocket(&host, EXEC),
+            UpgradeClient::spdy(&host, EXEC),
+            UpgradeClient::asking_for_spdy(spdy),
+        ] {
+            let upgraded = client.connect(self.https(name)?).await?;
+            statuses.push(upgraded.refused().map_or(101, |reply| reply.status));
+        }
+        for asked in plain {
+            statuses.push(request(self.https(name)?, &asked).await?.status);
+        }
+        Ok(statuses)
+    }
+
+    /// Returns the status and the text of a CONNECT with a password.
+    async fn connect(&self, user: &str, port: u16) -> Result<(u16, String)> {
+        let target = format!("{}:{port}", self.node);
+        let asked = RawRequest::new("CONNECT", &target, &target)
+            .header("Proxy-Authorization", &basic(user));
+        let endpoint = self.env.bound().connect.context("no CONNECT listener")?;
+        let exchange = Exchange::start(endpoint, &asked).await?;
+        if exchange.status() == 200 {
+            return Ok((200, String::new()));
+        }
+        let reply = exchange.into_reply().await;
+        Ok((reply.status, reply.text()))
+    }
+
+    /// Returns the status of a GET by URL on the CONNECT listener.
+    async fn get_by_url(&self, user: &str, path: &str) -> Result<u16> {
+        let port = self.exporter.addr().port();
+        let url = format!("http://{}:{port}{path}", self.node);
+        let asked = RawRequest::get("x", &url).header("Proxy-Authorization", &basic(user));
+        let endpoint = self.env.bound().connect.context("no CONNECT listener")?;
+        Ok(request(endpoint, &asked).await?.status)
+    }
+}
+
+fn basic(user: &str) -> String {
+    format!("Basic {}", BASE64_STANDARD.encode(user))
+}
+
+/// Fails unless the text names the operation that no rule allows.
+fn ensure_no_rule((status, text): &(u16, String), operation: &str) -> Result<()> {
+    ensure!(*status == 403, "{status}: {text}");
+    ensure_contains(text, &[&format!("no rule allows {operation} at ")])
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn without_rules_metrics_are_open_and_pods_logs_and_shells_are_not() -> Result<()> {
+    let site = Site::start("worker-1", "{}").await?;
+    for name in [None, Some("person")] {
+        for path in ["/metrics/cadvisor", "/stats/summary", "/healthz"] {
+            let (status, text) = site.get(name, path).await?;
+            ensure!(status == 200, "{path}: {status}: {text}");
+        }
+        for (path, operation) in [("/pods", "pods"), (LOGS, "containerlogs"), ("/", "unknown")] {
+            ensure_no_rule(&site.get(name, path).await?, operation)?;
+        }
+        ensure!(site.execs(name).await? == [403; 5]);
+        // A kubelet would redirect the first one, and some read the second one as exec.
+        for path in [
+            "//exec/ns/pod/c",
+            "/%65xec/ns/pod/c",
+            "/metrics/..%2fexec/ns/pod/c",
+        ] {
+            let (status, text) = site.get(name, path).await?;
+            ensure!(status == 400, "{path}: {status}: {text}");
+            ensure_contains(&text, &["several ways"])?;
+        }
+    }
+    ensure!(site.execs(Some(APISERVER)).await?[..3] == [101; 3]);
+    let logs = RawRequest::get(&site.kubelet_host(), LOGS).header("Authorization", "Bearer abc");
+    ensure_status(&request(site.https(None)?, &logs).await?, 200)
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn without_rules_other_ports_are_read_and_a_port_may_say_more() -> Result<()> {
+    let site = Site::start("worker-1", "{}").await?;
+    let host = format!("worker-1:{}", site.exporter.addr().port());
+    let http = site.env.http();
+    ensure_status(
+        &request(http.clone(), &RawRequest::get(&host, "/metrics")).await?,
+        200,
+    )?;
+    for asked in [
+        RawRequest::new("POST", "/metrics", &host).body("x"),
+        RawRequest::get(&host, "/metrics")
+            .header("Connection", "Upgrade")
+            .header("Upgrade", "websocket"),
+    ] {
+        let reply = request(http.clone(), &asked).await?;
+        ensure_refused(&reply, 403, "refused_by_policy")?;
+    }
+    ensure!(site.get_by_url(PROMETHEUS, "/metrics").await? == 200);
+    ensure_no_rule(
+        &site
+            .connect(PROMETHEUS, site.exporter.addr().port())
+            .await?,
+        "connect",
+    )?;
+
+    let echo = EchoTarget::start().await?;
+    let port = echo.addr().port();
+    let file =
+        format!("ports: [{{ number: {port}, scheme: http, operations: [read, write, upgrade] }}]");
+    let open = Site::start("worker-1", &file).await?;
+    let post = RawRequest::new("POST", "/x", &format!("worker-1:{port}")).body("x");
+    let reply = request(open.env.http(), &post).await?;
+    // Nothing listens at this address of the node: the request has passed the rules.
+    ensure_refused(&reply, 502, "target_refused")
+}
+
+/// The three holes that no rule could close: a password for metrics reached sshd by CONNECT, an anonymous
+/// caller sent HTTP to it, and targets without an agent and of services were decided by nobody.
+#[tokio::test(flavor = "multi_thread")]
+async fn password_for_metrics_reaches_no_sshd_and_rules_are_asked_about_every_destination()
+-> Result<()> {
+    let sshd = EchoTarget::start_on((next_loopback(), 0).into()).await?;
+    let port = sshd.addr().port();
+    let file = format!(
+        "connectPorts: {port}\nconnectDirect: [127.0.0.0/8]\ncallers: {{ ops: {{ user: ops }}, prometheus: {{ user: prometheus }} }}\n\
+         rules:\n- {{ name: scrape, callers: [prometheus], operations: [observe, read] }}\n\
+         - {{ name: ssh, callers: [ops], ports: [{port}], listeners: [connect], destinations: [node] }}\n"
+    );
+    let site = Site::start("worker-1", &file).await?;
+    ensure_no_rule(&site.connect(PROMETHEUS, port).await?, "connect")?;
+    // Nothing listens at this address of the node: the request has passed the rules.
+    let (status, text) = site.connect(OPS, port).await?;
+    ensure!(status == 502, "{status}: {text}");
+    let host = format!("worker-1:{port}");
+    let reply = request(site.env.http(), &RawRequest::get(&host, "/")).await?;
+    ensure_refused(&reply, 403, "refused_by_policy")?;
+    let direct = sshd.addr().to_string();
+    let asked =
+        RawRequest::new("CONNECT", &direct, &direct).header("Proxy-Authorization", &basic(OPS));
+    let endpoint = site.env.bound().connect.context("no CONNECT listener")?;
+    let reply = request(endpoint, &asked).await?;
+    ensure_refused(&reply, 403, "refused_by_policy")?;
+    ensure_contains(
+        &reply.text(),
+        &["no rule allows connect at port", "without an agent"],
+    )?;
+    ensure!(sshd.traffic().accepted() == 0);
+    Ok(())
+}
+
+/// Returns the block of the guide that begins with this name.
+fn example(name: &str) -> Result<String> {
+    let head = format!("# example: {name}\n");
+    let found = blocks(&page(GUIDE)?).into_iter();
+    let mut found = found.filter(|block| block.text.starts_with(&head));
+    found.next().map(|block| block.text).context(head)
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn examples_of_the_guide_allow_what_they_say_and_nothing_else() -> Result<()> {
+    let prometheus = Site::start("worker-1", &example("prometheus")?).await?;
+    ensure!(prometheus.get_by_url(PROMETHEUS, "/metrics").await? == 200);
+    ensure!(prometheus.get_by_url(OPS, "/metrics").await? == 403);
+    ensure_no_rule(&prometheus.connect(PROMETHEUS, 22).await?, "connect")?;
+    let (status, text) = prometheus.connect(OPS, 22).await?;
+    ensure!(status != 403, "{text}");
+
+    let logs = Site::start("worker-1", &example("logs")?).await?;
+    ensure!(logs.get(Some("support"), LOGS).await?.0 == 200);
+    ensure!(logs.get(Some("support"), "/metrics").await?.0 == 200);
+    ensure_no_rule(&logs.get(Some("support"), "/pods").await?, "pods")?;
+    ensure_no_rule(&logs.get(None, LOGS).await?, "containerlogs")?;
+    ensure!(logs.execs(Some("support")).await? == [403; 5]);
+
+    let no_shell = example("no-shell")?;
+    let pay = Site::start("pay-1", &no_shell).await?;
+    ensure!(pay.get(Some(APISERVER), LOGS).await?.0 == 200);
+    ensure!(pay.execs(Some(APISERVER)).await? == [403; 5]);
+    let (_, text) = pay.get(Some(APISERVER), EXEC).await?;
+    ensure_contains(&text, &["rule no-shell denies exec at pay-1 port 10250"])?;
+    let other = Site::start("worker-1", &no_shell).await?;
+    ensure!(other.execs(Some(APISERVER)).await?[..3] == [101; 3]);
+
+    let ssh = example("ssh")?;
+    let elsewhere = Site::start("worker-1", &ssh).await?;
+    ensure_no_rule(&elsewhere.connect(OPS, 22).await?, "connect")?;
+    let office = Site::start("worker-1", &ssh.replace("10.1.0.0/16", "127.0.0.0/8")).await?;
+    let (status, text) = office.connect(OPS, 22).await?;
+    ensure!(status != 403, "{text}");
+
+    let application = example("application")?;
+    let post = |node: &str| RawRequest::new("POST", "/", &format!("{node}:8080")).body("x");
+    let shop = Site::start("shop-1", &application).await?;
+    let _shop = Exporter::start_on((shop.address, 8080).into(), "shop-1", None).await?;
+    let reply = request(shop.env.http(), &post("shop-1")).await?;
+    ensure!(
+        reply.status != 403 && reply.header("x-tunnel-error").is_none(),
+        "{}",
+        reply.text()
+    );
+    ensure_no_rule(&shop.get(None, "/pods").await?, "pods")?;
+    let other = Site::start("worker-1", &application).await?;
+    let reply = request(other.env.http(), &post("worker-1")).await?;
+    ensure_refused(&reply, 403, "refused_by_policy")?;
+
+    let apiserver = Site::start("worker-1", &example("apiserver")?).await?;
+    ensure!(apiserver.execs(Some(APISERVER)).await?[..3] == [101; 3]);
+    ensure_no_rule(&apiserver.get(Some("person"), "/metrics").await?, "metrics")?;
+    ensure_no_rule(&apiserver.get(None, "/metrics").await?, "metrics")
+}
