@@ -55,7 +55,7 @@ impl Servers {
             let mut setup = (peering.setup(number)?)
                 .audited()
                 .args(&["--status-listen", &status])
-                .args(&["--proxy-port-listen", "off"])
+                .args(&["--proxy-port-listen", "off", "--compat", "yurt-tunnel"])
                 .args(arguments);
             if !arguments.contains(&"--http-proxy-ports") {
                 setup = setup.args(&["--http-proxy-ports", "1024-65535"]);

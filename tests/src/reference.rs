@@ -217,6 +217,7 @@ lists say about its port.
 | `scheme` | `http` or `https`: the server may listen on the port as well (`proxyPortListen`), and in a cluster the Service has it; without a scheme it never does |
 | `class` | address of the node that agents dial: `node` (default) or `loopback`, which the agent's `--localhost-ports` must admit |
 | `listeners` | listeners that accept the port, of `http`, `https` and `connect`; all by default. `connect` is the CONNECT listeners and `tunnel-server connect` |
+| `operations` | what callers may do [without rules](../how-to/policy.md#without-rules), in addition to reading: `read`, `write`, `upgrade`, or operations of a kubelet |
 
 ```yaml
 ports:
@@ -224,6 +225,25 @@ ports:
   - { number: 22, listeners: [connect] }
   - { number: 5432, class: loopback, listeners: [connect] }
 ```
+
+## `callers:` and `rules:` of the file
+
+Names for callers, and rules that say who may do what. [Who may do what](../how-to/policy.md) has their keys and examples.
+
+```yaml
+callers:
+  ops: { user: ops }
+rules:
+  - { name: ssh, callers: [ops], ports: [22], listeners: [connect] }
+```
+
+| key of a caller | |
+|---|---|
+| `certificate` | common name of a client certificate of `--client-ca` |
+| `user` | user of `--connect-auth` |
+| `uid` | user at the other end of `--connect-uds`, as a number |
+| `serviceAccount` | `NAMESPACE/NAME` of a bearer token, which the cluster reviews |
+| `network` | source addresses of TCP connections |
 
 ## `services:` of the file
 

@@ -295,6 +295,8 @@ async fn start_server(
         "127.0.0.1:0",
         "--proxy-port-listen",
         "off",
+        "--compat",
+        "yurt-tunnel",
     ]);
     let mut server = setup.start().await?;
     let process = server.process();

@@ -308,6 +308,8 @@ impl Network {
         setup
             .args(&["--http-proxy-ports", &self.exporter_port.to_string()])
             .args(&["--dns-upstream", "off"])
+            // The tour shows exec without a certificate.
+            .args(&["--compat", "yurt-tunnel"])
             .in_own_group()
     }
 

@@ -59,7 +59,7 @@ async fn connect_command_passes_bytes_and_reports_refusals() -> Result<()> {
     let caller_ca = caller_ca.to_string_lossy();
     let data = scratch.path().join("server");
     let setup = ServerSetup::on_loopback(&data)
-        .args(&["--http-proxy-ports", &ports.join(",")])
+        .args(&["--connect-ports", &ports.join(",")])
         .args(&["--proxy-port-listen", "off", "--client-ca", &caller_ca])
         .args(&["--connect-listen", "127.0.0.1:0"]);
     let mut server = setup.start().await?;

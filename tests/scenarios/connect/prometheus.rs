@@ -45,7 +45,7 @@ async fn p11_prometheus_scrapes_http_and_https_by_proxy_url_and_a_wrong_password
     let passwords = scratch.file("passwords", "prometheus:right-0123456789\n")?;
     let (endpoint, passwords) = (format!("{CLOUD_ADDRESS}:8131"), passwords.to_string_lossy());
     let setup = ServerSetup::new(&scratch.path().join("server"), Some(sites.cloud()));
-    let setup = setup.args(&["--http-proxy-ports", "9100, 9101"]);
+    let setup = setup.args(&["--http-proxy-ports", "9100", "--connect-ports", "9101"]);
     let setup = setup.args(&["--proxy-port-listen", "off"]);
     let setup = setup.args(&["--connect-listen", &endpoint, "--connect-auth", &passwords]);
     let server = setup.start().await?;

@@ -98,6 +98,7 @@ impl Replicas {
             let advertised = replicas.link(number)?.addr().to_string();
             let setup = (peering.setup(number)?)
                 .args(&["--http-proxy-ports", "1024-65535"])
+                .args(&["--compat", "yurt-tunnel"])
                 .args(&["--proxy-port-listen", "off", "--advertise", &advertised])
                 .args(&["--drain-delay", delay, "--drain-timeout", timeout])
                 .args(&["--config", &file.to_string_lossy()]);
