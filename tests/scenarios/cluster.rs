@@ -20,6 +20,7 @@ macro_rules! on_both {
 }
 
 mod absent;
+mod access;
 mod agents;
 mod authority;
 mod doctor_table;
