@@ -14,12 +14,15 @@ use tunnel_proto::relay::{Socket, relay};
 use tunnel_proto::wire::frame::{self, STREAM_MESSAGE_MAX};
 use tunnel_proto::wire::header::{StreamHeader, StreamKind, Target};
 use tunnel_proto::wire::name::{NodeName, Port};
+use tunnel_proto::wire::ports::PortSet;
 use tunnel_routing::decision::{RequestFacts, decide};
 use tunnel_routing::destination::{RequestedDestination, Scheme};
-use tunnel_routing::operation::RequestedOperation;
-use tunnel_routing::policy::rules::RuleTable;
+use tunnel_routing::operation::{Operation, OperationSet, RequestedOperation};
+use tunnel_routing::policy::rules::{
+    CallerMatch, DestinationKind, Effect, Facts, NamedCaller, Rule, RulePorts, RuleTable, Verdict,
+};
 use tunnel_routing::policy::{
-    Access, AccessCaller, DefaultPorts, PortLists, PortPolicy, authorize,
+    Access, AccessCaller, CallerIdentity, DefaultPorts, Listener, PortLists, PortPolicy, authorize,
 };
 use tunnel_server::routing::routes::RouteTable;
 use tunnel_tests::client::{RawRequest, request};
@@ -35,6 +38,8 @@ enum Work {
     Route,
     /// Decides the node and the target from the head of a request.
     Policy,
+    /// Decides about an access by 100 rules, of which the last one allows it.
+    Rules,
     /// Relays 1 KiB between two streams.
     Chunk,
     /// Sends a request over a new connection through server and agent. The count includes the
@@ -45,10 +50,12 @@ enum Work {
 /// The count, the kind of work, how often the work is repeated, and the limit for each repetition.
 /// The limits are a tenth above the counts of a release build. Relaying a chunk must not allocate
 /// at all.
-const LIMITS: [(Count, &str, u32, f64); 5] = [
+const LIMITS: [(Count, &str, u32, f64); 7] = [
     (Count::Instructions, "framing", 1000, 1620.0),
     (Count::Instructions, "route", 1000, 1000.0),
     (Count::Instructions, "policy", 1000, 3870.0),
+    (Count::Instructions, "rules", 1000, 5000.0),
+    (Count::Allocations, "rules", 1000, 0.01),
     (Count::Allocations, "chunk", 1000, 0.01),
     (Count::Allocations, "stream", 50, 240.0),
 ];
@@ -72,6 +79,7 @@ impl Worker {
             Work::Framing => framing(self.times)?,
             Work::Route => route(self.times)?,
             Work::Policy => policy(self.times)?,
+            Work::Rules => rules(self.times)?,
             Work::Chunk => chunk(self.times).await?,
             Work::Stream => stream(self.times).await?,
         }
@@ -138,6 +146,50 @@ fn policy(times: u32) -> Result<()> {
         };
         let authorized = authorize(&policy, &rules, access);
         ensure!(black_box(authorized).is_ok(), "the request is refused");
+    }
+    Ok(())
+}
+
+fn rules(times: u32) -> Result<()> {
+    let named = (0..10).map(|number| NamedCaller {
+        name: format!("caller-{number}").into(),
+        who: CallerMatch::Certificate(format!("caller-{number}").into()),
+    });
+    let mut table = RuleTable {
+        callers: named.collect(),
+        rules: Vec::new(),
+    };
+    for number in 0..100 {
+        let port = Port::new(20_000 + number).context("a port")?;
+        let rule = Rule {
+            callers: table.caller(&format!("caller-{}", number % 10)),
+            operations: Some(OperationSet::OBSERVE),
+            ports: Some(RulePorts {
+                numbers: PortSet::of([port]),
+                has_kubelet: number == 99,
+            }),
+            nodes: vec!["worker-*".parse()?],
+            ..Rule::new(&format!("rule-{number}"), Effect::Allow)
+        };
+        table.rules.push(rule);
+    }
+    let identity = CallerIdentity::Certificate("caller-9".into());
+    let node = "worker-500.site".parse()?;
+    let facts = Facts {
+        listener: Listener::Https,
+        identity: &identity,
+        has_delegation: false,
+        has_token: false,
+        source: None,
+        kind: DestinationKind::Node,
+        node: Some(&node),
+        port: Port::new(10250).context("a port")?,
+        is_kubelet: true,
+        operation: Operation::Metrics,
+    };
+    for _ in 0..times {
+        let decision = table.decide(black_box(&facts));
+        ensure!(black_box(decision).verdict == Verdict::Allow, "refused");
     }
     Ok(())
 }
