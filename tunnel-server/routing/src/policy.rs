@@ -217,6 +217,22 @@ pub enum Denied {
     },
 }
 
+impl Denied {
+    /// Returns the operation, and the rule if one decided.
+    pub fn decided(&self) -> Option<(Operation, Option<&Arc<str>>)> {
+        match self {
+            Self::Rule {
+                rule, operation, ..
+            }
+            | Self::Cluster {
+                rule, operation, ..
+            } => Some((*operation, Some(rule))),
+            Self::NoRule { operation, .. } => Some((*operation, None)),
+            Self::CredentialsRequired | Self::Port(..) | Self::UnclearPath(_) => None,
+        }
+    }
+}
+
 /// The facts about a caller that authorization uses.
 #[derive(Debug, Clone, Copy)]
 pub struct AccessCaller<'a> {

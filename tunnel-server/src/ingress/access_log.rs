@@ -29,6 +29,7 @@ use crate::routing::OpenStream;
 use crate::routing::attempts::ResendCause;
 use crate::routing::via::Via;
 use tunnel_routing::destination::Destination;
+use tunnel_routing::operation::Operation;
 
 /// A caller can send heads that cannot be parsed, or plain HTTP instead of TLS, faster than a disk
 /// accepts lines, and all these lines are alike.
@@ -126,6 +127,12 @@ impl AccessLog {
     /// Records the head of an HTTP request for the audit log.
     pub fn head<B>(&mut self, request: &Request<B>) {
         self.0.head = audit::head(request);
+    }
+
+    /// Records what the caller asked to do, and the rule that decided.
+    pub fn decided(&mut self, operation: Operation, rule: Option<&Arc<str>>) {
+        self.0.operation = Some(operation.name().into());
+        self.0.rule = rule.cloned();
     }
 
     /// Sets what the records of other ends have in common with this one.

@@ -111,7 +111,13 @@ pub(super) async fn route(
         destination,
         operation: request.operation,
     };
-    let authorized = authorize(&ingress.policy.load(), &ingress.rules.load(), access)?;
+    let authorized = authorize(&ingress.policy.load(), &ingress.rules.load(), access);
+    let authorized = authorized.inspect_err(|denied| {
+        if let Some((operation, rule)) = denied.decided() {
+            access_log.decided(operation, rule);
+        }
+    })?;
+    access_log.decided(authorized.operation, Some(&authorized.rule));
     if authorized.asks_cluster {
         ask_cluster(ingress, &request, &authorized).await?;
     }

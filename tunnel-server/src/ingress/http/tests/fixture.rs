@@ -276,6 +276,7 @@ impl Fixture {
             has_delegation: false,
             server_name: None,
             certificate_error: None,
+            cluster_user: None,
         };
         change(&mut line);
         let serve = serve(self.ingress.clone(), http_listener, served, line);
