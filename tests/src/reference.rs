@@ -277,7 +277,7 @@ server.
 | `label` | `KEY=VALUE`, instead of `nodes` in a cluster: nodes whose Node object has the label; without it new streams are refused |
 
 A kubelet can set most labels on its own Node. With `label`, use a key that begins with `node-restriction.kubernetes.io/`, which the
-admission plugin `NodeRestriction` denies to kubelets; the server warns of others. While the API server is away, the labels as last
+admission plugin `NodeRestriction` denies to kubelets; others are refused. While the API server is away, the labels as last
 seen hold.
 
 ```yaml

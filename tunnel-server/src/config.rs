@@ -334,7 +334,6 @@ impl Config {
             .warning(self.client_auth.as_ref(), self.kubernetes.as_ref())
             .into_iter()
             .chain(self.connect.as_ref().and_then(ConnectSettings::warning))
-            .chain(cloud::warnings(&self.cloud))
             .chain(unused_records)
             .chain(self.policy.warning())
             .collect()

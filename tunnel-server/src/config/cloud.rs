@@ -54,19 +54,6 @@ pub(super) fn check(
     targets
 }
 
-/// Returns warnings about labels that nodes may be able to give themselves.
-pub(super) fn warnings(targets: &[CloudTargetSettings]) -> impl Iterator<Item = String> {
-    targets.iter().filter_map(|target| match &target.nodes {
-        CloudNodes::Labeled(label) if !label.is_restricted() => Some(format!(
-            "cloud: {}: a kubelet may be able to set the label {} on its own Node, and so get the target; \
-             use a label whose key begins with {RESTRICTED}/",
-            target.name,
-            label.key()
-        )),
-        CloudNodes::All | CloudNodes::Named(_) | CloudNodes::Labeled(_) => None,
-    })
-}
-
 /// Returns the target `apiserver` of `--cloud-apiserver`.
 fn apiserver(raw: &RawConfig, errors: &mut ConfigErrors) -> Option<CloudTargetSettings> {
     let texts = raw.cloud_apiserver.iter().map(|text| text.trim());
@@ -144,9 +131,18 @@ fn check_nodes(
                 "needs a cluster, whose Nodes have the label (--kubernetes); without one, list nodes",
             );
         }
-        return errors
-            .ok_or_record(&setting, label.parse::<NodeLabel>())
-            .map(CloudNodes::Labeled);
+        let label = errors.ok_or_record(&setting, label.parse::<NodeLabel>())?;
+        if !label.is_restricted() {
+            errors.add(
+                &setting,
+                format!(
+                    "a kubelet may be able to set {} on its own Node, and so get the target; use a key that begins with \
+                     {RESTRICTED}/",
+                    label.key()
+                ),
+            );
+        }
+        return Some(CloudNodes::Labeled(label));
     }
     if raw.nodes.is_empty() {
         errors.add(
@@ -226,7 +222,7 @@ mod tests {
     }
 
     #[test]
-    fn label_needs_a_cluster_and_one_that_kubelets_can_set_is_a_warning() {
+    fn label_needs_a_cluster_and_one_that_kubelets_can_set_is_refused() {
         let check = |label: &str, in_cluster| {
             let text = format!("cloud: [{{ name: a, target: 'x:1', label: '{label}' }}]");
             Config::check(&raw(&text).unwrap(), Environment { in_cluster })
@@ -239,15 +235,12 @@ mod tests {
         assert!(
             matches!(&config.cloud[0].nodes, CloudNodes::Labeled(label) if label.value() == "true")
         );
-        let about_labels = |warning: &&String| warning.contains("on its own Node");
-        assert_eq!(config.warnings.iter().find(about_labels), None);
-        let warnings = check("zone=a", true).unwrap().warnings;
-        let warnings = warnings.iter().find(about_labels).unwrap();
+        let error = check("zone=a", true).unwrap_err().to_string();
         assert_contains(
-            warnings,
-            "cloud: a: a kubelet may be able to set the label zone",
+            &error,
+            "cloud: a: label: a kubelet may be able to set zone on its own Node",
         );
-        assert_contains(warnings, "begins with node-restriction.kubernetes.io/");
+        assert_contains(&error, "begins with node-restriction.kubernetes.io/");
     }
 
     #[test]
