@@ -16,6 +16,7 @@ use super::frame::{
 };
 use super::header::{AuditId, StreamHeader, StreamKind, StreamReply, Target};
 use super::name::{InstanceId, Port, SessionId};
+use super::node_row::NodeRows;
 use super::order::{NodeOrder, Order};
 use super::peer::{Alive, Ask, HeldNode, Holds, PeerHello, PeerMessage, StateDigest, StatePart};
 use super::{
@@ -268,6 +269,13 @@ fn messages_between_servers_are_as_captured() {
                 }),
             ),
             ("024200", PeerMessage::StateFetch),
+            (
+                "0452020801",
+                PeerMessage::NodeRows(NodeRows {
+                    is_wanted: true,
+                    ..NodeRows::default()
+                }),
+            ),
             (
                 "164a14 0a10 0a0177 10ac02 1801 2005 2802 3004 3806 1001",
                 PeerMessage::StatePart(StatePart {

@@ -1,14 +1,16 @@
 //! Typed messages between servers.
 
-use std::time::{Duration, SystemTime};
+use std::time::SystemTime;
 
 use bytes::BytesMut;
 use prost::Message;
 
-use super::control::{decode_replica, decode_zone, encode_zone, millis, sanitize_addresses};
+use super::control::{decode_replica, decode_zone, encode_zone, sanitize_addresses};
+use super::fields::{decode_node, decode_time, since_epoch};
 pub use super::frame::PEER_MESSAGE_MAX;
 use super::frame::{self, FrameError};
 use super::name::{InstanceId, NodeName, ReplicaId, ZoneName};
+use super::node_row::{self, NodeRows};
 use super::order::{NodeOrder, Order};
 use super::pb;
 
@@ -31,6 +33,8 @@ pub enum PeerMessage {
     StateFetch,
     /// Either end: a part of the answer to [`PeerMessage::StateFetch`].
     StatePart(StatePart),
+    /// Dialing end: asks for rows of nodes. Accepting end: sends them.
+    NodeRows(NodeRows),
     /// A message of a later version, which is ignored.
     Unknown,
 }
@@ -172,6 +176,7 @@ impl PeerMessage {
                 orders: part.orders.iter().map(encode_order).collect(),
                 more: part.has_more,
             })),
+            Self::NodeRows(rows) => Some(Kind::NodeRows(node_row::encode(rows))),
             Self::Unknown => None,
         };
         frame::encode(&pb::PeerMessage { kind }, PEER_MESSAGE_MAX, out)
@@ -241,6 +246,7 @@ impl PeerMessage {
                     .collect::<Result<_, _>>()?,
                 has_more: part.more,
             }),
+            Kind::NodeRows(rows) => Self::NodeRows(node_row::decode(rows)?),
         })
     }
 }
@@ -298,11 +304,6 @@ fn decode_order(order: pb::NodeOrder) -> Result<NodeOrder, FrameError> {
     })
 }
 
-fn decode_node(node: &str) -> Result<NodeName, FrameError> {
-    node.parse()
-        .map_err(|_syntax| FrameError::Invalid("node name"))
-}
-
 fn decode_instance(instance: Vec<u8>) -> Result<InstanceId, FrameError> {
     let instance = instance.try_into();
     instance
@@ -315,21 +316,10 @@ fn decode_digest(digest: Vec<u8>) -> Result<[u8; 32], FrameError> {
     digest.map_err(|_length| FrameError::Invalid("digest"))
 }
 
-fn since_epoch(time: SystemTime) -> u64 {
-    millis(
-        time.duration_since(SystemTime::UNIX_EPOCH)
-            .unwrap_or_default(),
-    )
-}
-
-fn decode_time(millis: u64) -> Result<SystemTime, FrameError> {
-    SystemTime::UNIX_EPOCH
-        .checked_add(Duration::from_millis(millis))
-        .ok_or(FrameError::Invalid("time"))
-}
-
 #[cfg(test)]
 mod tests {
+    use std::time::Duration;
+
     use super::*;
 
     fn decode(kind: pb::peer_message::Kind) -> Result<PeerMessage, FrameError> {

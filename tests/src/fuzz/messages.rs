@@ -13,6 +13,7 @@ use tunnel_proto::wire::frame::{
 };
 use tunnel_proto::wire::header::{AuditId, StreamHeader, StreamKind, StreamReply, Target};
 use tunnel_proto::wire::name::{InstanceId, Port, SessionId};
+use tunnel_proto::wire::node_row::{NodeRow, NodeRows, ServerReport};
 use tunnel_proto::wire::order::{NodeOrder, Order};
 use tunnel_proto::wire::peer::{
     Alive, Ask, HeldNode, Holds, PeerHello, PeerMessage, StateDigest, StatePart,
@@ -190,6 +191,34 @@ pub(super) fn peers() -> Result<Vec<Vec<u8>>> {
                 },
             }],
             has_more: true,
+        }),
+        PeerMessage::NodeRows(NodeRows {
+            is_wanted: true,
+            is_full: true,
+            rows: vec![NodeRow {
+                node: held_node.node.clone(),
+                is_suspect: true,
+                transport: "quic".into(),
+                rtt_millis: 300,
+                streams: 1,
+                bytes: [2, 3],
+                bytes_per_second: [4, 5],
+                errors_last_hour: 6,
+                version: "culvert/0.1.0".into(),
+                address: Some("192.0.2.7:40000".parse()?),
+                since: held_node.since,
+                certificate_not_after: held_node.since,
+                trend: vec![0, 255],
+                silent_seconds: 31,
+            }],
+            removed: vec![held_node.node.clone()],
+            report: Some(ServerReport {
+                sessions: 1,
+                requests: 2,
+                errors: 3,
+                bytes: [4, 5],
+                linked: vec!["server-0".parse()?],
+            }),
         }),
     ];
     let contents = messages

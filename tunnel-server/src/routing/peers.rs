@@ -44,6 +44,7 @@ mod metrics;
 mod monitor;
 mod owner;
 mod questions;
+mod rows;
 mod serve;
 mod start;
 mod state;
@@ -59,7 +60,8 @@ pub use members::LeftOut;
 use members::listed_addresses;
 use metrics::{ForwardDirection, ForwardResult};
 pub use metrics::{PeerMetrics, PeerState};
-use tunnel_routing::directory::{Announcement, Directory};
+use rows::RowExchange;
+use tunnel_routing::directory::{Announcement, Directory, LinkState};
 use yields::{CONTESTS_MAX, NamesUsedTwice, Yields};
 
 /// The other servers of this installation. Exists on a server without others, too.
@@ -85,6 +87,7 @@ pub struct Peers {
     connections: TaskTracker,
     /// Permits of sessions that are compared with those of other servers.
     contests: Arc<Semaphore>,
+    rows: RowExchange,
 }
 
 /// Limits of the connections to other servers.
@@ -105,12 +108,21 @@ pub struct PeerStatus {
     /// `HOST:PORT` that this server dials.
     pub address: String,
     pub state: PeerState,
+    /// The server is connected and has not answered for a few seconds.
+    pub is_suspect: bool,
     /// The zone of the server, if it is known.
     pub zone: Option<ZoneName>,
     /// Number of nodes that the server holds.
     pub nodes: usize,
     /// Time of the last change between connected and not connected.
     pub since: SystemTime,
+}
+
+impl PeerStatus {
+    /// Returns whether the server is connected and answers.
+    pub fn answers(&self) -> bool {
+        self.state != PeerState::Connecting && !self.is_suspect
+    }
 }
 
 #[derive(Debug)]
@@ -199,6 +211,7 @@ impl Peers {
             closing: CancellationToken::new(),
             connections: TaskTracker::new(),
             contests: Arc::new(Semaphore::new(CONTESTS_MAX)),
+            rows: RowExchange::default(),
         };
         peers.advertise(Vec::new());
         Arc::new(peers)
@@ -436,11 +449,20 @@ impl Peers {
                 id: id.clone(),
                 address: peer.address.clone(),
                 state: peer.state(),
+                is_suspect: (peer.link.as_ref())
+                    .is_some_and(|link| link.state() == LinkState::Suspect),
                 zone: peer.zone.known().cloned(),
                 nodes: state.directory.nodes_of(id),
                 since: peer.since,
             })
             .collect()
+    }
+
+    /// Returns the servers that this server has dialed and that answer.
+    pub(crate) fn linked(&self) -> Vec<ReplicaId> {
+        let servers = self.status().into_iter();
+        let linked = servers.filter(PeerStatus::answers);
+        linked.map(|server| server.id).collect()
     }
 
     /// Returns the number of servers that this server dials.

@@ -6,7 +6,7 @@ use std::pin::pin;
 use std::sync::Arc;
 
 use tokio::net::{TcpListener, TcpStream};
-use tokio::sync::{OwnedSemaphorePermit, Semaphore, mpsc, watch};
+use tokio::sync::{Notify, OwnedSemaphorePermit, Semaphore, mpsc, watch};
 use tokio::time::{Instant, timeout};
 use tracing::{Instrument as _, debug, info, info_span, warn};
 use tunnel_process::accept::RetryingListener;
@@ -158,6 +158,8 @@ impl PeerListener {
         let mut announcing = pin!(announcing);
         let (mut exchange, exchanging) = Exchange::begin(peers, replica, outbox.clone());
         let mut exchanging = pin!(exchanging);
+        let rows_asked = Arc::<Notify>::default();
+        let mut sending_rows = pin!(peers.send_rows(rows_asked.clone(), outbox.clone()));
         let mut closed = pin!(session.closed());
         let mut monitor = LinkMonitor::new(session.stats().received, Instant::now());
         let mut ticks = check_interval();
@@ -176,6 +178,7 @@ impl PeerListener {
                 },
                 received = reader.receive() => match received? {
                     Some(PeerMessage::Ask(ask)) => self.answer(replica, ask, &probes, &outbox),
+                    Some(PeerMessage::NodeRows(rows)) if rows.is_wanted => rows_asked.notify_one(),
                     Some(message) => self.handle(replica, message, &mut exchange)?,
                     None => return Ok(()),
                 },
@@ -186,6 +189,7 @@ impl PeerListener {
                 sent = &mut sending => return sent.map_err(LinkError::Control),
                 never = &mut announcing => match never {},
                 never = &mut exchanging => match never {},
+                never = &mut sending_rows => match never {},
             }
         }
     }
@@ -207,6 +211,7 @@ impl PeerListener {
             | PeerMessage::Leaving
             | PeerMessage::Ask(_)
             | PeerMessage::Alive(_)
+            | PeerMessage::NodeRows(_)
             | PeerMessage::Unknown => {
                 debug!(peer = %replica, "unexpected message of another server");
             }
