@@ -53,6 +53,7 @@ pub mod ping;
 pub mod policy;
 pub mod render;
 pub mod status;
+pub(crate) mod traffic;
 pub mod verbs;
 
 pub use client::{AdminClient, AdminError};

@@ -247,6 +247,16 @@ impl Metrics {
         }
     }
 
+    /// Returns the number of finished requests and streams, and of those that failed.
+    pub fn requests(&self) -> [u64; 2] {
+        let ended = self.request_series.ended.iter().zip(Outcome::ALL);
+        ended.fold([0, 0], |[all, failed], (series, outcome)| {
+            let count = series.get().map_or(0, Counter::get);
+            let failures = if outcome.is_failure() { count } else { 0 };
+            [all + count, failed + failures]
+        })
+    }
+
     /// Counts an open stream to a target of the cloud until the guard is dropped.
     pub fn cloud_stream(&self) -> GaugeGuard {
         GaugeGuard::new(&self.families.cloud_streams_open)

@@ -79,6 +79,12 @@ impl Outcome {
         Self::ReaderStalled,
     ];
 
+    /// Returns whether the request failed, by a fault of the caller or not. A caller that leaves first,
+    /// as one that follows a log does, is none.
+    pub fn is_failure(self) -> bool {
+        !matches!(self, Self::Ok | Self::CallerGone)
+    }
+
     /// Returns the code that appears in `X-Tunnel-Error`, logs and metric labels.
     pub fn label(self) -> &'static str {
         match self {

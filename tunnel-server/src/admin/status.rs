@@ -4,11 +4,12 @@ use std::collections::{BTreeMap, BTreeSet};
 use std::net::IpAddr;
 use std::ops::Bound;
 use std::sync::Arc;
-use std::time::SystemTime;
+use std::time::{Duration, SystemTime};
 
 use serde::{Deserialize, Serialize};
 use tunnel_process::name_list::NAMES_SHOWN_MAX;
 use tunnel_proto::wire::name::{NodeName, ReplicaId};
+use tunnel_proto::wire::node_row::NodeRow;
 
 use crate::routing::peers::Peers;
 use crate::routing::registry::{AgentSession, LastClose, Registry, SessionHistory};
@@ -18,9 +19,14 @@ use tunnel_ca::revocation::Revocations;
 use tunnel_store::data_dir::rfc3339;
 use tunnel_store::known_nodes::{EnrollmentKind, KnownNode, KnownNodes, NodeMap};
 
+mod node_state;
+mod sort;
 mod totals;
 mod version_skew;
 
+pub use node_state::NodeState;
+pub(crate) use sort::SortKey;
+pub use sort::{ListOrder, NodeSort};
 pub use totals::NodeTotals;
 pub use version_skew::VersionSkew;
 
@@ -39,7 +45,8 @@ pub struct NodeStatus {
     #[serde(rename = "pending")]
     pub is_pending: bool,
     /// Name of the server that carries requests to the node, if there are several servers. If it is
-    /// another one, the fields up to the bytes are empty: only that server knows them.
+    /// another one, the fields up to the bytes are those that it has sent to this server. It sends them
+    /// to a server with a console, up to 10 s late; without one they are empty.
     pub replica: Option<String>,
     /// Zone of that server, if it is known.
     pub zone: Option<String>,
@@ -242,6 +249,9 @@ impl NodeSources {
                 status.connected = true;
                 status.last_seen = None;
                 status.set_replica(peers, &holder);
+                if let Some((row, received)) = peers.row(&holder, name) {
+                    status.set_row(&row, received);
+                }
             }
             Some(_) | None => {
                 status.set_sessions(&sessions, certificate);
@@ -330,6 +340,23 @@ impl NodeStatus {
     fn set_replica(&mut self, peers: &Peers, replica: &ReplicaId) {
         self.replica = Some(replica.to_string());
         self.zone = peers.zone_of(replica).map(|zone| zone.to_string());
+    }
+
+    /// Sets the fields that describe the session of the node with another server.
+    fn set_row(&mut self, row: &NodeRow, received: SystemTime) {
+        let silence = Duration::from_secs(row.silent_seconds.into());
+        let last_seen = received.checked_sub(silence).unwrap_or(received);
+        self.transport = Some(row.transport.clone());
+        self.state = Some(if row.is_suspect { "suspect" } else { "live" }.to_owned());
+        self.address = row.address.map(|address| address.to_string());
+        self.version = Some(row.version.clone());
+        self.version_skew = VersionSkew::of_agent(&row.version);
+        self.connected_since = Some(rfc3339(row.since));
+        self.last_seen = Some(rfc3339(last_seen));
+        self.rtt_millis = Some(row.rtt_millis.into());
+        self.streams = row.streams.into();
+        [self.bytes_in, self.bytes_out] = row.bytes;
+        self.certificate_not_after = Some(rfc3339(row.certificate_not_after));
     }
 
     /// Sets the fields that describe the sessions of the node. `certificate` is the expiry of the

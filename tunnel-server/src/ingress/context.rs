@@ -52,7 +52,7 @@ pub struct IngressContext {
     /// connect over a Unix socket can use them.
     pub verified_callers: Arc<ConnLimiter>,
     pub metrics: Metrics,
-    /// Last requests of each node, if the status page is on.
+    /// Last requests of each node, if the console is on.
     pub recent: Option<Arc<RecentRequests>>,
     /// Shutdown signals and the tasks that they cover.
     pub shutdown: Shutdown,

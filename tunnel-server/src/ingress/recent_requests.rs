@@ -1,4 +1,4 @@
-//! The last requests of each node and the number of its failed ones, for the status page. Memory is
+//! The last requests of each node and the number of its failed ones, for the console. Memory is
 //! bounded: the nodes whose last request is the oldest lose their requests first.
 
 use std::collections::{BTreeMap, HashMap, VecDeque};
@@ -120,8 +120,14 @@ impl RecentRequests {
     /// Records a request for a node.
     pub fn store(&self, node: &NodeName, request: RecentRequest) {
         let mut entries = self.entries.lock();
+        entries.count(node, request.outcome, self.limits.nodes);
         entries.record(node, request);
         entries.evict(self.limits);
+    }
+
+    /// Returns the requests of each node, and the failed ones of these, since the last call.
+    pub fn take_counts(&self) -> HashMap<NodeName, (u32, u32)> {
+        std::mem::take(&mut self.entries.lock().counts)
     }
 
     /// Returns the stored requests of a node, the last one first.
@@ -154,6 +160,8 @@ struct Entries {
     last: u64,
     /// Bytes of all stored requests.
     bytes: usize,
+    /// Requests and failed ones since they were last taken.
+    counts: HashMap<NodeName, (u32, u32)>,
 }
 
 #[derive(Debug, Default)]
@@ -189,6 +197,14 @@ impl Entry {
 }
 
 impl Entries {
+    fn count(&mut self, node: &NodeName, outcome: Outcome, nodes_max: usize) {
+        if self.counts.len() < nodes_max || self.counts.contains_key(node) {
+            let (requests, failed) = self.counts.entry(node.clone()).or_default();
+            *requests = requests.saturating_add(1);
+            *failed = failed.saturating_add(outcome.is_failure().into());
+        }
+    }
+
     fn record(&mut self, node: &NodeName, request: RecentRequest) {
         self.last += 1;
         let entry = self.by_node.entry(node.clone()).or_default();
@@ -234,20 +250,29 @@ mod tests {
 
     use super::*;
 
+    impl RecentRequest {
+        pub(crate) fn example(outcome: Outcome) -> Self {
+            Self {
+                at: SystemTime::UNIX_EPOCH,
+                listener: "http",
+                peer: "unix".into(),
+                caller: "".into(),
+                request: "".into(),
+                port: None,
+                status: None,
+                outcome,
+                error: "".into(),
+                bytes_in: 0,
+                bytes_out: 0,
+                elapsed: Duration::ZERO,
+            }
+        }
+    }
+
     fn request(path: &str, outcome: Outcome) -> RecentRequest {
         RecentRequest {
-            at: SystemTime::UNIX_EPOCH,
-            listener: "http",
-            peer: "unix".into(),
-            caller: "".into(),
             request: path.into(),
-            port: None,
-            status: None,
-            outcome,
-            error: "".into(),
-            bytes_in: 0,
-            bytes_out: 0,
-            elapsed: Duration::ZERO,
+            ..RecentRequest::example(outcome)
         }
     }
 

@@ -1,0 +1,72 @@
+//! The state of a node in one word. Pure.
+
+use super::NodeStatus;
+
+/// The state of a node, the worst one first.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum NodeState {
+    /// The agent does not respond.
+    Suspect,
+    /// The node needs an agent and has none.
+    Away,
+    /// The node has enrolled and was never seen after that.
+    Enrolled,
+    Revoked,
+    /// The node has been named to this server, as by a token, and was never seen.
+    Pending,
+    /// Another server holds the node and has not said in which state.
+    Connected,
+    Live,
+    /// A node of the cluster that needs no agent.
+    NotEdge,
+}
+
+impl NodeState {
+    /// Every state, the worst one first.
+    pub const ALL: [Self; 8] = [
+        Self::Suspect,
+        Self::Away,
+        Self::Enrolled,
+        Self::Revoked,
+        Self::Pending,
+        Self::Connected,
+        Self::Live,
+        Self::NotEdge,
+    ];
+
+    /// Returns the state that a status has.
+    pub fn of(status: &NodeStatus) -> Self {
+        match status.state.as_deref() {
+            Some("suspect") => Self::Suspect,
+            Some(_) => Self::Live,
+            None if status.connected => Self::Connected,
+            None if status.is_revoked() => Self::Revoked,
+            None if status.is_pending => Self::Pending,
+            None if !status.is_edge => Self::NotEdge,
+            None if status.last_seen.is_none() && status.enrollment.is_some() => Self::Enrolled,
+            None => Self::Away,
+        }
+    }
+
+    /// Returns the word for the state.
+    pub fn label(self) -> &'static str {
+        match self {
+            Self::Suspect => "suspect",
+            Self::Away => "away",
+            Self::Enrolled => "enrolled",
+            Self::Revoked => "revoked",
+            Self::Pending => "pending",
+            Self::Connected => "connected",
+            Self::Live => "live",
+            Self::NotEdge => "not-edge",
+        }
+    }
+
+    /// Returns whether requests to the node fail.
+    pub fn is_not_live(self) -> bool {
+        match self {
+            Self::Suspect | Self::Away | Self::Enrolled | Self::Revoked => true,
+            Self::Pending | Self::Connected | Self::Live | Self::NotEdge => false,
+        }
+    }
+}

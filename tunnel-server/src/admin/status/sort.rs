@@ -1,0 +1,155 @@
+//! The order of lists of nodes. Pure.
+
+use std::cmp::Ordering;
+use std::fmt;
+
+use super::{NodeState, NodeStatus};
+use crate::admin::traffic::NodeTraffic;
+
+/// What a list of nodes is sorted by. Nodes without the value are last, and equal ones are sorted by
+/// name.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum NodeSort {
+    /// The worst state first.
+    State,
+    Name,
+    Transport,
+    /// The longest round trip first.
+    Rtt,
+    /// The most streams first.
+    Streams,
+    /// The highest throughput first.
+    Traffic,
+    /// The most failed requests of the last hour first.
+    Errors,
+    /// The longest silence first.
+    Seen,
+    Server,
+    Version,
+}
+
+/// The order of a list, as in `rtt`, or `-rtt` for the other way around.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct ListOrder {
+    pub sort: NodeSort,
+    pub is_reversed: bool,
+}
+
+impl Default for ListOrder {
+    /// Returns the worst state first.
+    fn default() -> Self {
+        Self {
+            sort: NodeSort::State,
+            is_reversed: false,
+        }
+    }
+}
+
+impl ListOrder {
+    /// Parses the name of an order.
+    pub(crate) fn parse(text: &str) -> Option<Self> {
+        let (name, is_reversed) = match text.strip_prefix('-') {
+            Some(name) => (name, true),
+            None => (text, false),
+        };
+        let mut sorts = NodeSort::ALL.into_iter();
+        let sort = sorts.find(|sort| sort.label() == name)?;
+        Some(Self { sort, is_reversed })
+    }
+
+    /// Sorts keys. Those that are equal are in the order of their names.
+    pub(crate) fn compare(self, one: &SortKey, other: &SortKey) -> Ordering {
+        let order = (one.number, &one.text).cmp(&(other.number, &other.text));
+        let order = if self.is_reversed {
+            order.reverse()
+        } else {
+            order
+        };
+        order.then_with(|| one.name.cmp(&other.name))
+    }
+}
+
+impl fmt::Display for ListOrder {
+    fn fmt(&self, formatter: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let minus = if self.is_reversed { "-" } else { "" };
+        write!(formatter, "{minus}{}", self.sort.label())
+    }
+}
+
+/// The position of a node in a list: by number, then by text, then by name.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub(crate) struct SortKey {
+    number: u64,
+    text: String,
+    name: String,
+}
+
+impl NodeSort {
+    const ALL: [Self; 10] = [
+        Self::State,
+        Self::Name,
+        Self::Transport,
+        Self::Rtt,
+        Self::Streams,
+        Self::Traffic,
+        Self::Errors,
+        Self::Seen,
+        Self::Server,
+        Self::Version,
+    ];
+
+    fn label(self) -> &'static str {
+        match self {
+            Self::State => "state",
+            Self::Name => "name",
+            Self::Transport => "transport",
+            Self::Rtt => "rtt",
+            Self::Streams => "streams",
+            Self::Traffic => "traffic",
+            Self::Errors => "errors",
+            Self::Seen => "seen",
+            Self::Server => "server",
+            Self::Version => "version",
+        }
+    }
+
+    pub(crate) fn key(self, node: &NodeStatus, traffic: Option<&NodeTraffic>) -> SortKey {
+        let highest = |number: Option<u64>| number.map_or(u64::MAX, |number| u64::MAX - 1 - number);
+        let text = |text: &Option<String>| {
+            let missing = u64::from(text.is_none());
+            (missing, text.clone().unwrap_or_default())
+        };
+        let number = |number: u64| (number, String::new());
+        let errors = traffic.map(|traffic| traffic.errors_last_hour);
+        let (number, text) = match self {
+            // Of the nodes in one state, those with the most errors are first.
+            Self::State => {
+                let errors = errors.unwrap_or_default().min(u32::MAX.into());
+                number(((NodeState::of(node) as u64 + 1) << 32) - errors)
+            }
+            Self::Name => number(0),
+            Self::Transport => text(&node.transport),
+            Self::Rtt => number(highest(node.rtt_millis)),
+            Self::Streams => number(highest(node.transport.as_ref().map(|_| node.streams))),
+            Self::Traffic => {
+                let sum = |traffic: &NodeTraffic| {
+                    traffic.bytes_in_per_second + traffic.bytes_out_per_second
+                };
+                number(highest(traffic.map(sum)))
+            }
+            Self::Errors => number(highest(errors)),
+            // RFC 3339 is in the order of time.
+            Self::Seen => text(&node.last_seen),
+            Self::Server => text(&node.replica),
+            Self::Version => text(&node.version),
+        };
+        let name = node.node.clone();
+        SortKey { number, text, name }
+    }
+}
+
+impl SortKey {
+    pub(crate) fn into_name(self) -> String {
+        self.name
+    }
+}
