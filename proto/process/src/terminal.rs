@@ -1,9 +1,9 @@
-//! Questions to an operator in the terminal.
+//! The terminal of an operator: questions in it, its size, and whether it has colors.
 
 use std::io::{self, BufRead, IsTerminal as _, Read as _, Stdin, Write as _};
 
 use rustix::termios::{
-    LocalModes, OptionalActions, SpecialCodeIndex, Termios, tcgetattr, tcsetattr,
+    LocalModes, OptionalActions, SpecialCodeIndex, Termios, tcgetattr, tcgetwinsize, tcsetattr,
 };
 use zeroize::Zeroizing;
 
@@ -16,6 +16,19 @@ pub enum Answer {
     No,
     /// Standard input is not a terminal.
     NoTerminal,
+}
+
+/// Returns the number of rows of the terminal that standard output is, if it has one.
+pub fn rows() -> Option<usize> {
+    let size = tcgetwinsize(io::stdout()).ok()?;
+    Some(size.ws_row.into()).filter(|rows| *rows > 0)
+}
+
+/// Returns whether standard output is a terminal with colors that the user has not switched off
+/// (<https://no-color.org>).
+pub fn has_color() -> bool {
+    let is_dumb = std::env::var_os("TERM").is_none_or(|terminal| terminal == "dumb");
+    io::stdout().is_terminal() && !is_dumb && std::env::var_os("NO_COLOR").is_none()
 }
 
 /// Asks a question on standard error, and reads the answer from standard input if that is a

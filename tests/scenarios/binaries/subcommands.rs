@@ -398,10 +398,12 @@ async fn node_that_is_away_is_listed_with_the_time_and_the_reason() -> Result<()
             (cells.next() == Some(NODE) && cells.next() == Some(state)).then_some(())
         }
     };
-    watch.wait_for_line("node", CONNECT, shown("yes")).await?;
+    watch.wait_for_line("node", CONNECT, shown("live")).await?;
 
     agent.stop(CONNECT).await?;
-    watch.wait_for_line("change", CONNECT, shown("no")).await?;
+    watch
+        .wait_for_line("change", CONNECT, shown("away"))
+        .await?;
     let listed = server.nodes().await?;
     let node = listed.first().context("no node")?;
     ensure!(node["lastSeen"].is_string(), "{node}");

@@ -12,6 +12,7 @@ use super::VerbError;
 use super::selector::LabelSelector;
 use crate::admin::TokenNodes;
 use crate::config::{DATA_DIR, FILE_NAME, LabelKey, RawConfig, is_label_value};
+use crate::admin::status::{ListOrder, NodeSort};
 use tunnel_ca::client::CallerName;
 
 /// The arguments that name the data directory, by which a command reaches the running server.
@@ -200,12 +201,27 @@ pub struct NodesArgs {
     /// those of token create --label, and of Node objects those of --node-label of the server
     #[arg(short = 'l', long)]
     pub selector: Option<LabelSelector>,
-    /// Continue, and print the nodes that changed; streams, bytes and times alone are no change
+    /// Order of the list: state, name, transport, rtt, streams, seen, server or version, the other way
+    /// around after a -; printed when all of it is read [default: name, as it is read]
+    #[arg(long, value_name = "ORDER", allow_hyphen_values = true, value_parser = list_order)]
+    pub sort: Option<ListOrder>,
+    /// Print rows alone, without headers and totals
+    #[arg(long)]
+    pub no_headers: bool,
+    /// Continue: print a table again in place on a terminal, else the nodes that changed; streams,
+    /// bytes and times alone are no change
     #[arg(short, long)]
     pub watch: bool,
     /// Data directory of the server.
     #[command(flatten)]
     pub data_dir: DataDirArg,
+}
+
+/// Parses the order of a list that has no traffic.
+fn list_order(text: &str) -> Result<ListOrder, &'static str> {
+    let order = ListOrder::parse(text);
+    let order = order.filter(|order| !matches!(order.sort, NodeSort::Traffic | NodeSort::Errors));
+    order.ok_or("use state, name, transport, rtt, streams, seen, server or version, or one of them after a -")
 }
 
 /// The nodes that an action is for.

@@ -3,16 +3,17 @@
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::hash::{DefaultHasher, Hash as _, Hasher as _};
-use std::io::{self, Write};
+use std::io::{self, IsTerminal as _, Write};
 use std::time::{Duration, SystemTime};
 
 use tokio::time::{Instant, sleep};
 use tunnel_process::name_list::NameList;
+use tunnel_process::terminal;
 use tunnel_proto::wire::name::NodeName;
 
 use super::inventory::{Inventory, ssh_entry};
 use super::json_list::JsonList;
-use super::table::{self, NodeColumns, NodeTable, RevocationTable};
+use super::table::{self, NodeTable, RevocationTable, TableStyle};
 use super::{
     NodeNames, NodesArgs, NodesOutput, NodesVerb, OutputFormat, VerbError, VerbOutput, load_names,
     require_standalone,
@@ -53,17 +54,15 @@ impl NodesArgs {
     async fn print_changes(self, out: &mut impl Write) -> Result<(), VerbError> {
         let dir = DataDir::open_existing(&self.data_dir.path()?)?;
         let names = load_names(&self.names, self.file.as_deref())?;
+        if io::stdout().is_terminal() && self.has_table() {
+            return self.print_in_place(&dir, &names, out).await;
+        }
         let mut watch = NodesWatch::default();
         let mut is_first = true;
         loop {
             let began = Instant::now();
-            let Some(server) = AdminClient::connect(&dir).await? else {
-                let path = dir.path().display();
-                let text = format!("no tunnel-server runs with {path}");
-                return Err(VerbError::NotReady(text));
-            };
-            let source = ListSource::Server(server);
-            let mut printer = NodePrinter::new(self.output, SystemTime::now());
+            let source = ListSource::running(&dir).await?;
+            let mut printer = self.printer();
             let totals = self
                 .for_each_page(&source, &names, |mut page| {
                     page.nodes.retain(|node| watch.observe(node));
@@ -77,6 +76,45 @@ impl NodesArgs {
             // The server makes the list again each time.
             sleep(WATCH_INTERVAL.max(WATCH_PAUSE_FACTOR * began.elapsed())).await;
         }
+    }
+
+    /// Prints the table of the running server in place of the one before, as far as the terminal has
+    /// room for it.
+    async fn print_in_place(
+        &self,
+        dir: &DataDir,
+        names: &[NodeName],
+        out: &mut impl Write,
+    ) -> Result<(), VerbError> {
+        loop {
+            let began = Instant::now();
+            let source = ListSource::running(dir).await?;
+            let mut table = Vec::new();
+            self.print_list(&source, names, &mut table).await?;
+            let rows = terminal::rows().unwrap_or(TERMINAL_ROWS);
+            out.write_all(screen(&String::from_utf8_lossy(&table), rows).as_bytes())?;
+            out.flush()?;
+            sleep(WATCH_INTERVAL.max(WATCH_PAUSE_FACTOR * began.elapsed())).await;
+        }
+    }
+
+    fn has_table(&self) -> bool {
+        match self.output {
+            NodesOutput::Table | NodesOutput::Wide => true,
+            NodesOutput::Json
+            | NodesOutput::Name
+            | NodesOutput::SshConfig
+            | NodesOutput::Ansible => false,
+        }
+    }
+
+    fn printer(&self) -> NodePrinter {
+        let style = TableStyle {
+            is_wide: self.output == NodesOutput::Wide,
+            has_header: !self.no_headers,
+            has_color: terminal::has_color(),
+        };
+        NodePrinter::new(self.output, style, SystemTime::now())
     }
 
     /// Runs the command. A list is written to `out`, anything else is returned.
@@ -166,11 +204,32 @@ impl NodesArgs {
         names: &[NodeName],
         out: &mut impl Write,
     ) -> Result<(), VerbError> {
-        let mut printer = NodePrinter::new(self.output, SystemTime::now());
+        let mut printer = self.printer();
         printer.has_histories = !names.is_empty();
-        let totals = self
-            .for_each_page(source, names, |page| printer.page(out, &page))
-            .await?;
+        let totals = match self.sort {
+            None => {
+                let print = |page| printer.page(out, &page);
+                self.for_each_page(source, names, print).await?
+            }
+            Some(order) => {
+                let mut all = NodesPage::default();
+                let add = |page: NodesPage| {
+                    all.has_replicas |= page.has_replicas;
+                    all.nodes.extend(page.nodes);
+                    Ok(())
+                };
+                let totals = self.for_each_page(source, names, add).await?;
+                let keyed = all
+                    .nodes
+                    .into_iter()
+                    .map(|node| (order.sort.key(&node, None), node));
+                let mut keyed: Vec<_> = keyed.collect();
+                keyed.sort_by(|(one, _), (other, _)| order.compare(one, other));
+                all.nodes = keyed.into_iter().map(|(_, node)| node).collect();
+                printer.page(out, &all)?;
+                totals
+            }
+        };
         Ok(printer.finish(out, &totals, self.none_text())?)
     }
 
@@ -230,6 +289,36 @@ enum ListSource {
     Files(NodeSources),
 }
 
+impl ListSource {
+    /// Connects to the server that runs with a data directory.
+    async fn running(dir: &DataDir) -> Result<Self, VerbError> {
+        match AdminClient::connect(dir).await? {
+            Some(server) => Ok(Self::Server(server)),
+            None => {
+                let path = dir.path().display();
+                let text = format!("no tunnel-server runs with {path}");
+                Err(VerbError::NotReady(text))
+            }
+        }
+    }
+}
+
+/// Returns the text that replaces what the terminal shows by a table, of which the last line stays if
+/// it has more lines than the terminal.
+fn screen(table: &str, rows: usize) -> String {
+    let lines: Vec<&str> = table.lines().collect();
+    let (shown, last) = match lines.split_last() {
+        Some((last, others)) if lines.len() >= rows => {
+            let shown = others.get(..rows.saturating_sub(2)).unwrap_or(others);
+            (shown, Some(*last))
+        }
+        Some(_) | None => (&lines[..], None),
+    };
+    let lines = shown.iter().copied().chain(last);
+    let lines: String = lines.map(|line| format!("{line}\x1b[K\n")).collect();
+    format!("\x1b[H{lines}\x1b[J")
+}
+
 /// The pages of all nodes, or of some.
 struct NodePages<'a> {
     source: &'a ListSource,
@@ -283,6 +372,7 @@ impl<'a> NodePages<'a> {
 /// Prints nodes page by page.
 struct NodePrinter {
     output: NodesOutput,
+    has_totals: bool,
     now: SystemTime,
     table: NodeTable,
     document: JsonList,
@@ -293,19 +383,12 @@ struct NodePrinter {
 }
 
 impl NodePrinter {
-    fn new(output: NodesOutput, now: SystemTime) -> Self {
-        let columns = match output {
-            NodesOutput::Wide => NodeColumns::All,
-            NodesOutput::Table
-            | NodesOutput::Json
-            | NodesOutput::Name
-            | NodesOutput::SshConfig
-            | NodesOutput::Ansible => NodeColumns::Usual,
-        };
+    fn new(output: NodesOutput, style: TableStyle, now: SystemTime) -> Self {
         Self {
             output,
+            has_totals: style.has_header,
             now,
-            table: NodeTable::new(columns),
+            table: NodeTable::new(style),
             document: JsonList::new("nodes"),
             inventory: Inventory::default(),
             has_nodes: false,
@@ -352,6 +435,7 @@ impl NodePrinter {
     /// Prints the totals. Without nodes a table is the text `none`.
     fn finish(self, out: &mut impl Write, totals: &NodeTotals, none: &str) -> io::Result<()> {
         match self.output {
+            NodesOutput::Table | NodesOutput::Wide if !self.has_totals => {}
             NodesOutput::Table | NodesOutput::Wide if !self.has_nodes => {
                 out.write_all(none.as_bytes())?;
             }
@@ -624,6 +708,8 @@ const NONE_SELECTED: &str = "no such node has these labels\n";
 const NONE_AWAY: &str = "no node is away\n";
 /// Shortest pause of `--watch` between two lists.
 const WATCH_INTERVAL: Duration = Duration::from_secs(2);
+/// Rows of a terminal that does not say how many it has.
+const TERMINAL_ROWS: usize = 24;
 /// The pause is this many times as long as the list took, so that the list of a large fleet costs at
 /// most a fifth of one processor.
 const WATCH_PAUSE_FACTOR: u32 = 4;
@@ -698,6 +784,13 @@ mod tests {
             ("-o name --selector zone!=worker-2", "worker-1\nworker-3\n"),
             ("-o name -l zone!=worker-2 --away", "worker-3\n"),
             ("-l zone=a", "no such node has these labels\n"),
+            ("-o name --sort state", "worker-3\nworker-1\nworker-2\n"),
+            ("-o name --sort -name --away", "worker-3\n"),
+            (
+                "--no-headers --away",
+                "worker-3  revoked  -  -  -  -  -  -\n",
+            ),
+            ("--no-headers -l zone=a", ""),
         ] {
             assert_eq!(listed(arguments).await.unwrap(), expected, "{arguments}");
         }
@@ -755,6 +848,20 @@ mod tests {
             panic!("{closed:?}");
         };
         assert_eq!(error.kind(), io::ErrorKind::BrokenPipe);
+    }
+
+    #[test]
+    fn table_in_place_fits_the_terminal_and_ends_in_its_totals() {
+        let table = "NODE\na\nb\nc\ntotal: 3\n";
+        assert_eq!(
+            screen(table, 24),
+            "\x1b[HNODE\x1b[K\na\x1b[K\nb\x1b[K\nc\x1b[K\ntotal: 3\x1b[K\n\x1b[J"
+        );
+        assert_eq!(
+            screen(table, 4),
+            "\x1b[HNODE\x1b[K\na\x1b[K\ntotal: 3\x1b[K\n\x1b[J"
+        );
+        assert_eq!(screen("", 4), "\x1b[H\x1b[J");
     }
 
     #[test]

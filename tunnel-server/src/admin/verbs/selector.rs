@@ -53,7 +53,7 @@ impl LabelSelector {
         }
     }
 
-    pub(super) fn matches(&self, labels: &NodeLabels) -> bool {
+    pub(crate) fn matches(&self, labels: &NodeLabels) -> bool {
         self.0.iter().all(|requirement| {
             let value = labels.get(requirement.key.as_str());
             match &requirement.operator {

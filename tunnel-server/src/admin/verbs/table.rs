@@ -11,24 +11,28 @@ use tunnel_process::telemetry::is_hidden;
 use crate::admin::RevocationInfo;
 use crate::admin::failures::FailureStatus;
 use crate::admin::pages::NodesPage;
-use crate::admin::status::NodeStatus;
+use crate::admin::status::{NodeState, NodeStatus};
 use tunnel_ca::tokens::{TokenInfo, TokenState};
 use tunnel_store::data_dir::rfc3339;
 use tunnel_store::known_nodes::EnrollmentKind;
 
-/// The columns of the table of nodes.
+/// How a table of nodes is printed.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(super) enum NodeColumns {
-    Usual,
-    All,
+pub(super) struct TableStyle {
+    /// All columns, as wide as their cells, instead of those that fit [`WIDTH`].
+    pub(super) is_wide: bool,
+    pub(super) has_header: bool,
+    /// States are colored.
+    pub(super) has_color: bool,
 }
 
-/// A table of nodes that is printed page by page. Columns are as wide as the entries so far need, so
-/// a page may be wider than the one before it. Nodes of several servers are shown with the name of the
-/// server that carries requests to them.
+/// A table of nodes that is printed page by page. Columns of a wide table are as wide as the entries so
+/// far need, so a page may be wider than the one before it. The columns of a usual one have the widths
+/// of its first page, and cells that do not fit are cut. Nodes of several servers are shown with the
+/// name of the server that carries requests to them.
 #[derive(Debug)]
 pub(super) struct NodeTable {
-    columns: NodeColumns,
+    style: TableStyle,
     widths: Vec<usize>,
     /// Addresses that several nodes have, with some of these.
     conflicts: BTreeMap<IpAddr, Vec<String>>,
@@ -36,9 +40,9 @@ pub(super) struct NodeTable {
 }
 
 impl NodeTable {
-    pub(super) fn new(columns: NodeColumns) -> Self {
+    pub(super) fn new(style: TableStyle) -> Self {
         Self {
-            columns,
+            style,
             widths: Vec::new(),
             conflicts: BTreeMap::new(),
             has_more_conflicts: false,
@@ -47,18 +51,20 @@ impl NodeTable {
 
     /// Returns the rows of some nodes, the first time below the header.
     pub(super) fn rows(&mut self, page: &NodesPage, now: SystemTime) -> String {
-        let columns = COLUMNS.iter().filter(|column| match column.shown {
-            Shown::Always => true,
-            Shown::WithReplicas => page.has_replicas,
-            Shown::Wide => self.columns == NodeColumns::All,
-        });
-        let header = columns.clone().map(|column| column.header.to_owned());
-        let header = self.widths.is_empty().then(|| header.collect());
+        let all = if self.style.is_wide { WIDE } else { USUAL };
+        let shown = |column: &&Column| page.has_replicas || !column.needs_replicas;
+        let columns: Vec<&Column> = all.iter().filter(shown).collect();
+        let is_first = self.widths.is_empty();
+        let header = columns
+            .iter()
+            .map(|column| column.header.to_owned())
+            .collect();
+        let header = Some(header).filter(|_| is_first && self.style.has_header);
         let rows = page.nodes.iter().map(|node| {
-            let cells = columns.clone().map(|column| (column.cell)(node, now));
+            let cells = columns.iter().map(|column| (column.cell)(node, now));
             cells.collect()
         });
-        let rows: Vec<Vec<String>> = header.into_iter().chain(rows).collect();
+        let mut rows: Vec<Vec<String>> = header.into_iter().chain(rows).collect();
         for (address, names) in page.nodes.iter().flat_map(|node| &node.address_conflicts) {
             if self.conflicts.len() < CONFLICTS_MAX || self.conflicts.contains_key(address) {
                 self.conflicts.insert(*address, names.clone());
@@ -66,7 +72,26 @@ impl NodeTable {
                 self.has_more_conflicts = true;
             }
         }
-        aligned(&rows, &mut self.widths)
+        if is_first || self.style.is_wide {
+            widen(&rows, &mut self.widths);
+        }
+        if !self.style.is_wide {
+            if is_first {
+                fit(&columns, &mut self.widths, page.r#continue.is_some());
+            }
+            for (cell, width) in rows
+                .iter_mut()
+                .flat_map(|row| row.iter_mut().zip(&self.widths))
+            {
+                cut(cell, *width);
+            }
+        }
+        let text = padded(&rows, &self.widths);
+        if self.style.has_color {
+            colored(&text)
+        } else {
+            text
+        }
     }
 
     /// Returns a line for each address that several nodes have.
@@ -79,11 +104,12 @@ impl NodeTable {
             } else {
                 ", ..."
             };
-            let _infallible = writeln!(
-                text,
-                "{address} is the address of {}{more}: reach them by name",
-                names.join(", ")
-            );
+            let names = names.join(", ");
+            let mut line = format!("{address}: reach by name, since it is shared by {names}{more}");
+            if !self.style.is_wide {
+                cut(&mut line, WIDTH);
+            }
+            let _infallible = writeln!(text, "{line}");
         }
         if self.has_more_conflicts {
             text.push_str("more addresses are shared; -o json has them with each node\n");
@@ -95,12 +121,22 @@ impl NodeTable {
 /// Returns rows whose cells begin below each other, two spaces apart. Raises `widths` to those of the
 /// cells.
 fn aligned(rows: &[Vec<String>], widths: &mut Vec<usize>) -> String {
+    widen(rows, widths);
+    padded(rows, widths)
+}
+
+/// Raises `widths` to those of the cells.
+fn widen(rows: &[Vec<String>], widths: &mut Vec<usize>) {
     for row in rows {
         widths.resize(widths.len().max(row.len()), 0);
         for (width, cell) in widths.iter_mut().zip(row) {
             *width = (*width).max(cell.chars().count());
         }
     }
+}
+
+/// Returns rows whose cells have these widths, two spaces apart.
+fn padded(rows: &[Vec<String>], widths: &[usize]) -> String {
     let mut text = String::new();
     for row in rows {
         let mut line = String::new();
@@ -113,96 +149,158 @@ fn aligned(rows: &[Vec<String>], widths: &mut Vec<usize>) -> String {
     text
 }
 
+/// Limits the widths of columns, so that a row has at most [`WIDTH`] characters. The first column has
+/// what the others leave, and all of that if longer names may follow.
+fn fit(columns: &[&Column], widths: &mut [usize], has_more: bool) {
+    for (width, column) in widths.iter_mut().zip(columns) {
+        *width = (*width).min(column.width_max);
+    }
+    let others: usize = widths.iter().skip(1).map(|width| width + 2).sum();
+    if let Some(first) = widths.first_mut() {
+        let left = WIDTH - others;
+        *first = if has_more { left } else { (*first).min(left) };
+    }
+}
+
+/// Cuts a text that is longer than `max` characters, and ends it with an ellipsis.
+fn cut(text: &mut String, max: usize) {
+    if text.chars().count() > max {
+        let end = text.char_indices().nth(max.saturating_sub(1));
+        text.truncate(end.map_or(0, |(index, _)| index));
+        text.push('…');
+    }
+}
+
+/// Colors the states of the rows, which are their second words.
+fn colored(rows: &str) -> String {
+    let mut text = String::with_capacity(rows.len() * 5 / 4);
+    for row in rows.split_inclusive('\n') {
+        let state = row.split_whitespace().nth(1).unwrap_or_default();
+        let color = match state {
+            "live" | "connected" => 32,
+            "suspect" => 33,
+            "away" => 31,
+            "revoked" | "enrolled" | "pending" | "not-edge" => 90,
+            _ => 0,
+        };
+        match row.split_once(&format!(" {state} ")).filter(|_| color > 0) {
+            None => text.push_str(row),
+            Some((before, after)) => {
+                let _infallible = write!(text, "{before} \x1b[{color}m{state}\x1b[0m {after}");
+            }
+        }
+    }
+    text
+}
+
 /// A column of the table of nodes.
 struct Column {
     header: &'static str,
-    shown: Shown,
+    /// Largest width in a usual table.
+    width_max: usize,
+    /// The column is in tables in which a node has the name of a server.
+    needs_replicas: bool,
     /// Returns the cell of a node at a time.
     cell: fn(&NodeStatus, SystemTime) -> String,
 }
 
-/// The tables that have a column.
-enum Shown {
-    Always,
-    /// Tables in which a node has the name of a server.
-    WithReplicas,
-    Wide,
-}
-
 impl Column {
-    const fn new(
-        header: &'static str,
-        shown: Shown,
-        cell: fn(&NodeStatus, SystemTime) -> String,
-    ) -> Self {
+    const fn new(header: &'static str, cell: fn(&NodeStatus, SystemTime) -> String) -> Self {
         Self {
             header,
-            shown,
+            width_max: usize::MAX,
+            needs_replicas: false,
             cell,
+        }
+    }
+
+    const fn narrow(self, width_max: usize) -> Self {
+        Self { width_max, ..self }
+    }
+
+    const fn with_replicas(self) -> Self {
+        Self {
+            needs_replicas: true,
+            ..self
         }
     }
 }
 
-const COLUMNS: &[Column] = &[
-    Column::new("NODE", Shown::Always, |node, _| clean(&node.node)),
-    Column::new("CONNECTED", Shown::Always, |node, _| connected(node)),
-    Column::new("REPLICA", Shown::WithReplicas, |node, _| {
-        optional(node.replica.as_deref())
-    }),
-    Column::new("TRANSPORT", Shown::Always, |node, _| {
-        optional(node.transport.as_deref())
-    }),
-    Column::new("ADDRESS", Shown::Always, |node, _| {
-        optional(node.address.as_deref())
-    }),
-    Column::new("VERSION", Shown::Always, |node, _| version(node)),
-    Column::new("SINCE", Shown::Always, |node, now| {
+const NODE: Column = Column::new("NODE", |node, _| clean(&node.node));
+const STATE: Column =
+    Column::new("STATE", |node, _| NodeState::of(node).label().to_owned()).narrow(9);
+const SERVER: Column = Column::new("SERVER", |node, _| optional(node.replica.as_deref()))
+    .narrow(12)
+    .with_replicas();
+const STREAMS: Column = Column::new("STREAMS", |node, _| of_session(node, node.streams)).narrow(7);
+const RTT: Column = Column::new("RTT", |node, _| {
+    let millis = node.rtt_millis;
+    millis.map_or_else(absent, |millis| format!("{millis} ms"))
+})
+.narrow(8);
+
+/// The columns that fit a terminal.
+const USUAL: &[Column] = &[
+    NODE,
+    STATE,
+    SERVER,
+    Column::new("VIA", |node, _| optional(node.transport.as_deref())).narrow(4),
+    RTT,
+    STREAMS,
+    Column::new("SEEN", |node, now| {
+        let age = age(node.last_seen.as_deref(), now);
+        age.map_or_else(absent, |age| unit(&age).to_owned())
+    })
+    .narrow(5),
+    Column::new("CERT", |node, now| {
+        let end = certificate(node.certificate_not_after.as_deref(), now);
+        unit(&end).to_owned()
+    })
+    .narrow(7),
+];
+
+/// All columns.
+const WIDE: &[Column] = &[
+    NODE,
+    STATE,
+    SERVER,
+    Column::new("TRANSPORT", |node, _| optional(node.transport.as_deref())),
+    Column::new("ADDRESS", |node, _| optional(node.address.as_deref())),
+    Column::new("VERSION", |node, _| version(node)),
+    Column::new("SINCE", |node, now| {
         since(node.connected_since.as_deref(), now)
     }),
-    Column::new("LAST SEEN", Shown::Always, |node, now| {
+    Column::new("LAST SEEN", |node, now| {
         since(node.last_seen.as_deref(), now)
     }),
-    Column::new("LAST CLOSE", Shown::Always, |node, _| {
+    Column::new("LAST CLOSE", |node, _| {
         let close = node.last_close.as_ref();
         optional(close.map(|close| close.code.as_str()))
     }),
-    Column::new("RTT", Shown::Always, |node, _| {
-        let millis = node.rtt_millis;
-        millis.map_or_else(absent, |millis| format!("{millis} ms"))
-    }),
-    Column::new("STREAMS", Shown::Always, |node, _| {
-        of_session(node, node.streams)
-    }),
-    Column::new("CERTIFICATE", Shown::Always, |node, now| {
+    RTT,
+    STREAMS,
+    Column::new("CERTIFICATE", |node, now| {
         certificate(node.certificate_not_after.as_deref(), now)
     }),
-    Column::new("ADDRESSES", Shown::Always, |node, _| {
-        addresses(&node.addresses)
-    }),
-    Column::new("ZONE", Shown::Wide, |node, _| {
-        optional(node.zone.as_deref())
-    }),
-    Column::new("CLAIMED ADDRESS", Shown::Wide, |node, _| {
+    Column::new("ADDRESSES", |node, _| addresses(&node.addresses)),
+    Column::new("ZONE", |node, _| optional(node.zone.as_deref())),
+    Column::new("CLAIMED ADDRESS", |node, _| {
         optional(node.claimed_address.as_deref())
     }),
-    Column::new("ENROLLMENT", Shown::Wide, |node, _| {
+    Column::new("ENROLLMENT", |node, _| {
         optional(node.enrollment.map(EnrollmentKind::label))
     }),
-    Column::new("BYTES IN", Shown::Wide, |node, _| {
-        of_session(node, node.bytes_in)
-    }),
-    Column::new("BYTES OUT", Shown::Wide, |node, _| {
-        of_session(node, node.bytes_out)
-    }),
-    Column::new("CLOSED", Shown::Wide, |node, now| {
+    Column::new("BYTES IN", |node, _| of_session(node, node.bytes_in)),
+    Column::new("BYTES OUT", |node, _| of_session(node, node.bytes_out)),
+    Column::new("CLOSED", |node, now| {
         let close = node.last_close.as_ref();
         since(close.map(|close| close.at.as_str()), now)
     }),
-    Column::new("CLOSED BY", Shown::Wide, |node, _| {
+    Column::new("CLOSED BY", |node, _| {
         let close = node.last_close.as_ref();
         optional(close.map(|close| close.by.as_str()))
     }),
-    Column::new("REASON", Shown::Wide, |node, _| {
+    Column::new("REASON", |node, _| {
         let close = node.last_close.as_ref();
         optional(close.map(|close| close.reason.as_str()))
     }),
@@ -365,21 +463,6 @@ fn visible_text(text: &str) -> String {
     text.chars().map(visible).collect()
 }
 
-/// Returns whether the node is connected, or revoked. Any other state than `live` is shown by its name,
-/// including states that a newer server may add.
-fn connected(node: &NodeStatus) -> String {
-    match node.state.as_deref() {
-        _ if node.is_revoked() => "revoked".to_owned(),
-        _ if !node.connected && node.last_seen.is_none() && node.enrollment.is_some() => {
-            "enrolled".to_owned()
-        }
-        _ if node.is_pending => "pending".to_owned(),
-        _ if !node.connected => "no".to_owned(),
-        None | Some("live") => "yes".to_owned(),
-        Some(state) => clean(state),
-    }
-}
-
 /// Returns the version with a mark where it differs too much from the server's to be ignored.
 fn version(node: &NodeStatus) -> String {
     let version = optional(node.version.as_deref());
@@ -399,10 +482,17 @@ fn of_session(node: &NodeStatus, number: u64) -> String {
 }
 
 fn since(text: Option<&str>, now: SystemTime) -> String {
-    let age = text
-        .and_then(|text| humantime::parse_rfc3339(text).ok())
-        .map(|time| now.duration_since(time).unwrap_or(Duration::ZERO));
-    age.map_or_else(|| optional(text), short)
+    age(text, now).unwrap_or_else(|| optional(text))
+}
+
+fn age(text: Option<&str>, now: SystemTime) -> Option<String> {
+    let time = humantime::parse_rfc3339(text?).ok()?;
+    Some(short(now.duration_since(time).unwrap_or(Duration::ZERO)))
+}
+
+/// Returns the largest unit of a duration in [`short`] form.
+fn unit(duration: &str) -> &str {
+    duration.split(' ').next().unwrap_or_default()
 }
 
 fn certificate(text: Option<&str>, now: SystemTime) -> String {
@@ -430,6 +520,8 @@ fn short(duration: Duration) -> String {
     }
 }
 
+/// Width of a usual table.
+const WIDTH: usize = 80;
 /// Number of shared addresses that a table shows.
 const CONFLICTS_MAX: usize = 100;
 /// Number of characters of a key's hash that are shown.
@@ -442,8 +534,18 @@ mod tests {
     use super::*;
     use crate::admin::status::{CloseStatus, HistoryStatus, VersionSkew};
 
-    fn nodes(nodes: Vec<NodeStatus>, columns: NodeColumns, now: SystemTime) -> String {
-        let mut table = NodeTable::new(columns);
+    const PLAIN: TableStyle = TableStyle {
+        is_wide: false,
+        has_header: true,
+        has_color: false,
+    };
+    const ALL: TableStyle = TableStyle {
+        is_wide: true,
+        ..PLAIN
+    };
+
+    fn nodes(nodes: Vec<NodeStatus>, style: TableStyle, now: SystemTime) -> String {
+        let mut table = NodeTable::new(style);
         let page = NodesPage {
             has_replicas: nodes.iter().any(|node| node.replica.is_some()),
             nodes,
@@ -455,7 +557,7 @@ mod tests {
 
     #[test]
     fn pages_have_one_header_and_columns_that_become_wider() {
-        let mut table = NodeTable::new(NodeColumns::Usual);
+        let mut table = NodeTable::new(ALL);
         let page = |node: &str| NodesPage {
             nodes: vec![NodeStatus {
                 node: node.to_owned(),
@@ -465,9 +567,12 @@ mod tests {
         };
         let now = SystemTime::UNIX_EPOCH;
         let first = table.rows(&page("a"), now);
-        assert!(first.starts_with("NODE  CONNECTED") && first.lines().count() == 2);
-        assert_eq!(table.rows(&page("worker-1"), now).find("no"), Some(10));
-        assert_eq!(table.rows(&page("b"), now).find("no"), Some(10));
+        assert!(first.starts_with("NODE  STATE") && first.lines().count() == 2);
+        assert_eq!(
+            table.rows(&page("worker-1"), now).find("not-edge"),
+            Some(10)
+        );
+        assert_eq!(table.rows(&page("b"), now).find("not-edge"), Some(10));
         assert_eq!(table.conflicts(), "");
     }
 
@@ -522,7 +627,7 @@ mod tests {
 
     #[test]
     fn shared_addresses_are_a_bounded_number_of_lines() {
-        let mut table = NodeTable::new(NodeColumns::Usual);
+        let mut table = NodeTable::new(PLAIN);
         for number in 0..150_u32 {
             let names: Vec<String> = (0..10).map(|other| format!("n{other}")).collect();
             let node = NodeStatus {
@@ -537,7 +642,11 @@ mod tests {
         }
         let text = table.conflicts();
         assert_eq!(text.lines().count(), CONFLICTS_MAX + 1);
-        assert!(text.contains("n8, n9, ...: reach"), "{text}");
+        assert!(text.contains("since it is shared by n0, n1"), "{text}");
+        assert!(
+            text.lines().all(|line| line.chars().count() <= WIDTH),
+            "{text}"
+        );
         assert!(
             text.ends_with("-o json has them with each node\n"),
             "{text}"
@@ -569,6 +678,7 @@ mod tests {
         };
         let absent = NodeStatus {
             node: "worker-2".into(),
+            is_edge: true,
             last_seen: Some(rfc3339(now - Duration::from_secs(90))),
             last_close: Some(close(now - Duration::from_secs(30))),
             certificate_not_after: Some(rfc3339(now)),
@@ -583,13 +693,23 @@ mod tests {
             state: Some("suspect".into()),
             ..NodeStatus::default()
         };
-        let text = nodes(vec![connected, absent, suspect], NodeColumns::Usual, now);
+        let all = vec![connected, absent, suspect];
+        let usual = nodes(all.clone(), PLAIN, now);
         let expected = "\
-NODE      CONNECTED  TRANSPORT  ADDRESS            VERSION                 SINCE  LAST SEEN  LAST CLOSE  RTT    STREAMS  CERTIFICATE  ADDRESSES
-worker-1  yes        quic       203.0.113.7:40000  culvert?[31m/1 (older)  2h 5m  2s         -           12 ms  3        30d 0h left  192.168.33.221
-worker-2  no         -          -                  -                       -      1m 30s     dead        -      -        expired      192.168.33.221
-worker-3  suspect    h2         -                  -                       -      -          -           -      0        -            -
-192.168.33.221 is the address of worker-1, worker-2: reach them by name
+NODE      STATE    VIA   RTT    STREAMS  SEEN  CERT
+worker-1  live     quic  12 ms  3        2s    30d
+worker-2  away     -     -      -        1m    expired
+worker-3  suspect  h2    -      0        -     -
+192.168.33.221: reach by name, since it is shared by worker-1, worker-2
+";
+        assert_eq!(usual, expected);
+        let text = nodes(all, ALL, now);
+        let expected = "\
+NODE      STATE    TRANSPORT  ADDRESS            VERSION                 SINCE  LAST SEEN  LAST CLOSE  RTT    STREAMS  CERTIFICATE  ADDRESSES       ZONE  CLAIMED ADDRESS  ENROLLMENT  BYTES IN  BYTES OUT  CLOSED  CLOSED BY  REASON
+worker-1  live     quic       203.0.113.7:40000  culvert?[31m/1 (older)  2h 5m  2s         -           12 ms  3        30d 0h left  192.168.33.221  -     -                -           0         0          -       -          -
+worker-2  away     -          -                  -                       -      1m 30s     dead        -      -        expired      192.168.33.221  -     -                -           -         -          30s     this end   no sign?of life
+worker-3  suspect  h2         -                  -                       -      -          -           -      0        -            -               -     -                -           0         0          -       -          -
+192.168.33.221: reach by name, since it is shared by worker-1, worker-2
 ";
         assert_eq!(squeeze(&text), squeeze(expected), "{text}");
         assert!(
@@ -620,14 +740,56 @@ worker-3  suspect    h2         -                  -                       -    
             ..NodeStatus::default()
         };
         let now = SystemTime::UNIX_EPOCH;
-        let text = nodes(vec![own, of_other, absent], NodeColumns::Usual, now);
+        let text = nodes(vec![own, of_other, absent], PLAIN, now);
         let expected = "\
-NODE      CONNECTED  REPLICA   TRANSPORT  ADDRESS  VERSION  SINCE  LAST SEEN  LAST CLOSE  RTT  STREAMS  CERTIFICATE  ADDRESSES
-worker-1  yes        server-1  quic       -        -        -      -          -           -    2        -            -
-worker-2  yes        server-2  -          -        -        -      -          -           -    -        -            -
-worker-3  no         -         -          -        -        -      -          -           -    -        -            -
+NODE      STATE      SERVER    VIA   RTT  STREAMS  SEEN  CERT
+worker-1  connected  server-1  quic  -    2        -     -
+worker-2  connected  server-2  -     -    -        -     -
+worker-3  not-edge   -         -     -    -        -     -
 ";
-        assert_eq!(squeeze(&text), squeeze(expected), "{text}");
+        assert_eq!(text, expected);
+    }
+
+    #[test]
+    fn usual_table_fits_80_columns_and_its_states_are_colored() {
+        let node = |number: usize, name: &str| NodeStatus {
+            node: format!("{name}{number}"),
+            connected: number % 2 == 0,
+            is_edge: true,
+            state: (number % 2 == 0).then(|| "live".to_owned()),
+            transport: Some("quic".into()),
+            replica: Some("tunnel-server-with-a-long-name-0".into()),
+            rtt_millis: Some(12_345_678_901),
+            streams: 123_456_789,
+            ..NodeStatus::default()
+        };
+        let now = SystemTime::UNIX_EPOCH + Duration::from_secs(1_750_000_000);
+        let mut table = NodeTable::new(TableStyle {
+            has_color: true,
+            has_header: false,
+            ..PLAIN
+        });
+        let long = "edge-oslo-depot-gateway-with-a-live-name.".repeat(6);
+        for names in ["a", &long] {
+            let page = NodesPage {
+                nodes: (0..4).map(|number| node(number, names)).collect(),
+                has_replicas: true,
+                r#continue: Some("a".into()),
+            };
+            let text = table.rows(&page, now);
+            assert_eq!(text.lines().count(), 4);
+            assert_eq!(text.matches("\x1b[32mlive\x1b[0m ").count(), 2, "{text}");
+            assert_eq!(text.matches("\x1b[31maway\x1b[0m ").count(), 2, "{text}");
+            let plain = text
+                .replace("\x1b[32m", "")
+                .replace("\x1b[31m", "")
+                .replace("\x1b[0m", "");
+            assert!(
+                plain.lines().all(|line| line.chars().count() <= WIDTH),
+                "{plain}"
+            );
+            assert_eq!(plain.contains('…'), true, "{plain}");
+        }
     }
 
     #[test]
@@ -639,7 +801,7 @@ worker-3  no         -         -          -        -        -      -          - 
             revoked_at: Some(rfc3339(now)),
             ..NodeStatus::default()
         };
-        let text = nodes(vec![absent], NodeColumns::All, now);
+        let text = nodes(vec![absent], ALL, now);
         let row = squeeze(&text).pop().unwrap();
         assert!(row.starts_with("worker-2 revoked"), "{text}");
         assert!(row.ends_with("30s this end no sign?of life"), "{text}");
