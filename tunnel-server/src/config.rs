@@ -106,7 +106,7 @@ pub struct Config {
     pub dns: Option<DnsSettings>,
     /// Settings of the CONNECT listeners, or `None` if they are off.
     pub connect: Option<ConnectSettings>,
-    /// Settings of the status page, or `None` if it is off.
+    /// Settings of the console, or `None` if it is off.
     pub status_page: Option<StatusPageSettings>,
     /// Settings of the connections to other servers.
     pub peers: PeerSettings,

@@ -1,6 +1,6 @@
-//! The status page: nodes, other servers and conditions as HTML or JSON, over HTTP/1.1. Read-only,
-//! without scripts and cookies. On a loopback address there is no TLS; elsewhere each caller needs
-//! a client certificate, or a name and a password.
+//! The console: the installation, its nodes, servers and conditions as HTML or JSON, over HTTP/1.1.
+//! Read-only, with one script and without cookies. On a loopback address there is no TLS; elsewhere
+//! each caller needs a client certificate, or a name and a password.
 
 use std::borrow::Cow;
 use std::convert::Infallible;
@@ -33,36 +33,42 @@ use tunnel_process::schema::SCHEMA_VERSION;
 use tunnel_process::serve_bounded::serve_bounded;
 use tunnel_process::shutdown::Shutdown;
 use tunnel_proto::identity::{CallerError, caller_name};
-use tunnel_proto::wire::name::NodeName;
+use tunnel_proto::wire::name::{NodeName, ReplicaId};
 
 use crate::admin::failures::FailureStatus;
-use crate::admin::status::{NodeSources, NodeStatus, NodeTotals};
+use crate::admin::status::{NodeSources, NodeStatus};
+use crate::admin::traffic::Traffic;
 use crate::ingress::client_auth::ListenerTls;
 use crate::ingress::connect::basic_auth::{BasicAuth, BasicAuthError, Credentials};
 use crate::ingress::recent_requests::RecentRequests;
-use crate::routing::peers::Peers;
-use crate::routing::registry::Registry;
+use crate::routing::peers::{PeerStatus, Peers};
 use tunnel_store::data_dir::rfc3339;
 
 mod facts;
 mod html;
+mod picture;
+mod plot;
+mod query;
 mod request;
-mod throughput;
+mod survey;
+mod text;
 mod visible;
 
 use facts::{
-    ConditionFacts, ConditionsDocument, Document, FailureFacts, NodeDocument, NodeFacts,
-    NodesDocument, ServersDocument, TotalFacts,
+    ConditionFacts, ConditionsDocument, Document, FailureFacts, HistoryFacts, NodeDocument, NodeFacts,
+    NodesDocument, OverviewDocument, SCHEMA_VERSION, SERVER, ServerFacts, ServersDocument,
+    TotalFacts,
 };
 use html::PageHead;
-use request::{Format, NodesQuery, PageAccess, PageRefusal, PageRequest, View};
-use throughput::ThroughputSampler;
+use query::NodesQuery;
+use request::{Format, PageAccess, PageRefusal, PageRequest, View};
+use survey::Survey;
 use visible::VisibleText;
 
-/// What the status page reads.
+/// What the console reads.
 pub(crate) struct PageSources {
     pub(crate) nodes: Box<dyn PageNodes>,
-    pub(crate) registry: Arc<Registry>,
+    pub(crate) traffic: Arc<Traffic>,
     pub(crate) peers: Arc<Peers>,
     pub(crate) readiness: Readiness,
     pub(crate) recent: Arc<RecentRequests>,
@@ -72,12 +78,13 @@ pub(crate) struct PageSources {
     pub(crate) passwords: Option<Arc<BasicAuth>>,
 }
 
-/// The nodes that the status page shows.
+/// The nodes that the console shows.
 pub(crate) trait PageNodes: Send + Sync {
     /// Returns the status of all nodes, ordered by name, without holding that of many.
     fn all(&self) -> Box<dyn Iterator<Item = Cow<'_, NodeStatus>> + '_>;
 
-    fn of_node(&self, name: &NodeName) -> Option<NodeStatus>;
+    /// Returns the status of the node with a name from [`PageNodes::all`].
+    fn named(&self, name: &str) -> Option<NodeStatus>;
 
     /// Returns what failed at agents, the last one first.
     fn failures(&self) -> Vec<FailureStatus>;
@@ -88,8 +95,8 @@ impl PageNodes for NodeSources {
         Box::new(self.batches().flatten().map(Cow::Owned))
     }
 
-    fn of_node(&self, name: &NodeName) -> Option<NodeStatus> {
-        self.of_node(name)
+    fn named(&self, name: &str) -> Option<NodeStatus> {
+        self.of_node(&name.parse().ok()?)
     }
 
     fn failures(&self) -> Vec<FailureStatus> {
@@ -97,10 +104,9 @@ impl PageNodes for NodeSources {
     }
 }
 
-/// The status page of a running server.
-struct StatusPage {
+/// The console of a running server.
+struct Console {
     sources: PageSources,
-    throughput: Arc<ThroughputSampler>,
 }
 
 /// The caller of one connection.
@@ -121,10 +127,9 @@ impl PageCaller {
     }
 }
 
-/// Serves the status page on `listener` until `stop`.
+/// Serves the console on `listener` until `stop`.
 pub(crate) fn start(sources: PageSources, listener: TcpListener, shutdown: &Shutdown) {
-    let page = Arc::new(StatusPage::new(sources));
-    page.throughput.start(shutdown);
+    let page = Arc::new(Console { sources });
     serve_bounded(
         listener,
         "status",
@@ -141,7 +146,7 @@ pub(crate) fn start(sources: PageSources, listener: TcpListener, shutdown: &Shut
     );
 }
 
-async fn serve(page: Arc<StatusPage>, socket: TcpStream, peer: SocketAddr) {
+async fn serve(page: Arc<Console>, socket: TcpStream, peer: SocketAddr) {
     let Some(tls) = page.sources.tls.clone() else {
         let caller = PageCaller::new(PageAccess::Loopback, peer);
         return serve_http(page, socket, caller).await;
@@ -169,7 +174,7 @@ fn access_over_tls(tls: &ServerConnection, has_passwords: bool) -> PageAccess {
     }
 }
 
-async fn serve_http<S>(page: Arc<StatusPage>, stream: S, caller: PageCaller)
+async fn serve_http<S>(page: Arc<Console>, stream: S, caller: PageCaller)
 where
     S: AsyncRead + AsyncWrite + Send + Unpin + 'static,
 {
@@ -188,7 +193,7 @@ where
 }
 
 /// Answers a request. Rendering takes milliseconds with many nodes.
-async fn answer(page: &Arc<StatusPage>, head: Parts, caller: &PageCaller) -> FullResponse {
+async fn answer(page: &Arc<Console>, head: Parts, caller: &PageCaller) -> FullResponse {
     let admitted = page.authenticate(&head.headers, caller);
     let parsed = admitted.and_then(|()| PageRequest::parse(&head, caller.access));
     let rendered = match parsed {
@@ -198,7 +203,7 @@ async fn answer(page: &Arc<StatusPage>, head: Parts, caller: &PageCaller) -> Ful
             permit.pause().await;
             let rendering = permit.make(move || page.render(&page_request));
             rendering.await.unwrap_or_else(|error| {
-                warn!(%error, "cannot render the status page");
+                warn!(%error, "cannot render the console");
                 Err(PageRefusal::Render)
             })
         }
@@ -215,14 +220,7 @@ async fn answer(page: &Arc<StatusPage>, head: Parts, caller: &PageCaller) -> Ful
     })
 }
 
-impl StatusPage {
-    fn new(sources: PageSources) -> Self {
-        Self {
-            throughput: Arc::new(ThroughputSampler::new(sources.registry.clone())),
-            sources,
-        }
-    }
-
+impl Console {
     /// Checks the name and the password of a request from a caller without a certificate.
     fn authenticate(&self, headers: &HeaderMap, caller: &PageCaller) -> Result<(), PageRefusal> {
         let needs_password = match caller.access {
@@ -242,9 +240,17 @@ impl StatusPage {
 
     /// Renders a page. Blocks the thread.
     fn render(&self, page_request: &PageRequest) -> Result<FullResponse, PageRefusal> {
+        let mut listed = NodesQuery::default();
         let document = match &page_request.view {
             View::Style => return Ok(response("text/css; charset=utf-8", STYLE)),
-            View::Nodes(query) => Document::Nodes(self.nodes(query)),
+            View::Script => return Ok(response("text/javascript; charset=utf-8", SCRIPT)),
+            View::Overview => Document::Overview(Box::new(self.overview())),
+            View::Nodes(query) => {
+                let document = self.nodes(query);
+                listed.clone_from(query);
+                listed.page = document.page;
+                Document::Nodes(Box::new(document))
+            }
             View::Node(name) => Document::Node(Box::new(self.node(name)?)),
             View::Servers => Document::Servers(self.servers()),
             View::Conditions => Document::Conditions(self.conditions()),
@@ -256,80 +262,149 @@ impl StatusPage {
             }
             Format::Html => {
                 let own = self.sources.peers.own().to_string();
-                let head = PageHead::new(&own, rfc3339(SystemTime::now()));
-                let text = html::render(&document, head).map_err(|error| cannot(&error))?;
+                let conditions = self.conditions().needs();
+                let servers = self.sources.peers.expected() + 1;
+                let head = PageHead::new(&own, servers, conditions, SystemTime::now());
+                let text =
+                    html::render(&document, &listed, head).map_err(|error| cannot(&error))?;
                 Ok(response("text/html; charset=utf-8", text))
             }
         }
     }
 
-    fn nodes(&self, query: &NodesQuery) -> NodesDocument {
-        let (mut totals, mut streams) = (NodeTotals::default(), 0);
-        let nodes = self.sources.nodes.all().inspect(|node| {
-            totals.add(node);
-            streams += node.streams;
+    fn survey(&self, query: &NodesQuery, per_page: usize) -> Survey {
+        let nodes = self.sources.nodes.all().map(|node| {
+            let (name, server) = names_of(&node);
+            let traffic =
+                name.and_then(|name| self.sources.traffic.figures(&name, server.as_ref()));
+            (node, traffic)
         });
-        let page = facts::nodes_page(nodes, query);
-        let nodes = page.nodes.into_iter();
+        Survey::new(nodes, query, per_page)
+    }
+
+    fn overview(&self) -> OverviewDocument {
+        let survey = self.survey(&NodesQuery::default(), OVERVIEW_NODES);
+        OverviewDocument {
+            schema_version: SCHEMA_VERSION,
+            nodes: self.listed(&survey.names),
+            totals: TotalFacts {
+                nodes: survey.totals,
+                streams: survey.streams,
+            },
+            counts: survey.counts,
+            history: self.sources.traffic.minutes(HistoryFacts::new),
+            servers: self.servers(),
+            conditions: self.conditions(),
+        }
+    }
+
+    fn nodes(&self, query: &NodesQuery) -> NodesDocument {
+        let survey = self.survey(query, NODES_PER_PAGE);
         NodesDocument {
             schema_version: SCHEMA_VERSION,
-            search: query.search.clone(),
-            matching: page.matching,
-            page: page.page,
-            pages: page.pages,
-            nodes: nodes.map(|node| self.facts(node.into_owned())).collect(),
+            query: query.to_string(),
+            matching: survey.matching,
+            page: survey.page,
+            pages: survey.pages,
+            nodes: self.listed(&survey.names),
+            counts: survey.counts,
             totals: TotalFacts {
-                nodes: totals,
-                streams,
-                throughput: self.throughput.total(),
+                nodes: survey.totals,
+                streams: survey.streams,
             },
         }
     }
 
+    /// Returns the nodes with these names that still exist.
+    fn listed(&self, names: &[String]) -> Vec<NodeFacts> {
+        let nodes = names
+            .iter()
+            .filter_map(|name| self.sources.nodes.named(name));
+        nodes.map(|status| self.facts(status)).collect()
+    }
+
     fn node(&self, name: &NodeName) -> Result<NodeDocument, PageRefusal> {
-        let status = self.sources.nodes.of_node(name);
+        let status = self.sources.nodes.named(name.as_str());
         let requests = self.sources.recent.of_node(name).into_iter();
+        let history = self.sources.traffic.points(name).into_iter();
         Ok(NodeDocument {
             schema_version: SCHEMA_VERSION,
             node: self.facts(status.ok_or(PageRefusal::UnknownNode)?),
+            history: history.map(Into::into).collect(),
             requests: requests.map(Into::into).collect(),
         })
     }
 
     fn servers(&self) -> ServersDocument {
         let peers = &self.sources.peers;
+        let own = ServerFacts {
+            name: VisibleText::new(peers.own().as_str()),
+            address: VisibleText::default(),
+            state: "this",
+            zone: peers
+                .zone_of(peers.own())
+                .map(|zone| VisibleText::new(zone.as_str())),
+            nodes: self.sources.traffic.nodes(),
+            since: None,
+            linked: Some(names(&peers.linked())),
+        };
+        let reports = peers.reports();
+        let others = peers.status().into_iter().map(|peer| {
+            let report = reports.get(&peer.id);
+            let linked = report.map(|report| names(&report.linked));
+            ServerFacts {
+                linked,
+                ..ServerFacts::from(peer)
+            }
+        });
         ServersDocument {
             schema_version: SCHEMA_VERSION,
             own: peers.own().to_string(),
-            servers: peers.status().into_iter().map(Into::into).collect(),
+            servers: std::iter::once(own).chain(others).collect(),
         }
     }
 
+    /// Returns the conditions, and before them the servers that do not answer, or not each other.
     fn conditions(&self) -> ConditionsDocument {
         let readiness = &self.sources.readiness;
+        let peers = self.sources.peers.status();
+        let (up, down): (Vec<_>, Vec<_>) = (peers.into_iter()).partition(PeerStatus::answers);
+        let down = down.into_iter().map(|peer| ConditionFacts {
+            since: (!peer.is_suspect).then(|| rfc3339(peer.since)),
+            ..ConditionFacts::new(SERVER, format!("{} does not answer", peer.id))
+        });
+        let reports = self.sources.peers.reports();
+        let apart = up.iter().flat_map(|one| {
+            let report = reports.get(&one.id);
+            let others = up.iter().filter(|other| other.id != one.id);
+            let apart = others.filter(move |other| {
+                report.is_some_and(|report| !report.linked.contains(&other.id))
+            });
+            apart.map(|other| {
+                let text = format!("{} has no connection to {}", one.id, other.id);
+                ConditionFacts::new(SERVER, text)
+            })
+        });
+        let gone = down.chain(apart.take(APART_SHOWN));
         let conditions = readiness.conditions().into_iter();
+        let conditions = conditions.map(|(component, text)| ConditionFacts::new(component, text));
         ConditionsDocument {
             schema_version: SCHEMA_VERSION,
             blocking: readiness.read().0,
-            failures: (self.sources.nodes.failures().into_iter())
-                .map(FailureFacts)
-                .collect(),
-            conditions: conditions
-                .map(|(component, text)| ConditionFacts {
-                    component,
-                    text: VisibleText::new(text),
-                })
-                .collect(),
+            conditions: gone.chain(conditions).collect(),
+            failures: self.sources.nodes.failures(),
         }
     }
 
     fn facts(&self, status: NodeStatus) -> NodeFacts {
-        let name = status.node.parse::<NodeName>().ok();
+        let (name, server) = names_of(&status);
+        let traffic =
+            (name.as_ref()).and_then(|name| self.sources.traffic.of_node(name, server.as_ref()));
         let errors = name.as_ref().map(|name| self.sources.recent.errors(name));
         let errors = errors.into_iter().flatten();
         NodeFacts {
             status,
-            throughput: name.and_then(|name| self.throughput.of_node(&name)),
+            traffic,
             errors: errors
                 .map(|(outcome, count)| (outcome.label(), count))
                 .collect(),
@@ -337,12 +412,24 @@ impl StatusPage {
     }
 }
 
+/// Returns the names of a node and of the server that carries requests to it.
+fn names_of(status: &NodeStatus) -> (Option<NodeName>, Option<ReplicaId>) {
+    let server = status.replica.as_ref();
+    let server = server.and_then(|server| server.parse().ok());
+    (status.node.parse().ok(), server)
+}
+
+fn names(servers: &[ReplicaId]) -> Vec<String> {
+    servers.iter().map(ToString::to_string).collect()
+}
+
 fn cannot(error: &dyn std::error::Error) -> PageRefusal {
-    warn!(%error, "cannot render the status page");
+    warn!(%error, "cannot render the console");
     PageRefusal::Render
 }
 
-/// Returns a response that loads nothing but the style sheet, is in no frame and in no cache.
+/// Returns a response that loads nothing but the style sheet and the script of the console, is in no
+/// frame and in no cache.
 fn response(content_type: &'static str, body: impl Into<Bytes>) -> FullResponse {
     let mut response = Response::new(Full::new(body.into()));
     let fields: [(HeaderName, &'static str); 6] = [
@@ -360,9 +447,15 @@ fn response(content_type: &'static str, body: impl Into<Bytes>) -> FullResponse 
     response
 }
 
-const POLICY: &str = "default-src 'none'; style-src 'self'; form-action 'self'; base-uri 'none'; \
-                      frame-ancestors 'none'";
+const POLICY: &str = "default-src 'none'; style-src 'self'; script-src 'self'; connect-src 'self'; \
+                      form-action 'self'; base-uri 'none'; frame-ancestors 'none'";
 const STYLE: &str = include_str!("../../templates/style.css");
+const SCRIPT: &str = include_str!("../../templates/script.js");
+/// Nodes of one page of the list: less than 40 KiB without plots.
+const NODES_PER_PAGE: usize = 40;
+const OVERVIEW_NODES: usize = 20;
+/// Missing connections between other servers that are conditions.
+const APART_SHOWN: usize = 8;
 /// Maximum number of connections. At the limit, newer connections evict the oldest. A browser opens
 /// up to six.
 const CONN_LIMITS: ConnLimits = ConnLimits {
@@ -371,8 +464,8 @@ const CONN_LIMITS: ConnLimits = ConnLimits {
 };
 /// Maximum time of a TLS handshake, and for a caller to send its request head.
 const HEAD_TIMEOUT: Duration = Duration::from_secs(5);
-/// Maximum time of a connection. A page of 200 nodes is about 200 KB, which a slow link carries in
-/// this time.
+/// Maximum time of a connection. A page is about 60 KB, which a slow link carries in this time. A
+/// browser that reloads a page makes a new connection then.
 const CONNECTION_TIMEOUT: Duration = Duration::from_secs(60);
 const HEAD_MAX_BYTES: usize = 16 * 1024;
 

@@ -63,7 +63,7 @@ pub(super) struct ServerContext {
     pub(super) peers: Arc<Peers>,
     pub(super) nodes: Arc<KnownNodes>,
     pub(super) routes: Routes,
-    /// Last requests of each node, if the status page is on.
+    /// Last requests of each node, if the console is on.
     pub(super) recent: Option<Arc<RecentRequests>>,
     pub(super) records: Records,
     /// Ports that callers may reach.

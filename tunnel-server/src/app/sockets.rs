@@ -161,7 +161,7 @@ pub struct BoundAddrs {
     pub https: Option<SocketAddr>,
     pub http: Option<SocketAddr>,
     pub meta: SocketAddr,
-    /// Address of the status page.
+    /// Address of the console.
     pub status: Option<SocketAddr>,
     /// Addresses of the extra ports that were bound at start.
     pub proxy: Vec<SocketAddr>,

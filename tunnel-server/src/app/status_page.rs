@@ -1,4 +1,4 @@
-//! The status page: its TLS configuration, its passwords, and the state that it shows.
+//! The console: its TLS configuration, its passwords, and the state that it shows.
 
 use std::sync::Arc;
 
@@ -9,8 +9,9 @@ use super::context::ServerContext;
 use super::serving::{CallerCa, PasswordFile, listener_tls, passwords};
 use crate::admin::page::{self, PageSources};
 use crate::admin::status::NodeSources;
+use crate::admin::traffic::Traffic;
 
-/// Starts the status page if it is on. `certificates` are those of the HTTPS listener.
+/// Starts the console if it is on. `certificates` are those of the HTTPS listener.
 pub(super) fn start(
     listener: Option<TcpListener>,
     certificates: Arc<dyn ResolvesServerCert>,
@@ -39,9 +40,13 @@ pub(super) fn start(
         };
         passwords(&file, watcher)
     });
+    let (registry, metrics) = (context.registry.clone(), context.metrics.clone());
+    let peers = context.peers.clone();
+    let traffic = Traffic::new(registry, metrics, recent.clone(), peers);
+    traffic.start(&context.shutdown);
     let sources = PageSources {
         nodes: Box::new(nodes),
-        registry: context.registry.clone(),
+        traffic,
         peers: context.peers.clone(),
         readiness: context.readiness.clone(),
         recent: recent.clone(),

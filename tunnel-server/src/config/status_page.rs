@@ -1,4 +1,4 @@
-//! Checks of the status page's settings.
+//! Checks of the console's settings.
 
 use std::net::SocketAddr;
 use std::path::PathBuf;
@@ -19,7 +19,7 @@ pub struct StatusPageSettings {
 }
 
 impl StatusPageSettings {
-    /// Returns the settings, or `None` if there is no status page.
+    /// Returns the settings, or `None` if there is no console.
     pub(super) fn check(raw: &RawConfig, errors: &mut ConfigErrors) -> Option<Self> {
         if raw.status_auth.is_some() && raw.status_listen.is_none() {
             errors.add(AUTH, format!("has no effect without {LISTEN}"));

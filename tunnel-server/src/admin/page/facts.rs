@@ -1,15 +1,14 @@
-//! The documents that the status page shows, as HTML or as JSON. All functions are pure.
+//! The documents that the console shows, as HTML or as JSON. All functions are pure.
 
-use std::borrow::Cow;
 use std::collections::BTreeMap;
 
 use serde::Serialize;
 
-use super::request::NodesQuery;
-use super::throughput::Throughput;
+use super::survey::NodeCounts;
 use super::visible::VisibleText;
 use crate::admin::failures::FailureStatus;
 use crate::admin::status::{NodeStatus, NodeTotals};
+use crate::admin::traffic::{MinutePoint, MinuteRing, NodePoint, NodeTraffic};
 use crate::ingress::recent_requests::RecentRequest;
 use crate::routing::peers::{PeerState, PeerStatus};
 use tunnel_store::data_dir::rfc3339;
@@ -18,56 +17,163 @@ use tunnel_store::data_dir::rfc3339;
 #[derive(Debug, Serialize)]
 #[serde(untagged)]
 pub(super) enum Document {
-    Nodes(NodesDocument),
+    Overview(Box<OverviewDocument>),
+    Nodes(Box<NodesDocument>),
     Node(Box<NodeDocument>),
     Servers(ServersDocument),
     Conditions(ConditionsDocument),
+}
+
+/// The installation at a glance.
+#[derive(Debug, Serialize)]
+#[serde(rename_all = "camelCase")]
+pub(super) struct OverviewDocument {
+    /// Raised when a field is removed or changes its meaning.
+    pub(super) schema_version: u32,
+    pub(super) totals: TotalFacts,
+    pub(super) counts: NodeCounts,
+    pub(super) history: HistoryFacts,
+    pub(super) servers: ServersDocument,
+    pub(super) conditions: ConditionsDocument,
+    /// The first nodes, the worst one first.
+    pub(super) nodes: Vec<NodeFacts>,
 }
 
 /// A page of the list of nodes.
 #[derive(Debug, Serialize)]
 #[serde(rename_all = "camelCase")]
 pub(super) struct NodesDocument {
-    /// Raised when a field is removed or changes its meaning.
     pub(super) schema_version: u32,
-    pub(super) search: String,
-    /// Number of nodes that match the search, on all pages.
+    /// The request target of this page.
+    pub(super) query: String,
+    /// Number of nodes that match the query, on all pages.
     pub(super) matching: usize,
     pub(super) page: usize,
     pub(super) pages: usize,
     pub(super) nodes: Vec<NodeFacts>,
-    /// Totals of all nodes, whatever the search.
+    pub(super) counts: NodeCounts,
+    /// Totals of all nodes, whatever the query.
     pub(super) totals: TotalFacts,
 }
 
-/// Totals of all nodes, with the streams and the throughput of the sessions with this server.
+/// Totals of all nodes, with the streams of the sessions.
 #[derive(Debug, Serialize)]
 pub(super) struct TotalFacts {
     #[serde(flatten)]
     pub(super) nodes: NodeTotals,
     pub(super) streams: u64,
-    pub(super) throughput: Throughput,
 }
 
-/// One node with its last requests.
+/// The history of the sessions with this server and of its requests.
+#[derive(Debug, Serialize)]
+#[serde(rename_all = "camelCase")]
+pub(super) struct HistoryFacts {
+    /// The last minute that is over.
+    pub(super) last_minute: Option<PointFacts>,
+    /// The last 60 minutes, and the 96 quarters of an hour of the last day. The last entry is the
+    /// current one; `null` is one in which nothing was observed.
+    pub(super) hour: SeriesFacts,
+    pub(super) day: SeriesFacts,
+}
+
+/// What happened in one minute.
+#[derive(Debug, Serialize)]
+#[serde(rename_all = "camelCase")]
+pub(super) struct PointFacts {
+    pub(super) sessions: u64,
+    pub(super) requests: u64,
+    pub(super) errors: u64,
+    pub(super) bytes_in: u64,
+    pub(super) bytes_out: u64,
+}
+
+/// What happened in each minute, on average over the minutes of an entry.
+#[derive(Debug, Serialize)]
+#[serde(rename_all = "camelCase")]
+pub(super) struct SeriesFacts {
+    pub(super) sessions: Vec<Option<u64>>,
+    pub(super) requests: Vec<Option<u64>>,
+    pub(super) errors: Vec<Option<u64>>,
+    pub(super) bytes: Vec<Option<u64>>,
+}
+
+impl HistoryFacts {
+    pub(super) fn new(minutes: &MinuteRing) -> Self {
+        Self {
+            last_minute: minutes.last_minute().map(PointFacts::from),
+            hour: SeriesFacts::new(minutes, 60, 1),
+            day: SeriesFacts::new(minutes, 96, 15),
+        }
+    }
+}
+
+impl SeriesFacts {
+    fn new(minutes: &MinuteRing, count: usize, each: u64) -> Self {
+        Self {
+            sessions: minutes.means(count, each, |point| point.sessions),
+            requests: minutes.means(count, each, |point| point.requests),
+            errors: minutes.means(count, each, |point| point.errors),
+            bytes: minutes.means(count, each, |point| point.bytes_in + point.bytes_out),
+        }
+    }
+}
+
+impl From<&MinutePoint> for PointFacts {
+    fn from(point: &MinutePoint) -> Self {
+        Self {
+            sessions: point.sessions,
+            requests: point.requests,
+            errors: point.errors,
+            bytes_in: point.bytes_in,
+            bytes_out: point.bytes_out,
+        }
+    }
+}
+
+/// One node with its history and its last requests.
 #[derive(Debug, Serialize)]
 #[serde(rename_all = "camelCase")]
 pub(super) struct NodeDocument {
     pub(super) schema_version: u32,
     pub(super) node: NodeFacts,
+    /// The last 96 quarters of an hour, the current one last. Empty without a session or request in
+    /// the last day.
+    pub(super) history: Vec<QuarterFacts>,
     /// The last requests, the last one first.
     pub(super) requests: Vec<RequestFacts>,
 }
 
-/// The status of a node, and what only the status page has. The fields of the status are those of
+/// A quarter of an hour of a node, to three digits.
+#[derive(Debug, Clone, Copy, Serialize)]
+#[serde(rename_all = "camelCase")]
+pub(super) struct QuarterFacts {
+    pub(super) bytes: u64,
+    pub(super) requests: u64,
+    pub(super) errors: u64,
+    /// Percentage of the time with a session that answers; empty if nothing was observed.
+    pub(super) up_percent: Option<u8>,
+}
+
+impl From<NodePoint> for QuarterFacts {
+    fn from(point: NodePoint) -> Self {
+        Self {
+            bytes: point.bytes(),
+            requests: point.requests(),
+            errors: point.errors(),
+            up_percent: point.up_percent(),
+        }
+    }
+}
+
+/// The status of a node, and what only the console has. The fields of the status are those of
 /// `/nodes`.
 #[derive(Debug, Serialize)]
 #[serde(rename_all = "camelCase")]
 pub(super) struct NodeFacts {
     #[serde(flatten)]
     pub(super) status: NodeStatus,
-    /// Throughput of the node's sessions with this server; empty without one.
-    pub(super) throughput: Option<Throughput>,
+    /// Empty without a session or request in the last day.
+    pub(super) traffic: Option<NodeTraffic>,
     /// Failed requests at this server by code.
     pub(super) errors: BTreeMap<&'static str, u64>,
 }
@@ -110,29 +216,33 @@ impl From<RecentRequest> for RequestFacts {
     }
 }
 
-/// The other servers of the installation.
+/// The servers of the installation, as this one sees them.
 #[derive(Debug, Serialize)]
 #[serde(rename_all = "camelCase")]
 pub(super) struct ServersDocument {
     pub(super) schema_version: u32,
     /// Name of this server.
     pub(super) own: String,
+    /// All servers, this one first.
     pub(super) servers: Vec<ServerFacts>,
 }
 
 #[derive(Debug, Serialize)]
+#[serde(rename_all = "camelCase")]
 pub(super) struct ServerFacts {
     pub(super) name: VisibleText,
-    /// `HOST:PORT` that this server dials.
+    /// `HOST:PORT` that this server dials; empty for this server.
     pub(super) address: VisibleText,
-    /// `connected`, `connecting` or `leaving`.
+    /// `this`, `connected`, `suspect`, `connecting` or `leaving`.
     pub(super) state: &'static str,
     /// The zone of the server, if it is known.
     pub(super) zone: Option<VisibleText>,
     /// Number of nodes that the server holds.
     pub(super) nodes: usize,
-    /// Time of the last change between connected and not connected, RFC 3339.
-    pub(super) since: String,
+    /// Time of the last change between connected and not connected, RFC 3339; empty for this server.
+    pub(super) since: Option<String>,
+    /// The servers that it has dialed, if it has said.
+    pub(super) linked: Option<Vec<String>>,
 }
 
 impl From<PeerStatus> for ServerFacts {
@@ -141,18 +251,20 @@ impl From<PeerStatus> for ServerFacts {
             name: VisibleText::new(peer.id.as_str()),
             address: VisibleText::new(peer.address),
             state: match peer.state {
+                PeerState::Connected if peer.is_suspect => "suspect",
                 PeerState::Connected => "connected",
                 PeerState::Connecting => "connecting",
                 PeerState::Leaving => "leaving",
             },
             zone: peer.zone.map(|zone| VisibleText::new(zone.as_str())),
             nodes: peer.nodes,
-            since: rfc3339(peer.since),
+            since: Some(rfc3339(peer.since)),
+            linked: None,
         }
     }
 }
 
-/// The conditions that an operator should fix, and the components that block readiness.
+/// What an operator should fix.
 #[derive(Debug, Serialize)]
 #[serde(rename_all = "camelCase")]
 pub(super) struct ConditionsDocument {
@@ -160,134 +272,59 @@ pub(super) struct ConditionsDocument {
     /// Components that block readiness; the server is ready without any.
     pub(super) blocking: Vec<&'static str>,
     pub(super) conditions: Vec<ConditionFacts>,
-    /// What failed at agents, the last one first.
-    pub(super) failures: Vec<FailureFacts>,
+    /// What failed at agents, the last one first: the entries of `nodes --failed -o json`.
+    pub(super) failures: Vec<FailureStatus>,
 }
 
-/// Failures of agents. The fields are those of `nodes --failed -o json`.
-#[derive(Debug, Serialize)]
-#[serde(transparent)]
-pub(super) struct FailureFacts(pub(super) FailureStatus);
-
-impl FailureFacts {
-    pub(super) fn code(&self) -> VisibleText {
-        VisibleText::new(self.0.code.as_str())
+impl ConditionsDocument {
+    /// Returns the failures that go on and that not everybody who connects can cause.
+    pub(super) fn current_failures(&self) -> impl Iterator<Item = &FailureStatus> {
+        let failures = self.failures.iter();
+        failures.filter(|failure| !failure.is_over && !failure.is_noise)
     }
 
-    /// Returns the name of the node, or the nodes whose last session was from the address.
-    pub(super) fn node(&self) -> VisibleText {
-        let perhaps = self.0.nodes_from_address.join(", ");
-        match &self.0.node {
-            Some(node) if self.0.is_verified => VisibleText::new(node.as_str()),
-            Some(node) => VisibleText::new(format!("{node} (claimed)")),
-            None if perhaps.is_empty() => VisibleText::or_dash(None),
-            None => VisibleText::new(format!("perhaps {perhaps}")),
-        }
-    }
-
-    pub(super) fn count(&self) -> u64 {
-        self.0.count
-    }
-
-    pub(super) fn first(&self) -> VisibleText {
-        VisibleText::new(self.0.first.as_str())
-    }
-
-    pub(super) fn last(&self) -> VisibleText {
-        VisibleText::new(self.0.last.as_str())
-    }
-
-    pub(super) fn is_over(&self) -> bool {
-        self.0.is_over
-    }
-
-    pub(super) fn address(&self) -> VisibleText {
-        VisibleText::new(self.0.address.as_str())
-    }
-
-    pub(super) fn detail(&self) -> VisibleText {
-        VisibleText::new(self.0.detail.as_str())
-    }
-
-    pub(super) fn remedy(&self) -> VisibleText {
-        VisibleText::new(self.0.remedy.as_str())
+    /// Returns the number of entries that need somebody.
+    pub(super) fn needs(&self) -> usize {
+        self.blocking.len() + self.conditions.len() + self.current_failures().count()
     }
 }
 
 #[derive(Debug, Serialize)]
+#[serde(rename_all = "camelCase")]
 pub(super) struct ConditionFacts {
     pub(super) component: &'static str,
     pub(super) text: VisibleText,
+    /// Time of its begin, RFC 3339, if that is known.
+    pub(super) since: Option<String>,
+    /// The command that shows more, or helps.
+    pub(super) command: &'static str,
 }
 
-/// The part of the list that a page shows.
-#[derive(Debug)]
-pub(super) struct NodesPage<'a> {
-    pub(super) matching: usize,
-    pub(super) page: usize,
-    pub(super) pages: usize,
-    pub(super) nodes: Vec<Cow<'a, NodeStatus>>,
-}
-
-/// Returns the nodes of the page that the query selects. A page beyond the last one is the last
-/// one. Holds the nodes of one page at a time.
-pub(super) fn nodes_page<'a>(
-    nodes: impl Iterator<Item = Cow<'a, NodeStatus>>,
-    query: &NodesQuery,
-) -> NodesPage<'a> {
-    let wanted = query.page.max(1);
-    let mut page = NodesPage {
-        matching: 0,
-        page: 1,
-        pages: 1,
-        nodes: Vec::new(),
-    };
-    for node in nodes.filter(|node| node.node.to_lowercase().contains(&query.search)) {
-        page.pages = page.matching / NODES_PER_PAGE + 1;
-        let is_first = page.matching.is_multiple_of(NODES_PER_PAGE);
-        page.matching += 1;
-        if page.pages <= wanted {
-            if is_first {
-                page.nodes.clear();
-                page.page = page.pages;
-            }
-            page.nodes.push(node);
+impl ConditionFacts {
+    pub(super) fn new(component: &'static str, text: String) -> Self {
+        Self {
+            component,
+            since: None,
+            command: command_for(component),
+            text: VisibleText::new(text),
         }
     }
-    page
 }
 
-const NODES_PER_PAGE: usize = 200;
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn pages_have_200_nodes_and_the_search_selects_by_name() {
-        let named = |number: usize| NodeStatus {
-            node: format!("worker-{number:05}"),
-            ..NodeStatus::default()
-        };
-        let nodes: Vec<NodeStatus> = (0..1_001).map(named).collect();
-        let page = |search: &str, page| {
-            let search = search.to_owned();
-            let all = nodes.iter().map(Cow::Borrowed);
-            let page = nodes_page(all, &NodesQuery { search, page });
-            let first = page.nodes.first().map(|node| node.node.clone());
-            (
-                page.page,
-                page.pages,
-                page.matching,
-                page.nodes.len(),
-                first,
-            )
-        };
-        let first = |name: &str| Some(name.to_owned());
-        assert_eq!(page("", 0), (1, 6, 1_001, 200, first("worker-00000")));
-        assert_eq!(page("", 2), (2, 6, 1_001, 200, first("worker-00200")));
-        assert_eq!(page("", 99), (6, 6, 1_001, 1, first("worker-01000")));
-        assert_eq!(page("-0100", 1), (1, 1, 1, 1, first("worker-01000")));
-        assert_eq!(page("absent", 1), (1, 1, 0, 0, None));
+/// Returns the command that shows or fixes a condition. It has no word of the condition's text, which
+/// may have words of a peer.
+fn command_for(component: &str) -> &'static str {
+    match component {
+        "clock" => "timedatectl",
+        "ca" | "ca certificates" => "tunnel-server ca rotate --status",
+        "unsaved orders" | "revocations" => "tunnel-server nodes revocations",
+        "tokens" => "tunnel-server token list",
+        "node list" | "node names" | "node claims" => "kubectl get nodes -o wide",
+        _ => "tunnel-server doctor",
     }
 }
+
+/// Component of the conditions of other servers.
+pub(super) const SERVER: &str = "server";
+/// Version of the JSON documents.
+pub(super) const SCHEMA_VERSION: u32 = 1;

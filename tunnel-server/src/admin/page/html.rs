@@ -1,58 +1,165 @@
-//! The status page as HTML. The templates escape every value, and each text of a peer or a caller
-//! is a [`VisibleText`].
+//! The console as HTML. The templates escape every value, and each text of a peer or a caller is a
+//! [`VisibleText`].
 
-use std::fmt::Write as _;
+use std::time::SystemTime;
 
 use askama::Template;
-use tunnel_proto::wire::name::NodeName;
 
-use super::facts::{
-    ConditionsDocument, Document, NodeDocument, NodeFacts, NodesDocument, RequestFacts,
-    ServersDocument, TotalFacts,
-};
+use super::facts::{Document, NodeDocument, NodesDocument, OverviewDocument};
+use super::plot::{HEIGHT, WIDTH};
+use super::query::NodesQuery;
+use super::text::grouped;
 use super::visible::VisibleText;
-use crate::admin::status::NodeStatus;
+use tunnel_store::data_dir::rfc3339;
+
+mod cards;
+mod conditions;
+mod list;
+mod node;
+mod servers;
+
+use cards::{Card, Segment, transports};
+use conditions::ConditionRow;
+use list::{ColumnHead, Filter, NodeRow, rows};
+use node::{Fact, Outage, PortRow, QuarterCell, RequestRow, Step};
+use servers::ServersView;
 
 /// What every page shows.
 #[derive(Debug)]
 pub(super) struct PageHead {
     title: VisibleText,
+    /// Name of this server.
     server: VisibleText,
+    servers: usize,
+    /// Number of conditions and of components that are not ready.
+    conditions: usize,
     /// Version of the software.
     version: &'static str,
-    /// Time at which the page was rendered, RFC 3339.
+    /// Time at which the page was rendered.
+    now: SystemTime,
+    /// This time, RFC 3339.
     time: String,
+    page: Page,
+}
+
+/// The pages that are linked from each page.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Page {
+    Overview,
+    Nodes,
+    Node,
+    Servers,
+    Conditions,
 }
 
 impl PageHead {
     /// Returns the head of a page of the server with this name.
-    pub(super) fn new(server: &str, time: String) -> Self {
+    pub(super) fn new(server: &str, servers: usize, conditions: usize, now: SystemTime) -> Self {
         Self {
             title: VisibleText::default(),
             server: VisibleText::new(server),
+            servers,
+            conditions,
             version: env!("CARGO_PKG_VERSION"),
-            time,
+            now,
+            time: rfc3339(now),
+            page: Page::Overview,
+        }
+    }
+
+    /// Returns the time of the day in UTC.
+    fn clock(&self) -> &str {
+        self.time.get(11..19).unwrap_or_default()
+    }
+
+    /// Returns the attribute of the link to the page that is shown.
+    fn current(&self, page: Page) -> &'static str {
+        let shown = if self.page == Page::Node {
+            Page::Nodes
+        } else {
+            self.page
+        };
+        if shown == page { "page" } else { "false" }
+    }
+}
+
+/// Renders a document with the template of its kind. `query` is that of a list of nodes.
+///
+/// # Errors
+/// Returns an error if the template fails, which it does only without memory.
+pub(super) fn render(
+    document: &Document,
+    query: &NodesQuery,
+    mut head: PageHead,
+) -> askama::Result<String> {
+    let (page, title): (_, &str) = match document {
+        Document::Overview(_) => (Page::Overview, "Overview"),
+        Document::Nodes(_) => (Page::Nodes, "Nodes"),
+        Document::Node(document) => (Page::Node, &document.node.status.node),
+        Document::Servers(_) => (Page::Servers, "Servers"),
+        Document::Conditions(_) => (Page::Conditions, "What needs you"),
+    };
+    head.page = page;
+    head.title = VisibleText::new(title);
+    match document {
+        Document::Overview(document) => OverviewHtml::new(document, head).render(),
+        Document::Nodes(document) => NodesHtml::new(document, query, head).render(),
+        Document::Node(document) => NodeHtml::new(document, head).render(),
+        Document::Servers(document) => {
+            let servers = ServersView::new(document, head.now);
+            ServersHtml { head, servers }.render()
+        }
+        Document::Conditions(document) => {
+            let conditions = ConditionRow::current(document, head.now);
+            let past = ConditionRow::past(document, head.now);
+            ConditionsHtml {
+                head,
+                conditions,
+                past,
+            }
+            .render()
         }
     }
 }
 
-/// Renders a document with the template of its kind.
-///
-/// # Errors
-/// Returns an error if the template fails, which it does only without memory.
-pub(super) fn render(document: &Document, mut head: PageHead) -> askama::Result<String> {
-    let title: &str = match document {
-        Document::Nodes(_) => "Nodes",
-        Document::Node(document) => &document.node.status.node,
-        Document::Servers(_) => "Servers",
-        Document::Conditions(_) => "Conditions",
-    };
-    head.title = VisibleText::new(title);
-    match document {
-        Document::Nodes(document) => NodesHtml::new(document, head).render(),
-        Document::Node(document) => NodeHtml::new(document, head).render(),
-        Document::Servers(document) => ServersHtml { head, document }.render(),
-        Document::Conditions(document) => ConditionsHtml { head, document }.render(),
+#[derive(Template)]
+#[template(path = "overview.html")]
+struct OverviewHtml<'a> {
+    head: PageHead,
+    reachable: String,
+    nodes: String,
+    segments: Vec<Segment>,
+    transports: Vec<(VisibleText, String)>,
+    cards: Vec<Card>,
+    conditions: Vec<ConditionRow>,
+    servers: ServersView<'a>,
+    filters: Vec<Filter>,
+    query: NodesQuery,
+    columns: Vec<ColumnHead>,
+    rows: Vec<NodeRow>,
+}
+
+impl<'a> OverviewHtml<'a> {
+    fn new(document: &'a OverviewDocument, head: PageHead) -> Self {
+        let query = NodesQuery::default();
+        let counts = &document.counts;
+        let mut conditions = ConditionRow::current(&document.conditions, head.now);
+        conditions.truncate(CONDITIONS_SHOWN);
+        let (live, of) = counts.reachable();
+        Self {
+            reachable: grouped(live),
+            nodes: grouped(of),
+            segments: Segment::of(counts),
+            transports: transports(counts),
+            cards: Card::of_history(&document.history),
+            conditions,
+            servers: ServersView::new(&document.servers, head.now),
+            filters: Filter::of_states(counts, &query),
+            columns: ColumnHead::all(&query),
+            rows: rows(&document.nodes, head.now),
+            query,
+            head,
+        }
     }
 }
 
@@ -62,7 +169,10 @@ struct NodesHtml<'a> {
     head: PageHead,
     document: &'a NodesDocument,
     search: VisibleText,
-    totals: String,
+    query: &'a NodesQuery,
+    matching: String,
+    filters: Vec<Filter>,
+    columns: Vec<ColumnHead>,
     rows: Vec<NodeRow>,
     /// Links to the pages around this one; empty where there is none.
     previous: String,
@@ -70,30 +180,25 @@ struct NodesHtml<'a> {
 }
 
 impl<'a> NodesHtml<'a> {
-    fn new(document: &'a NodesDocument, head: PageHead) -> Self {
-        let link = |page: usize| {
-            let mut query = form_urlencoded::Serializer::new(String::new());
-            query.append_pair("search", &document.search);
-            query.append_pair("page", &page.to_string());
-            format!("/?{}", query.finish())
-        };
+    fn new(document: &'a NodesDocument, query: &'a NodesQuery, head: PageHead) -> Self {
         let (page, pages) = (document.page, document.pages);
+        let link = |page: usize| {
+            let is_page = (1..=pages).contains(&page);
+            let link = is_page.then(|| query.link(|query| query.page = page));
+            link.unwrap_or_default()
+        };
+        let labels = query.label.as_ref().map(|labels| labels.text.as_str());
         Self {
-            head,
-            search: VisibleText::new(document.search.as_str()),
-            totals: totals(&document.totals),
-            rows: document.nodes.iter().map(NodeRow::new).collect(),
-            previous: if page > 1 {
-                link(page - 1)
-            } else {
-                String::new()
-            },
-            next: if page < pages {
-                link(page + 1)
-            } else {
-                String::new()
-            },
             document,
+            search: VisibleText::new(labels.unwrap_or(&query.search)),
+            query,
+            matching: grouped(document.matching as u64),
+            filters: Filter::all(&document.counts, query),
+            columns: ColumnHead::all(query),
+            rows: rows(&document.nodes, head.now),
+            previous: link(page.saturating_sub(1)),
+            next: link(page + 1),
+            head,
         }
     }
 }
@@ -103,22 +208,39 @@ impl<'a> NodesHtml<'a> {
 struct NodeHtml<'a> {
     head: PageHead,
     row: NodeRow,
-    replica: VisibleText,
-    version: VisibleText,
-    address: VisibleText,
-    requests: &'a [RequestFacts],
+    facts: Vec<Fact>,
+    cards: Vec<Card>,
+    quarters: Vec<QuarterCell>,
+    outages: Vec<Outage>,
+    steps: Vec<Step>,
+    ports: Vec<PortRow>,
+    /// Name of the server that has the requests and the history, if it is another one.
+    elsewhere: Option<VisibleText>,
+    requests: Vec<RequestRow<'a>>,
 }
 
 impl<'a> NodeHtml<'a> {
     fn new(document: &'a NodeDocument, head: PageHead) -> Self {
         let status = &document.node.status;
+        let has_other = |replica: &&String| **replica != head.server.as_str();
+        let requests = document.requests.iter();
         Self {
+            row: NodeRow::new(&document.node, head.now),
+            facts: Fact::all(status, head.now),
+            cards: Card::of_node(document),
+            quarters: QuarterCell::all(document),
+            outages: Outage::all(document, head.now),
+            steps: Step::all(status, head.now),
+            ports: PortRow::all(&document.requests, head.now),
+            elsewhere: status
+                .replica
+                .as_ref()
+                .filter(has_other)
+                .map(VisibleText::new),
+            requests: requests
+                .map(|request| RequestRow::new(request, head.now))
+                .collect(),
             head,
-            row: NodeRow::new(&document.node),
-            replica: VisibleText::or_dash(status.replica.as_deref()),
-            version: VisibleText::or_dash(status.version.as_deref()),
-            address: VisibleText::or_dash(status.address.as_deref()),
-            requests: &document.requests,
         }
     }
 }
@@ -127,104 +249,17 @@ impl<'a> NodeHtml<'a> {
 #[template(path = "servers.html")]
 struct ServersHtml<'a> {
     head: PageHead,
-    document: &'a ServersDocument,
+    servers: ServersView<'a>,
 }
 
 #[derive(Template)]
 #[template(path = "conditions.html")]
-struct ConditionsHtml<'a> {
+struct ConditionsHtml {
     head: PageHead,
-    document: &'a ConditionsDocument,
+    conditions: Vec<ConditionRow>,
+    /// Failures that need nobody.
+    past: Vec<ConditionRow>,
 }
 
-/// A node as its row in the list shows it.
-#[derive(Debug)]
-struct NodeRow {
-    name: VisibleText,
-    /// Name for the link to the node's page; empty if the name is not that of a node.
-    link: String,
-    state: &'static str,
-    transport: VisibleText,
-    rtt: String,
-    streams: u64,
-    rate_in: String,
-    rate_out: String,
-    errors: String,
-    last_seen: VisibleText,
-    last_close: VisibleText,
-    certificate_until: VisibleText,
-}
-
-impl NodeRow {
-    fn new(facts: &NodeFacts) -> Self {
-        let status = &facts.status;
-        let name = status.node.parse::<NodeName>();
-        let rtt = status.rtt_millis;
-        let close = status.last_close.as_ref().map(|close| {
-            let (at, by, code) = (&close.at, &close.by, &close.code);
-            format!("{at}, by {by}: {code}: {}", close.reason)
-        });
-        let throughput = facts.throughput.as_ref();
-        Self {
-            name: VisibleText::new(status.node.as_str()),
-            link: name.map(|name| name.to_string()).unwrap_or_default(),
-            state: state(status),
-            transport: VisibleText::or_dash(status.transport.as_deref()),
-            rtt: rtt.map_or_else(dash, |millis| format!("{millis} ms")),
-            streams: status.streams,
-            rate_in: throughput.map_or_else(dash, |bytes| rate(bytes.bytes_in_per_second)),
-            rate_out: throughput.map_or_else(dash, |bytes| rate(bytes.bytes_out_per_second)),
-            errors: errors(facts),
-            last_seen: VisibleText::or_dash(status.last_seen.as_deref()),
-            last_close: VisibleText::or_dash(close.as_deref()),
-            certificate_until: VisibleText::or_dash(status.certificate_not_after.as_deref()),
-        }
-    }
-}
-
-/// Returns the state of a node in one word. `connected` is a node that another server carries.
-fn state(status: &NodeStatus) -> &'static str {
-    match status.state.as_deref() {
-        Some("suspect") => "suspect",
-        Some(_) => "live",
-        None if status.connected => "connected",
-        None if status.is_revoked() => "revoked",
-        None if status.is_edge => "away",
-        None => "not-edge",
-    }
-}
-
-/// Returns the totals of all nodes in one line.
-fn totals(totals: &TotalFacts) -> String {
-    let throughput = totals.throughput;
-    format!(
-        "{}; streams: {}; last minute: in {}, out {}",
-        totals.nodes,
-        totals.streams,
-        rate(throughput.bytes_in_per_second),
-        rate(throughput.bytes_out_per_second)
-    )
-}
-
-/// Returns the failed requests by code, as in `no_agent 3, cut 1`.
-fn errors(facts: &NodeFacts) -> String {
-    let mut text = String::new();
-    for (code, count) in &facts.errors {
-        let separator = if text.is_empty() { "" } else { ", " };
-        let _infallible = write!(text, "{separator}{code} {count}");
-    }
-    if text.is_empty() { dash() } else { text }
-}
-
-/// Returns a throughput in the largest unit that has an integer part.
-fn rate(bytes_per_second: u64) -> String {
-    match bytes_per_second {
-        0..1_000 => format!("{bytes_per_second} B/s"),
-        1_000..1_000_000 => format!("{} kB/s", bytes_per_second / 1_000),
-        _ => format!("{} MB/s", bytes_per_second / 1_000_000),
-    }
-}
-
-fn dash() -> String {
-    "-".to_owned()
-}
+/// Conditions on the overview.
+const CONDITIONS_SHOWN: usize = 5;

@@ -1,4 +1,4 @@
-//! Requests for the status page: which page, in which form, and which requests are refused. All
+//! Requests for the console: which page, in which form, and which requests are refused. All
 //! functions are pure.
 
 use std::net::IpAddr;
@@ -9,6 +9,8 @@ use http::uri::Authority;
 use http::{HeaderName, HeaderValue, Method, StatusCode};
 use tunnel_proto::identity::CallerError;
 use tunnel_proto::wire::name::NodeName;
+
+use super::query::{NodesQuery, QueryError};
 
 /// How a caller has reached the page.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -33,20 +35,13 @@ pub(super) struct PageRequest {
 /// A page and its parameters.
 #[derive(Debug, PartialEq, Eq)]
 pub(super) enum View {
+    Overview,
     Nodes(NodesQuery),
     Node(NodeName),
     Servers,
     Conditions,
     Style,
-}
-
-/// The part of the list of nodes that a caller asks for.
-#[derive(Debug, Default, PartialEq, Eq)]
-pub(super) struct NodesQuery {
-    /// Text that the names contain, in lower case; empty for all.
-    pub(super) search: String,
-    /// Number of the page, from 1; 0 if the caller names none.
-    pub(super) page: usize,
+    Script,
 }
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -70,16 +65,12 @@ pub(super) enum PageRefusal {
     /// Number of seconds until the next attempt is checked.
     #[error("too many wrong passwords from this address; retry in {0} s")]
     Throttled(u64),
-    #[error("not found; use /, /node/NAME, /servers or /conditions")]
+    #[error("not found; use /, /nodes, /node/NAME, /servers or /conditions")]
     NotFound,
     #[error("no node has this name")]
     UnknownNode,
-    #[error("unknown parameter; use search and page")]
-    Parameter,
-    #[error("page is not a number from 1")]
-    PageNumber,
-    #[error("search is longer than the name of a node")]
-    Search,
+    #[error("{0}")]
+    Query(QueryError),
     #[error("the page cannot be rendered")]
     Render,
 }
@@ -93,7 +84,7 @@ impl PageRefusal {
             Self::Password => StatusCode::UNAUTHORIZED,
             Self::Throttled(_) => StatusCode::TOO_MANY_REQUESTS,
             Self::NotFound | Self::UnknownNode => StatusCode::NOT_FOUND,
-            Self::Parameter | Self::PageNumber | Self::Search => StatusCode::BAD_REQUEST,
+            Self::Query(_) => StatusCode::BAD_REQUEST,
             Self::Render => StatusCode::INTERNAL_SERVER_ERROR,
         }
     }
@@ -108,9 +99,7 @@ impl PageRefusal {
             | Self::Caller(_)
             | Self::NotFound
             | Self::UnknownNode
-            | Self::Parameter
-            | Self::PageNumber
-            | Self::Search
+            | Self::Query(_)
             | Self::Render => None,
         }
     }
@@ -131,10 +120,15 @@ impl PageRequest {
             return Err(PageRefusal::Method);
         }
         let view = match head.uri.path() {
-            "/" => View::Nodes(NodesQuery::parse(head.uri.query().unwrap_or_default())?),
+            "/" => View::Overview,
+            "/nodes" => {
+                let query = NodesQuery::parse(head.uri.query().unwrap_or_default());
+                View::Nodes(query.map_err(PageRefusal::Query)?)
+            }
             "/servers" => View::Servers,
             "/conditions" => View::Conditions,
             "/style.css" => View::Style,
+            "/script.js" => View::Script,
             path => {
                 let name = path.strip_prefix("/node/").ok_or(PageRefusal::NotFound)?;
                 let name = name.parse::<NodeName>();
@@ -145,24 +139,6 @@ impl PageRequest {
             view,
             format: Format::of(head),
         })
-    }
-}
-
-impl NodesQuery {
-    fn parse(query: &str) -> Result<Self, PageRefusal> {
-        let mut parsed = Self::default();
-        for (name, value) in form_urlencoded::parse(query.as_bytes()) {
-            match &*name {
-                "search" if value.len() > SEARCH_MAX_BYTES => return Err(PageRefusal::Search),
-                "search" => parsed.search = value.trim().to_lowercase(),
-                "page" => {
-                    let number = value.parse::<usize>().ok().filter(|number| *number > 0);
-                    parsed.page = number.ok_or(PageRefusal::PageNumber)?;
-                }
-                _ => return Err(PageRefusal::Parameter),
-            }
-        }
-        Ok(parsed)
     }
 }
 
@@ -206,8 +182,6 @@ fn is_local(head: &Parts) -> bool {
 
 /// Browsers then ask for a name and a password (RFC 7617, section 2).
 const CHALLENGE: &str = "Basic realm=\"tunnel-server\", charset=\"UTF-8\"";
-/// Maximum length of a node's name (RFC 1035, section 2.3.4).
-const SEARCH_MAX_BYTES: usize = 253;
 
 #[cfg(test)]
 mod tests {
@@ -222,16 +196,11 @@ mod tests {
     }
 
     #[test]
-    fn pages_and_parameters_are_parsed_and_others_refused() {
-        let nodes = |search: &str, page| {
-            let search = search.to_owned();
-            Ok(View::Nodes(NodesQuery { search, page }))
-        };
+    fn pages_are_parsed_and_others_refused() {
         for (target, expected) in [
-            ("/", nodes("", 0)),
-            ("/?", nodes("", 0)),
-            ("/?search=Worker%2D1+&page=3", nodes("worker-1", 3)),
-            ("/?search=%3Cb%3E", nodes("<b>", 0)),
+            ("/", Ok(View::Overview)),
+            ("/?", Ok(View::Overview)),
+            ("/nodes", Ok(View::Nodes(NodesQuery::default()))),
             (
                 "/node/worker-1",
                 Ok(View::Node("worker-1".parse().unwrap())),
@@ -240,16 +209,13 @@ mod tests {
             ("/servers", Ok(View::Servers)),
             ("/conditions", Ok(View::Conditions)),
             ("/style.css", Ok(View::Style)),
-            ("/?page=0", Err(PageRefusal::PageNumber)),
-            ("/?page=x", Err(PageRefusal::PageNumber)),
-            ("/?job=a", Err(PageRefusal::Parameter)),
-            ("/nodes", Err(PageRefusal::NotFound)),
+            ("/script.js", Ok(View::Script)),
+            ("/nodes?page=0", Err(PageRefusal::Query(QueryError::Page))),
+            ("/nodes/", Err(PageRefusal::NotFound)),
         ] {
             let view = parse("GET", target, "127.0.0.1:1").map(|request| request.view);
             assert_eq!(view, expected, "{target}");
         }
-        let long = format!("/?search={}", "a".repeat(254));
-        assert_eq!(parse("GET", &long, "[::1]"), Err(PageRefusal::Search));
     }
 
     #[test]

@@ -1,4 +1,4 @@
-//! Texts of peers and callers as the status page shows them.
+//! Texts of peers and callers as the console shows them.
 
 use std::fmt;
 
@@ -16,9 +16,9 @@ impl VisibleText {
         Self(text.into())
     }
 
-    /// Returns the text, or `-` if there is none.
-    pub(super) fn or_dash(text: Option<&str>) -> Self {
-        Self::new(text.filter(|text| !text.is_empty()).unwrap_or("-"))
+    /// Returns the text as it is.
+    pub(super) fn as_str(&self) -> &str {
+        &self.0
     }
 
     /// Returns whether there is no text.
@@ -33,6 +33,23 @@ impl fmt::Display for VisibleText {
     }
 }
 
+/// Returns the beginning of a text with an ellipsis, or the whole if it has at most `max` characters.
+pub(super) fn beginning(text: &str, max: usize) -> String {
+    let text = VisibleText::new(text).to_string();
+    match text.char_indices().nth(max) {
+        None => text,
+        Some((end, _)) => format!("{}…", text.split_at(end).0),
+    }
+}
+
+/// Returns the end of a name with an ellipsis, which tells the servers of a set apart, or the whole.
+pub(super) fn ending(name: &str, max: usize) -> String {
+    let name = VisibleText::new(name).to_string();
+    let cut = name.chars().count().saturating_sub(max);
+    let end: String = name.chars().skip(cut).collect();
+    if cut > 0 { format!("…{end}") } else { end }
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -44,7 +61,20 @@ mod tests {
             text.to_string(),
             "a\\u{202e}b\\u{a}c\\u{2066}\\u{e0041}ü<b>"
         );
-        assert_eq!(VisibleText::or_dash(Some("")).to_string(), "-");
-        assert_eq!(VisibleText::or_dash(None).to_string(), "-");
+    }
+
+    #[test]
+    fn long_texts_are_cut_at_characters() {
+        for (text, begin, end) in [
+            ("", "", ""),
+            ("über", "über", "über"),
+            ("überall", "über…", "…rall"),
+            ("a\u{202e}", "a\\u{…", "…02e}"),
+        ] {
+            assert_eq!(
+                (beginning(text, 4), ending(text, 4)),
+                (begin.to_owned(), end.to_owned())
+            );
+        }
     }
 }

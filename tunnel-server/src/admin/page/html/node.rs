@@ -1,0 +1,293 @@
+//! The page of one node: its facts, outages, ports and last requests, and what to run next. Pure.
+
+use std::time::{Duration, SystemTime};
+
+use tunnel_proto::wire::name::NodeName;
+
+use crate::admin::page::facts::{NodeDocument, QuarterFacts, RequestFacts};
+use crate::admin::page::text::{Figure, RelativeTime, duration};
+use crate::admin::page::visible::VisibleText;
+use crate::admin::status::{NodeState, NodeStatus};
+use tunnel_store::data_dir::rfc3339;
+
+/// A fact about a node with its name.
+#[derive(Debug)]
+pub(super) struct Fact {
+    pub(super) name: &'static str,
+    pub(super) value: VisibleText,
+    pub(super) time: Option<RelativeTime>,
+}
+
+impl Fact {
+    pub(super) fn all(status: &NodeStatus, now: SystemTime) -> Vec<Self> {
+        let mut facts = Vec::new();
+        let time = |at: &Option<String>| at.as_deref().map(|at| RelativeTime::new(at, now));
+        let mut add = |name, value: Option<String>, time: Option<RelativeTime>| {
+            if value.is_some() || time.is_some() {
+                let value = VisibleText::new(value.unwrap_or_default());
+                facts.push(Self { name, value, time });
+            }
+        };
+        add("Seen", None, time(&status.last_seen));
+        add("Server", status.replica.clone(), None);
+        add("Zone", status.zone.clone(), None);
+        add("Transport", status.transport.clone(), None);
+        add("Connected", None, time(&status.connected_since));
+        add("Session from", status.address.clone(), None);
+        let skew = status
+            .version_skew
+            .map(|skew| format!(" ({} than the server)", skew.label()));
+        let version = status.version.as_ref();
+        add(
+            "Agent",
+            version.map(|version| format!("{version}{}", skew.unwrap_or_default())),
+            None,
+        );
+        add(
+            "Certificate ends",
+            None,
+            time(&status.certificate_not_after),
+        );
+        add(
+            "Enrolled by",
+            status.enrollment.map(|kind| kind.label().to_owned()),
+            None,
+        );
+        let addresses: Vec<_> = status.addresses.iter().map(ToString::to_string).collect();
+        add(
+            "Addresses",
+            (!addresses.is_empty()).then(|| addresses.join(", ")),
+            None,
+        );
+        let conflicts: Vec<_> = status
+            .address_conflicts
+            .iter()
+            .map(|(address, names)| format!("{address}: {}", names.join(", ")))
+            .collect();
+        add(
+            "Shared addresses",
+            (!conflicts.is_empty()).then(|| conflicts.join("; ")),
+            None,
+        );
+        let labels: Vec<_> = status
+            .labels
+            .iter()
+            .map(|(key, value)| format!("{key}={value}"))
+            .collect();
+        add(
+            "Labels",
+            (!labels.is_empty()).then(|| labels.join(", ")),
+            None,
+        );
+        add("Revoked", None, time(&status.revoked_at));
+        if let Some(history) = &status.history {
+            let connected = duration(Duration::from_secs(history.connected_seconds));
+            let ends = history.ends.iter();
+            let ends: Vec<_> = ends
+                .map(|(code, count)| format!("{code} {count}"))
+                .collect();
+            let ended = if ends.is_empty() {
+                "none".to_owned()
+            } else {
+                ends.join(", ")
+            };
+            let text = format!(
+                "{connected} connected, reconnects {}, ended: {ended}",
+                history.reconnects
+            );
+            add("Since the start", Some(text), None);
+        }
+        if let Some(close) = &status.last_close {
+            let text = format!("by {}: {}: {}", close.by, close.code, close.reason);
+            add(
+                "Last close",
+                Some(text),
+                Some(RelativeTime::new(&close.at, now)),
+            );
+        }
+        facts
+    }
+}
+
+/// A quarter of an hour in the strip of a node's availability.
+#[derive(Debug)]
+pub(super) struct QuarterCell {
+    pub(super) x: usize,
+    pub(super) class: &'static str,
+}
+
+impl QuarterCell {
+    pub(super) fn all(document: &NodeDocument) -> Vec<Self> {
+        let quarters = document.history.iter().enumerate();
+        let cells = quarters.map(|(x, quarter)| Self {
+            x,
+            class: match quarter.up_percent {
+                None => "unknown",
+                Some(100) => "live",
+                Some(0) => "away",
+                Some(_) => "suspect",
+            },
+        });
+        cells.collect()
+    }
+}
+
+/// A time without a session that answered.
+#[derive(Debug)]
+pub(super) struct Outage {
+    pub(super) begin: RelativeTime,
+    /// How long it lasted, or that it lasts.
+    pub(super) length: String,
+    pub(super) percent: u64,
+}
+
+impl Outage {
+    /// Returns the outages of the last day, the last one first.
+    pub(super) fn all(document: &NodeDocument, now: SystemTime) -> Vec<Self> {
+        let history = &document.history;
+        let mut outages = Vec::new();
+        let is_down = |quarter: &QuarterFacts| quarter.up_percent.is_some_and(|up| up < 100);
+        let mut index = 0;
+        for chunk in history.chunk_by(|one, other| is_down(one) == is_down(other)) {
+            let first = index;
+            index += chunk.len();
+            if !chunk.first().is_some_and(is_down) {
+                continue;
+            }
+            let down: u64 = chunk
+                .iter()
+                .map(|quarter| 100 - u64::from(quarter.up_percent.unwrap_or(100)))
+                .sum();
+            let quarters_ago = u32::try_from(history.len() - first).unwrap_or(0);
+            let begin = now.checked_sub(QUARTER * quarters_ago).unwrap_or(now);
+            outages.push(Self {
+                begin: RelativeTime::new(&rfc3339(begin), now),
+                length: duration(Duration::from_secs(down * 9)),
+                percent: 100 - down / chunk.len() as u64,
+            });
+        }
+        outages.reverse();
+        outages.truncate(OUTAGES_SHOWN);
+        outages
+    }
+}
+
+/// What to run next, and why.
+#[derive(Debug)]
+pub(super) struct Step {
+    pub(super) why: &'static str,
+    pub(super) command: String,
+}
+
+impl Step {
+    pub(super) fn all(status: &NodeStatus, now: SystemTime) -> Vec<Self> {
+        // Commands have no text but the checked name.
+        let Ok(name) = status.node.parse::<NodeName>() else {
+            return Vec::new();
+        };
+        let step = |why, command: String| Self { why, command };
+        let mut steps = match NodeState::of(status) {
+            NodeState::Revoked => vec![step(
+                "admit the node again",
+                format!("tunnel-server nodes unrevoke {name}"),
+            )],
+            NodeState::Pending => {
+                vec![step(
+                    "make a join token",
+                    format!("tunnel-server token create --node {name}"),
+                )]
+            }
+            NodeState::Away | NodeState::Enrolled | NodeState::Suspect => vec![
+                step(
+                    "on the node: find the cause",
+                    "tunnel-agent doctor".to_owned(),
+                ),
+                step(
+                    "on the node: the agent's last lines",
+                    "journalctl -u tunnel-agent -n 50".to_owned(),
+                ),
+            ],
+            NodeState::Live | NodeState::Connected => {
+                vec![step(
+                    "reach a port of the node",
+                    format!("tunnel-server connect {name} 10250"),
+                )]
+            }
+            NodeState::NotEdge => Vec::new(),
+        };
+        let end = status
+            .certificate_not_after
+            .as_deref()
+            .and_then(|at| humantime::parse_rfc3339(at).ok());
+        if end.is_some_and(|end| end < now + CERTIFICATE_SOON) && !status.is_revoked() {
+            steps.push(step(
+                "its certificate ends soon or has ended",
+                format!("tunnel-server token create --node {name}"),
+            ));
+        }
+        steps.push(step(
+            "all facts as JSON",
+            format!("tunnel-server nodes {name} -o json"),
+        ));
+        steps
+    }
+}
+
+/// What a port of a node answered last.
+#[derive(Debug)]
+pub(super) struct PortRow {
+    pub(super) port: u16,
+    pub(super) is_ok: bool,
+    pub(super) code: &'static str,
+    pub(super) at: RelativeTime,
+}
+
+impl PortRow {
+    pub(super) fn all(requests: &[RequestFacts], now: SystemTime) -> Vec<Self> {
+        let mut rows: Vec<Self> = Vec::new();
+        for request in requests {
+            let Some(port) = request.port else {
+                continue;
+            };
+            if rows.iter().all(|row| row.port != port) {
+                rows.push(Self {
+                    port,
+                    is_ok: request.code == "ok"
+                        || request.status.is_some_and(|status| status < 500),
+                    code: request.code,
+                    at: RelativeTime::new(&request.at, now),
+                });
+            }
+        }
+        rows.sort_unstable_by_key(|row| row.port);
+        rows
+    }
+}
+
+/// A request as its row shows it.
+#[derive(Debug)]
+pub(super) struct RequestRow<'a> {
+    pub(super) at: RelativeTime,
+    pub(super) facts: &'a RequestFacts,
+    pub(super) received: String,
+    pub(super) sent: String,
+    pub(super) elapsed: String,
+}
+
+impl<'a> RequestRow<'a> {
+    pub(super) fn new(facts: &'a RequestFacts, now: SystemTime) -> Self {
+        let bytes = |bytes: u64| Figure::rate(bytes).to_string().replace("/s", "");
+        Self {
+            at: RelativeTime::new(&facts.at, now),
+            facts,
+            received: bytes(facts.bytes_in),
+            sent: bytes(facts.bytes_out),
+            elapsed: format!("{:.3} s", facts.elapsed_seconds),
+        }
+    }
+}
+
+const OUTAGES_SHOWN: usize = 8;
+/// Time before the end of a certificate at which its renewal has failed for long.
+const CERTIFICATE_SOON: Duration = Duration::from_secs(7 * 86_400);
+const QUARTER: Duration = Duration::from_secs(15 * 60);

@@ -1,0 +1,226 @@
+//! One pass over all nodes: the numbers of the console, and the names of the nodes on a page of the
+//! list. Holds a key of each node that matches, and the status of none. Pure.
+
+use std::borrow::Cow;
+use std::collections::BTreeMap;
+
+use serde::Serialize;
+
+use super::query::{NodesQuery, StateFilter};
+use crate::admin::status::{NodeState, NodeStatus, NodeTotals, SortKey};
+use crate::admin::traffic::NodeTraffic;
+
+/// What one pass over all nodes found.
+#[derive(Debug, Default)]
+pub(super) struct Survey {
+    /// Totals of all nodes, whatever the query.
+    pub(super) totals: NodeTotals,
+    pub(super) counts: NodeCounts,
+    pub(super) streams: u64,
+    /// Number of nodes that match the query, on all pages.
+    pub(super) matching: usize,
+    pub(super) page: usize,
+    pub(super) pages: usize,
+    /// The nodes of the page, in its order.
+    pub(super) names: Vec<String>,
+}
+
+/// Numbers of the nodes that match the search and the labels, by what else can be selected.
+#[derive(Debug, Default, PartialEq, Eq, Serialize)]
+#[serde(rename_all = "camelCase")]
+pub(super) struct NodeCounts {
+    pub(super) all: usize,
+    pub(super) not_live: usize,
+    /// Nodes with failed requests in the last hour.
+    pub(super) errors: usize,
+    pub(super) states: BTreeMap<&'static str, usize>,
+    /// The 16 first transports, versions and servers.
+    pub(super) transports: BTreeMap<String, usize>,
+    pub(super) versions: BTreeMap<String, usize>,
+    pub(super) servers: BTreeMap<String, usize>,
+}
+
+impl Survey {
+    /// Surveys nodes with their traffic, and selects the page of the query. A page beyond the last
+    /// one is the last one.
+    pub(super) fn new<'a>(
+        nodes: impl Iterator<Item = (Cow<'a, NodeStatus>, Option<NodeTraffic>)>,
+        query: &NodesQuery,
+        per_page: usize,
+    ) -> Self {
+        let mut survey = Self::default();
+        let mut keys: Vec<SortKey> = Vec::new();
+        for (node, traffic) in nodes {
+            let (node, traffic) = (node.as_ref(), traffic.as_ref());
+            survey.totals.add(node);
+            survey.streams += node.streams;
+            if !is_searched(node, query) {
+                continue;
+            }
+            let state = NodeState::of(node);
+            let has_errors = traffic.is_some_and(|traffic| traffic.errors_last_hour > 0);
+            survey.counts.add(node, state, has_errors);
+            if is_selected(node, state, has_errors, query) {
+                keys.push(query.order.sort.key(node, traffic));
+            }
+        }
+        keys.sort_unstable_by(|one, other| query.order.compare(one, other));
+        survey.matching = keys.len();
+        survey.pages = keys.len().div_ceil(per_page).max(1);
+        survey.page = query.page.clamp(1, survey.pages);
+        let page = keys.into_iter().skip((survey.page - 1) * per_page);
+        survey.names = page.take(per_page).map(SortKey::into_name).collect();
+        survey
+    }
+}
+
+impl NodeCounts {
+    fn add(&mut self, node: &NodeStatus, state: NodeState, has_errors: bool) {
+        self.all += 1;
+        self.not_live += usize::from(state.is_not_live());
+        self.errors += usize::from(has_errors);
+        *self.states.entry(state.label()).or_default() += 1;
+        for (counts, value) in [
+            (&mut self.transports, &node.transport),
+            (&mut self.versions, &node.version),
+            (&mut self.servers, &node.replica),
+        ] {
+            let Some(value) = value else {
+                continue;
+            };
+            if let Some(count) = counts.get_mut(value) {
+                *count += 1;
+            } else if counts.len() < VALUES_MAX {
+                counts.insert(value.clone(), 1);
+            }
+        }
+    }
+}
+
+fn is_searched(node: &NodeStatus, query: &NodesQuery) -> bool {
+    let has_labels = |labels: &super::query::Labels| labels.selector.matches(&node.labels);
+    (query.search.is_empty() || node.node.to_lowercase().contains(&query.search))
+        && query.label.as_ref().is_none_or(has_labels)
+}
+
+fn is_selected(node: &NodeStatus, state: NodeState, has_errors: bool, query: &NodesQuery) -> bool {
+    let has_state = match query.state {
+        None => true,
+        Some(StateFilter::One(selected)) => state == selected,
+        Some(StateFilter::NotLive) => state.is_not_live(),
+        Some(StateFilter::Errors) => has_errors,
+    };
+    let is =
+        |selected: &Option<String>, value: &Option<String>| selected.is_none() || selected == value;
+    has_state
+        && is(&query.version, &node.version)
+        && is(&query.transport, &node.transport)
+        && is(&query.server, &node.replica)
+}
+
+/// Number of different values that are counted.
+const VALUES_MAX: usize = 16;
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// Returns 1,001 nodes: every hundredth is suspect, and the others are live.
+    fn nodes() -> Vec<(NodeStatus, Option<NodeTraffic>)> {
+        let named = |number: u64| {
+            let status = NodeStatus {
+                node: format!("worker-{number:04}"),
+                connected: true,
+                is_edge: true,
+                state: Some(if number % 100 == 7 { "suspect" } else { "live" }.to_owned()),
+                transport: (number != 3)
+                    .then(|| if number % 2 == 0 { "quic" } else { "h2" }.to_owned()),
+                rtt_millis: (number != 3).then_some(number),
+                labels: [(
+                    "site".into(),
+                    if number < 5 { "oslo" } else { "bergen" }.into(),
+                )]
+                .into(),
+                ..NodeStatus::default()
+            };
+            let traffic = NodeTraffic {
+                errors_last_hour: if number == 9 { 4 } else { 0 },
+                ..NodeTraffic::default()
+            };
+            (status, Some(traffic))
+        };
+        (0..1_001).map(named).collect()
+    }
+
+    fn survey(query: &str) -> Survey {
+        let nodes = nodes();
+        let all = nodes
+            .iter()
+            .map(|(node, traffic)| (Cow::Borrowed(node), traffic.clone()));
+        Survey::new(all, &NodesQuery::parse(query).unwrap(), 50)
+    }
+
+    #[test]
+    fn list_is_filtered_sorted_and_cut_into_pages() {
+        for (query, (page, pages, matching), first) in [
+            ("", (1, 21, 1_001), "worker-0007"),
+            ("page=99", (21, 21, 1_001), "worker-1000"),
+            ("sort=-state", (1, 21, 1_001), "worker-0000"),
+            ("sort=name&page=2", (2, 21, 1_001), "worker-0050"),
+            ("sort=rtt", (1, 21, 1_001), "worker-1000"),
+            ("sort=-rtt", (1, 21, 1_001), "worker-0003"),
+            ("sort=errors", (1, 21, 1_001), "worker-0009"),
+            ("sort=transport", (1, 21, 1_001), "worker-0001"),
+            ("search=-100", (1, 1, 1), "worker-1000"),
+            ("search=site%3Doslo", (1, 1, 5), "worker-0000"),
+            (
+                "label=site%21%3Doslo&state=suspect",
+                (1, 1, 10),
+                "worker-0007",
+            ),
+            ("state=not-live", (1, 1, 10), "worker-0007"),
+            ("state=errors", (1, 1, 1), "worker-0009"),
+            ("transport=h2&sort=name", (1, 10, 499), "worker-0001"),
+        ] {
+            let survey = survey(query);
+            assert_eq!(
+                (survey.page, survey.pages, survey.matching),
+                (page, pages, matching),
+                "{query}"
+            );
+            assert_eq!(survey.names[0], first, "{query}");
+            assert!(survey.names.len() <= 50);
+        }
+        let absent = survey("search=absent");
+        assert_eq!((absent.page, absent.pages, absent.names.len()), (1, 1, 0));
+        let last = survey("sort=rtt&page=21");
+        assert_eq!(
+            last.names,
+            ["worker-0003"],
+            "a node without a value is last"
+        );
+    }
+
+    #[test]
+    fn counts_are_those_of_the_search_whatever_else_is_selected() {
+        let counts = survey("search=worker-00&state=suspect&transport=quic").counts;
+        assert_eq!((counts.all, counts.not_live, counts.errors), (100, 1, 1));
+        assert_eq!(counts.states, [("live", 99), ("suspect", 1)].into());
+        assert_eq!(
+            counts.transports,
+            [("h2".to_owned(), 49), ("quic".to_owned(), 50)].into()
+        );
+    }
+
+    #[test]
+    fn values_of_hostile_nodes_are_a_bounded_number() {
+        let node = |number: u32| NodeStatus {
+            version: Some(number.to_string()),
+            ..NodeStatus::default()
+        };
+        let all = (0..1000).map(|number| (Cow::Owned(node(number % 500)), None));
+        let counts = Survey::new(all, &NodesQuery::default(), 50).counts;
+        assert_eq!(counts.versions.len(), VALUES_MAX);
+        assert_eq!(counts.versions["0"], 2);
+    }
+}
