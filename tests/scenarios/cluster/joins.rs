@@ -245,10 +245,10 @@ impl Observed {
         let found = self.dns.addresses(&name(7)).await?;
         ensure!(found == [GUIDE_IP.parse::<IpAddr>()?], "{found:?}");
         let dns = answered("DNS");
-        let get = RawRequest::get("127.0.0.1", "/?page=2");
+        let get = RawRequest::get("127.0.0.1", "/nodes?sort=name&page=6");
         let page = request(self.status, &get).await?.text();
         ensure!(page.contains(&name(200)), "{page}");
-        let page = answered("status page");
+        let page = answered("console");
         let meta = self.server.address(Listener::Meta);
         let get = RawRequest::get("meta", "/sd/prometheus?port=10250");
         let targets = request(meta, &get).await?.text();
