@@ -55,8 +55,8 @@ mod text;
 mod visible;
 
 use facts::{
-    ConditionFacts, ConditionsDocument, Document, FailureFacts, HistoryFacts, NodeDocument, NodeFacts,
-    NodesDocument, OverviewDocument, SCHEMA_VERSION, SERVER, ServerFacts, ServersDocument,
+    ConditionFacts, ConditionsDocument, Document, HistoryFacts, NodeDocument, NodeFacts,
+    NodesDocument, OverviewDocument, SERVER, ServerFacts, ServersDocument,
     TotalFacts,
 };
 use html::PageHead;

@@ -326,5 +326,3 @@ fn command_for(component: &str) -> &'static str {
 
 /// Component of the conditions of other servers.
 pub(super) const SERVER: &str = "server";
-/// Version of the JSON documents.
-pub(super) const SCHEMA_VERSION: u32 = 1;

@@ -27,6 +27,7 @@ use crate::ingress::tunnel::Tunnel;
 use crate::routing::registry::CallerKey;
 use tunnel_routing::decision::proxy::{ProxyRequest, RequestKind};
 use tunnel_routing::dial_policy::{DialPolicy, LiveClusterNetworks};
+use tunnel_routing::operation::RequestedOperation;
 
 /// Largest number of concurrent tunnels on the admin socket.
 const TUNNELS_MAX: usize = 256;
