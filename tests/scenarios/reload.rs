@@ -178,6 +178,27 @@ async fn ports_services_and_limits_follow_the_file_and_no_request_or_stream_noti
 }
 
 #[tokio::test(flavor = "multi_thread")]
+async fn rules_follow_the_file() -> Result<()> {
+    let node = FileEnv::start().await?;
+    let port = node.exporter.addr().port();
+    let rules = |effect: &str| {
+        format!("rules: [{{ name: all, effect: {effect}, callers: [anonymous] }}]\n")
+    };
+    ensure!(node.status(port).await? == 200);
+    for (effect, expected) in [("deny", 403), ("allow", 200)] {
+        node.write(&rules(effect))?;
+        let status = node.admin().await?.reload().await?;
+        ensure!(status.mistakes.is_empty(), "{status:?}");
+        let found = node.status(port).await?;
+        ensure!(found == expected, "{effect}: {found}");
+    }
+    node.write("rules: [{ name: all, effect: perhaps }]\n")?;
+    node.condition(&["cannot be used", "rules"]).await;
+    ensure!(node.status(port).await? == 200);
+    Ok(())
+}
+
+#[tokio::test(flavor = "multi_thread")]
 async fn what_needs_a_restart_and_what_a_flag_overrides_is_named_and_the_others_apply() -> Result<()>
 {
     let node = FileEnv::start().await?;

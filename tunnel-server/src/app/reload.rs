@@ -29,7 +29,7 @@ use crate::egress::labeled_nodes::LabeledNodes;
 use crate::ingress::IngressContext;
 use crate::ingress::client_auth::DelegationPolicy;
 use crate::routing::peers::Peers;
-use tunnel_routing::policy::{PortPolicy, PortSettings, SharedPortPolicy};
+use tunnel_routing::policy::{PortPolicy, PortSettings, SharedPortPolicy, SharedRules};
 
 /// The parts of the server that follow the file.
 pub(super) struct Followers {
@@ -67,6 +67,7 @@ impl Followers {
             ports: context.ports.clone(),
             policy: context.policy.clone(),
             reserved_ports: self.reserved_ports,
+            rules: context.rules.clone(),
             labeled_nodes: context.labeled_nodes.clone(),
             peers: context.peers.clone(),
             ingress: self.ingress,
@@ -118,6 +119,7 @@ struct Reload {
     /// Ports of the tunnel itself.
     reserved_ports: Vec<Port>,
     policy: SharedPortPolicy,
+    rules: SharedRules,
     labeled_nodes: LabeledNodes,
     peers: Arc<Peers>,
     ingress: Arc<IngressContext>,
@@ -198,6 +200,8 @@ impl Reload {
             let policy = PortPolicy::new(config.ports.clone(), self.reserved_ports.clone());
             self.policy.replace(policy);
         }
+        // The rules that hold without `rules` depend on the ports.
+        self.rules.replace(config.policy.table.clone());
         // In a cluster, the publisher decides with the ConfigMap of the ports.
         self.ports.send_if_modified(|current| {
             let is_other = *current != config.ports;

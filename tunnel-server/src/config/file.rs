@@ -25,6 +25,7 @@ pub const LIVE_KEYS: &[&str] = &[
     "accessLog",
     "accessLogSample",
     "allowUnauthenticated",
+    "callers",
     "cloud",
     "cloudApiserver",
     "connectPorts",
@@ -35,6 +36,7 @@ pub const LIVE_KEYS: &[&str] = &[
     "localhostProxyPorts",
     "logLevel",
     "ports",
+    "rules",
     "services",
 ];
 
