@@ -85,7 +85,9 @@ impl Exchange<'_> {
             pool: pool_key.as_ref().map(|pool_key| (&*caller.pool, pool_key)),
         };
         let (request, upload) = with_upload(request);
-        let (mut response, mut upstream) = upstream_request.exchange(request, access_log).await?;
+        // Boxed, so that it is not copied with each of the futures that wait for it.
+        let exchanged = Box::pin(upstream_request.exchange(request, access_log));
+        let (mut response, mut upstream) = exchanged.await?;
         let upload = upload.map(|handle| upstream.outlast(handle));
         let switches = check_response(self.upgrade, &response, &destination)?;
         let switched = switches.then(|| hyper::upgrade::on(&mut response));

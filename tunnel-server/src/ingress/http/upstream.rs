@@ -112,23 +112,26 @@ impl UpstreamRequest<'_> {
                 failed = (attempts.resent() == Some(ResendCause::SessionLost)).then_some(error);
             }
         }
-        let mut stream_request = stream_request(
-            self.ingress,
-            self.destination,
-            self.caller,
-            self.trace_parent.clone(),
-        );
-        access_log.identify(&mut stream_request.header);
-        let mut attempt = SendAttempt {
-            upstream: self,
-            request,
-            head: head_again,
-            replay,
-            access_log,
+        let exchanged = async move {
+            let mut stream_request = stream_request(
+                self.ingress,
+                self.destination,
+                self.caller,
+                self.trace_parent.clone(),
+            );
+            access_log.identify(&mut stream_request.header);
+            let mut attempt = SendAttempt {
+                upstream: self,
+                request,
+                head: head_again,
+                replay,
+                access_log,
+            };
+            let routing = &self.ingress.routing;
+            let exchanged = routing.with_stream(&stream_request, &mut attempt, attempts, failed);
+            exchanged.await
         };
-        let routing = &self.ingress.routing;
         // A request over an idle connection does not need this memory.
-        let exchanged = routing.with_stream(&stream_request, &mut attempt, attempts, failed);
         Box::pin(exchanged).await
     }
 

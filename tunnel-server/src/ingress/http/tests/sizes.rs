@@ -32,7 +32,7 @@ fn futures_of_a_request_are_small() {
                     upstream.exchange(request, access_log)
                 },
             ),
-            2048,
+            3072,
         ),
         ("upstream", size_of::<Upstream>(), 256),
     ];
