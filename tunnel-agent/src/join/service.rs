@@ -66,8 +66,7 @@ impl ServiceBefore {
         // A service that never failed has nothing to reset.
         let _not_failed = call(SYSTEMCTL, &["reset-failed", SERVICE]);
         if failures.is_empty() {
-            "the files and the service are as before; the token can be used again on this node"
-                .to_owned()
+            "the files and the service are as before".to_owned()
         } else {
             format!("not everything could be undone: {}", failures.join("; "))
         }
@@ -88,7 +87,11 @@ impl ServiceState {
             Some(value.to_owned())
         };
         let active = value("ActiveState").unwrap_or_else(|| "unknown".to_owned());
-        let end = (active != "active").then(|| last_error(since)).flatten();
+        let restarts = value("NRestarts").and_then(|count| count.parse().ok());
+        let restarts = restarts.unwrap_or(0);
+        // A service that restarts is active for a moment each time.
+        let has_ended = active != "active" || restarts > 0;
+        let end = has_ended.then(|| last_error(since)).flatten();
         let end = end.or_else(|| {
             let status = value("ExecMainStatus").filter(|status| status != "0")?;
             Some(format!(
@@ -97,9 +100,7 @@ impl ServiceState {
         });
         Self {
             active,
-            restarts: value("NRestarts")
-                .and_then(|count| count.parse().ok())
-                .unwrap_or(0),
+            restarts,
             end,
         }
     }

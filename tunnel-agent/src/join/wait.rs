@@ -155,6 +155,7 @@ mod tests {
                 Some("revoked"),
                 failed("revoked"),
             ),
+            (Ok(vec![]), "active", 3, Some("revoked"), failed("revoked")),
             (
                 no_answer(),
                 "failed",
