@@ -28,6 +28,7 @@ pid_of() { systemctl show -p MainPID --value "$1"; }
 files() {
   find / -xdev '(' -path /packages -o -path /var/log -o -path /var/cache -o -path /var/lib/apt -o -path /var/lib/dpkg ')' -prune -o -print | sort
 }
+echo 127.0.0.1 tunnel.example.com >>/etc/hosts
 files >/tmp/before
 
 # install_version VERSION [OPTION...]
@@ -82,7 +83,6 @@ advertise: ["tunnel.example.com:10262"]
 localhostProxyPorts: "9100, 10266"
 END
 }
-echo 127.0.0.1 tunnel.example.com >>/etc/hosts
 printed=$(guide 1)
 token=${printed##*$'\n'}
 guide 2 >/dev/null
