@@ -10,8 +10,10 @@ use tunnel_server::config::RawConfig;
 use tunnel_tests::ca::{Leaf, TestCa};
 use tunnel_tests::checks::{ensure_contains, ensure_refused, ensure_status};
 use tunnel_tests::client::{ClientTls, Endpoint, Exchange, RawRequest, UpgradeClient, request};
-use tunnel_tests::env::{Agent, TestEnv};
+use tunnel_tests::env::{Agent, TestEnv, WAIT_TIMEOUT};
+use tunnel_tests::eventually::eventually;
 use tunnel_tests::guides::{blocks, page};
+use tunnel_tests::load::Load;
 use tunnel_tests::process::{ScratchDir, next_loopback};
 use tunnel_tests::targets::{EchoTarget, Exporter, FakeKubelet, TargetTls};
 
@@ -308,4 +310,61 @@ async fn examples_of_the_guide_allow_what_they_say_and_nothing_else() -> Result<
     ensure!(apiserver.execs(Some(APISERVER)).await?[..3] == [101; 3]);
     ensure_no_rule(&apiserver.get(Some("person"), "/metrics").await?, "metrics")?;
     ensure_no_rule(&apiserver.get(None, "/metrics").await?, "metrics")
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn rules_follow_the_file_under_load_and_a_mistake_changes_nothing() -> Result<()> {
+    let exporter = Exporter::start("worker-1").await?;
+    let port = exporter.addr().port();
+    let ports = format!("httpProxyPorts: {port}\n");
+    let env = TestEnv::start_with_file(&ports, |settings| settings.rules = None).await?;
+    let _agent = env.agent("worker-1").await?;
+    let host = format!("worker-1:{port}");
+    let load = Load::start(env.http(), std::slice::from_ref(&host), 2).await?;
+    let post = RawRequest::new("POST", "/metrics", &host).body("x");
+    let reaches = async |what: &str, is_allowed: bool| {
+        eventually(what, WAIT_TIMEOUT, async || {
+            let reply = request(env.http(), &post).await?;
+            ensure!(
+                (reply.status != 403) == is_allowed,
+                "{}: {}",
+                reply.status,
+                reply.text()
+            );
+            anyhow::Ok(())
+        })
+        .await;
+    };
+    let write = |rules: &str| -> Result<()> {
+        std::fs::write(env.config_file(), format!("{ports}{rules}"))?;
+        env.reload();
+        Ok(())
+    };
+    reaches("the defaults", false).await;
+    let open = "rules: [{ name: all }]\n";
+    for _ in 0..5 {
+        write(open)?;
+        reaches("rules that allow", true).await;
+        write("rules: [{ name: no-writes, effect: deny, operations: [write] }, { name: all }]\n")?;
+        reaches("a rule that denies", false).await;
+    }
+    write(open)?;
+    reaches("rules that allow", true).await;
+    write("rules: [{ name: all, effect: perhaps }]\n")?;
+    eventually("the condition", WAIT_TIMEOUT, async || {
+        let lines = env.conditions().await?;
+        ensure!(
+            lines.iter().any(|line| line.contains("rules: all: effect")),
+            "{lines:?}"
+        );
+        anyhow::Ok(())
+    })
+    .await;
+    reaches("the rules of before", true).await;
+    let outcome = load.end().await?;
+    ensure!(outcome.failures.is_empty(), "{:?}", outcome.failures);
+    write("rules: []\n")?;
+    reaches("no rule", false).await;
+    let reply = request(env.http(), &RawRequest::get(&host, "/metrics")).await?;
+    ensure_refused(&reply, 403, "refused_by_policy")
 }

@@ -305,6 +305,11 @@ const BAD_FILES: &[(&str, &str)] = &[
         "cloud: [{ name: a, label: a=b, target: 'x:1' }]",
         "needs a cluster",
     ),
+    ("rules: [{ name: a, effect: maybe }]", "rules: a: effect"),
+    (
+        "rules: [{ name: a, callers: [nobody] }]",
+        "rules: a: callers",
+    ),
     ("limits: { openTimeout: 0s }", "limits.openTimeout"),
     ("limits: { openTimeout: soon }", "limits.openTimeout"),
     ("limits: { openTimout: 1s }", "did you mean openTimeout"),

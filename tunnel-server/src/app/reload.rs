@@ -196,6 +196,8 @@ impl Reload {
         self.ingress
             .delegation_callers
             .replace(DelegationPolicy::named(callers));
+        // A request is decided by the rules of one file or of the other.
+        self.ingress.rules.replace(config.policy.table.clone());
         if config.kubernetes.is_none() {
             let policy = PortPolicy::new(config.ports.clone(), self.reserved_ports.clone());
             self.policy.replace(policy);

@@ -28,6 +28,7 @@ pub const LIVE_KEYS: &[&str] = &[
     "callers",
     "cloud",
     "cloudApiserver",
+    "compat",
     "connectPorts",
     "delegationAllowedCallers",
     "httpProxyPorts",
