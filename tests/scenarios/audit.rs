@@ -1,6 +1,7 @@
 //! The audit log: one event for each stream of every listener at each end, without secrets, and what
 //! becomes of it when its output is full, rotates or stands still.
 
+use std::collections::BTreeSet;
 use std::fs;
 use std::path::Path;
 use std::time::Duration;
@@ -168,6 +169,15 @@ async fn streams_of_every_listener_have_one_event_at_each_end() -> Result<()> {
             "{event:?}"
         );
         ensure!(event.source_ips.len() == 1, "{event:?}");
+        if at_agent > 0 {
+            ensure!(event.annotation("rule") == "everything", "{event:?}");
+            let operations: BTreeSet<_> = (complete(&events).into_iter())
+                .filter(|other| other.audit_id == event.audit_id)
+                .map(|other| other.annotation("operation").to_owned())
+                .collect();
+            let is_one = operations.len() == 1 && !operations.contains("");
+            ensure!(is_one, "{operations:?}: {event:?}");
+        }
         if let Some(object) = &event.object_ref {
             ensure!(object["name"] == "worker-1", "{event:?}");
             ensure!(object["resource"] == "nodes" && object["subresource"] == "proxy");
