@@ -69,7 +69,7 @@ impl Edge {
         // Entries expire during the cut.
         resolver.expire_after(1);
         let target = resolver.address();
-        let settings = format!("cloud: [{{ name: dns, target: '{target}' }}]");
+        let settings = format!("cloud: [{{ name: dns, target: '{target}', nodes: ['*'] }}]");
         let file = scratch.file("server.yaml", settings)?;
         let server = ServerSetup::on_loopback(&scratch.path().join("server"))
             .args(&["--config", &file.to_string_lossy()])

@@ -155,7 +155,7 @@ const CACHE: &str = "    cache 30 {\n        serve_stale 24h\n    }\n";
 
 const HEAD: &str = "\
 # Server, in its configuration file:
-#   cloud: [{ name: dns, target: 'CLUSTER_DNS:53' }]
+#   cloud: [{ name: dns, target: 'CLUSTER_DNS:53', nodes: ['*'] }]
 # Agent of each edge node, in its configuration file:
 #   cloudListen: ['dns=CLOUD_DNS']
 ";
