@@ -352,8 +352,7 @@ async fn commands_on_the_pages_of_old_setups_run() -> Result<()> {
     let Some(fixture) = ShipFixture::start().await? else {
         return Ok(());
     };
-    let mut prologue =
-        "kubectl -n kube-system create deployment coredns --image=example.com/coredns";
+    let mut prologue = OLD_OBJECTS;
     for (guide, _steps) in OLD_SETUPS {
         let printed = fixture.run_aside(guide, prologue).await?;
         ensure!(!printed.is_empty(), "{guide} has no command");
@@ -396,7 +395,6 @@ async fn guide_of_names_runs_against_a_real_api_server() -> Result<()> {
 
 /// The objects are applied, and come back as they were rendered.
 async fn names_guide(kind: Kind) -> Result<()> {
-    const KUBE_DNS: &str = "kubectl -n kube-system create service clusterip kube-dns --tcp=53:53";
     let Some(fixture) = ShipFixture::start_on(kind).await? else {
         return Ok(());
     };
@@ -580,13 +578,17 @@ impl ShipFixture {
         Self::start_on(Kind::FakeApiServer).await
     }
 
+    /// A real kube-apiserver allows what kubeadm's allows.
     async fn start_on(kind: Kind) -> Result<Option<Self>> {
         let files = kustomizers().and_then(|files| require(&[Tool::Bash]).map(|()| files));
         let Some(files) = or_skip(files) else {
             return Ok(None);
         };
         let kubectl = files.into_iter().next().context("one at least")?;
-        let Some(cluster) = Cluster::start(kind).await? else {
+        let Some(cluster) = (match kind {
+            Kind::FakeApiServer => Cluster::start(kind).await?,
+            Kind::Real => Cluster::real_with(&["--allow-privileged=true".to_owned()]).await?,
+        }) else {
             return Ok(None);
         };
         Ok(Some(Self {
@@ -662,6 +664,22 @@ fn path_with<'a>(folders: impl IntoIterator<Item = &'a Path>) -> Result<OsString
         folders.chain(std::env::split_paths(&path)),
     )?)
 }
+
+/// Objects that the pages of old set-ups change.
+const OLD_OBJECTS: &str = r"
+kubectl -n kube-system create configmap yurt-tunnel-server-cfg --from-literal=http-proxy-ports=
+kubectl -n kube-system create deployment coredns --image=example.com/coredns
+";
+
+/// The Service of the cluster's DNS.
+const KUBE_DNS: &str = r"
+kubectl create -f - <<END
+apiVersion: v1
+kind: Service
+metadata: { name: kube-dns, namespace: kube-system }
+spec: { selector: { k8s-app: kube-dns }, ports: [{ name: dns-tcp, port: 53, protocol: TCP }] }
+END
+";
 
 /// What yurt-tunnel's manifests leave in a cluster, as far as the guide touches it.
 const OLD: &str = r"
