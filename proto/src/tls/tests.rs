@@ -238,7 +238,7 @@ fn key_exchange_is_hybrid_post_quantum() {
     let client = session_client_of(&ca, ca.key(&agent()));
     let (client, _server) = handshake(&client, &session_server_of(&ca)).unwrap();
     let group = client.negotiated_key_exchange_group().unwrap().name();
-    assert_eq!(group, rustls::NamedGroup::X25519MLKEM768);
+    assert_eq!(group, NamedGroup::X25519MLKEM768);
 }
 
 /// What is cheap comes first on a loopback, and a target that supports nothing of it is still reached.

@@ -141,7 +141,7 @@ impl Writer {
                     needs_approval: false,
                     ttl_seconds: 3600,
                     ips: Vec::new(),
-                    labels: std::collections::BTreeMap::new(),
+                    labels: BTreeMap::new(),
                 };
                 let created = admin.create_token(&request).await?;
                 self.tokens.insert(created.id, false);

@@ -158,7 +158,12 @@ impl Site {
         record_nodes(&data_dir, shape.known_nodes)?;
         let setup = ServerSetup::on_loopback(&data_dir)
             .args(&["--config", &file.to_string_lossy()])
-            .args(&["--http-proxy-ports", "1024-65535", "--compat", "yurt-tunnel"])
+            .args(&[
+                "--http-proxy-ports",
+                "1024-65535",
+                "--compat",
+                "yurt-tunnel",
+            ])
             .args(&["--proxy-port-listen", "off"]);
         let server = setup
             .through(&as_strs(&shape.through_server))

@@ -163,6 +163,7 @@ fn token_for(nodes: &str) -> Result<CreateToken> {
         node: nodes.parse()?,
         uses: None,
         needs_approval: false,
+        labels: BTreeMap::new(),
         ttl_seconds: 3600,
         ips: Vec::new(),
     })

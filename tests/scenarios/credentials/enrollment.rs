@@ -89,7 +89,10 @@ async fn t04_ten_thousand_guesses_get_nothing_and_see_the_limit() -> Result<()> 
             "abcdef012345"
         };
         let guess = JoinToken::new(id, &random.random::<[u8; TOKEN_SECRET_BYTES]>(), Some(pin))?;
-        match env.tokens().redeem(&guess.reveal(), &node, [1; 32], &|_| false, now) {
+        match env
+            .tokens()
+            .redeem(&guess.reveal(), &node, [1; 32], &|_| false, now)
+        {
             Err((EnrollCode::BadToken, detail)) => {
                 ensure!(!detail.contains(&guess.reveal()));
                 answered += 1;

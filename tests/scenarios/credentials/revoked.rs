@@ -151,11 +151,15 @@ async fn messages_of_token_misuse_are_distinct() -> Result<()> {
     let key = |byte| [byte; 32];
     let redeem = |token: &JoinToken, name: &str, byte, at| {
         let name = name.parse().unwrap();
-        let answer = env.tokens().redeem(&token.reveal(), &name, key(byte), &|_| false, at);
+        let answer = env
+            .tokens()
+            .redeem(&token.reveal(), &name, key(byte), &|_| false, at);
         answer.map(drop).unwrap_err()
     };
     let [used, other, ended, revoked] = [(); 4].map(|()| env.token("worker-1", &[]).unwrap());
-    let redeemed = env.tokens().redeem(&used.reveal(), &node, key(1), &|_| false, now);
+    let redeemed = env
+        .tokens()
+        .redeem(&used.reveal(), &node, key(1), &|_| false, now);
     redeemed.unwrap();
     env.tokens().revoke(revoked.id())?;
     let answers = [

@@ -78,7 +78,12 @@ async fn server_is_no_caller_of_the_https_and_the_connect_listener() -> Result<(
     let ca_file = ca_file.to_string_lossy();
     let data = scratch.path().join("server");
     let setup = ServerSetup::on_loopback(&data)
-        .args(&["--http-proxy-ports", "1024-65535", "--compat", "yurt-tunnel"])
+        .args(&[
+            "--http-proxy-ports",
+            "1024-65535",
+            "--compat",
+            "yurt-tunnel",
+        ])
         .args(&["--proxy-port-listen", "off", "--client-ca", &ca_file])
         .args(&["--https-client-auth", "require"])
         .args(&["--connect-listen", "127.0.0.1:0"]);

@@ -139,7 +139,11 @@ impl Signer {
             return Err("service account token has expired".into());
         }
         // A review without audiences is for those of the API server itself.
-        let asked = if asked.is_empty() { &[ISSUER][..] } else { asked };
+        let asked = if asked.is_empty() {
+            &[ISSUER][..]
+        } else {
+            asked
+        };
         let own = claims["aud"].as_array();
         let own: Vec<&str> = own
             .map(|own| own.iter().filter_map(Value::as_str).collect())

@@ -443,7 +443,8 @@ async fn s22_streams_of_one_byte_are_given_up_at_the_head_timeout() {
     for _ in 0..STREAMS {
         agent.serve(memory::incoming_stream(&[20], false), &shutdown);
     }
-    tokio::time::sleep(agent.egress.head_timeout - Duration::from_millis(20)).await;
+    let head_timeout = agent.egress.limits.load().request_head_timeout;
+    tokio::time::sleep(head_timeout - Duration::from_millis(20)).await;
     assert_eq!(shutdown.work_left(), STREAMS, "shortly before");
     tokio::time::sleep(Duration::from_millis(40)).await;
     assert_eq!(shutdown.work_left(), 0, "shortly after");

@@ -15,16 +15,14 @@ use parking_lot::Mutex;
 use serde::{Deserialize, Serialize};
 use tokio::sync::{OwnedSemaphorePermit, Semaphore};
 use tokio::time::Instant;
-use tracing::warn;
 use tunnel_process::shutdown::Shutdown;
-use tunnel_process::telemetry::LogRateLimit;
 use tunnel_proto::identity::sha256;
 use tunnel_proto::wire::code::EnrollCode;
 use tunnel_proto::wire::enroll::{JoinToken, TOKEN_ID_LEN, TOKEN_SECRET_BYTES, TokenError, hex};
 use tunnel_proto::wire::name::NodeName;
 use tunnel_proto::wire::name_pattern::NamePattern;
 use tunnel_proto::wire::order::{NodeOrder, Order};
-use tunnel_store::data_dir::{DataDir, random, rfc3339, time_text, whole_seconds};
+use tunnel_store::data_dir::{DataDir, random, time_text, whole_seconds};
 
 use super::LocalCa;
 use crate::renewal::EnrollRefusal;

@@ -56,8 +56,7 @@ mod visible;
 
 use facts::{
     ConditionFacts, ConditionsDocument, Document, HistoryFacts, NodeDocument, NodeFacts,
-    NodesDocument, OverviewDocument, SERVER, ServerFacts, ServersDocument,
-    TotalFacts,
+    NodesDocument, OverviewDocument, SERVER, ServerFacts, ServersDocument, TotalFacts,
 };
 use html::PageHead;
 use query::NodesQuery;

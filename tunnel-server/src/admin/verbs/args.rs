@@ -11,8 +11,8 @@ use tunnel_proto::wire::name::NodeName;
 use super::VerbError;
 use super::selector::LabelSelector;
 use crate::admin::TokenNodes;
-use crate::config::{DATA_DIR, FILE_NAME, LabelKey, RawConfig, is_label_value};
 use crate::admin::status::{ListOrder, NodeSort};
+use crate::config::{DATA_DIR, FILE_NAME, LabelKey, RawConfig, is_label_value};
 use tunnel_ca::client::CallerName;
 
 /// The arguments that name the data directory, by which a command reaches the running server.
