@@ -84,9 +84,10 @@ impl UpstreamPool {
         }
     }
 
-    /// Drives the idle connection, and returns it if it is open, matches `pool_key` and uses what a new stream
-    /// would use, which is not refused. Any other open connection stays in the slot: the new stream evicts it if it needs
-    /// its permit, which a graceful close would hold until the target has closed too.
+    /// Drives the idle connection, and returns it if it is open, matches `pool_key` and uses what a
+    /// new stream would use, which is not refused. Any other open connection stays in the slot: the
+    /// new stream evicts it if it needs its permit, which a graceful close would hold until the
+    /// target has closed too.
     pub(crate) fn take(
         &self,
         pool_key: &PoolKey,
