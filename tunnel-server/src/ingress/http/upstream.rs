@@ -99,7 +99,8 @@ impl UpstreamRequest<'_> {
             let carrier = &upstream.carrier;
             let via = carrier.via.clone();
             access_log.reused(via.clone(), carrier.bytes.clone(), carrier.audit_id);
-            let mut error = match self.send(&mut upstream, sent, replay).await {
+            // Boxed, since it is the largest part of this future.
+            let mut error = match Box::pin(self.send(&mut upstream, sent, replay)).await {
                 Ok(response) => return Ok((response, upstream)),
                 Err(error) => error,
             };
