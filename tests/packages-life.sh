@@ -127,7 +127,7 @@ for program in tunnel-server tunnel-agent; do
   [ "$(stat -c '%a %U' /var/lib/$program)" = "700 $program" ] || fail "$program: data directory"
 done
 # What root creates in the data directory is the service's.
-tunnel-server ca client alice -o /tmp/alice >/dev/null
+tunnel-server ca client alice -d /tmp/alice >/dev/null
 [ "$(stat -c '%a %U' /var/lib/tunnel-server/client-ca.crt)" = "600 tunnel-server" ] || fail "the client CA's owner"
 # With a certificate the agent needs no token.
 rm /etc/culvert/tunnel-agent.token
