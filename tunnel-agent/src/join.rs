@@ -84,9 +84,9 @@ pub async fn run(
         return Ok(print(NOT_STARTED)?);
     };
     match start(&commands, &plan, &mut print).await {
-        Ok(sessions) => {
+        Ok(outcome) => {
             printed?;
-            Ok(print(&format!("joined: {sessions}"))?)
+            Ok(print(&outcome)?)
         }
         Err(reason) => Err(JoinCommandError::NotJoined {
             reason,
@@ -95,7 +95,7 @@ pub async fn run(
     }
 }
 
-/// Starts the service and waits for a session. Returns the lines about its sessions.
+/// Starts the service and waits for a session. Returns the lines for the operator.
 ///
 /// # Errors
 /// Returns the reason why there is no session.
@@ -113,7 +113,10 @@ async fn start(
     }
     let settings = plan.settings().map_err(|error| error.to_string())?;
     match meta_endpoint(&settings).map_err(|error| error.to_string())? {
-        Some(address) => wait::session(&address, started, print).await,
+        Some(address) => {
+            let sessions = wait::session(&address, started, print).await?;
+            Ok(format!("joined: {sessions}"))
+        }
         None => Ok(NO_META.to_owned()),
     }
 }
