@@ -68,7 +68,8 @@ impl Host {
     }
 
     fn setup(&self) -> ServerSetup {
-        ServerSetup::new(&self.data_dir(), Some(&self.network))
+        let name = ["--advertise", "cloud.example.com:10262"];
+        ServerSetup::new(&self.data_dir(), Some(&self.network)).args(&name)
     }
 
     /// Starts the server with the settings of the guide, and a node with a target at `port` and a
