@@ -146,6 +146,18 @@ fn setting_key(mistake: &str) -> String {
     }
 }
 
+/// Returns the digest of a file's content, which is not parsed. Blocks the thread.
+///
+/// # Errors
+/// [`ConfigFileError::Unreadable`]
+pub fn content_digest(
+    path: &Path,
+    digest: fn(&[u8]) -> [u8; 32],
+) -> Result<[u8; 32], ConfigFileError> {
+    let (bytes, _warning) = files::read_config(path).map_err(ConfigFileError::Unreadable)?;
+    Ok(digest(&bytes))
+}
+
 /// Returns the file to read: `named`, or the default one if it exists. `name` is its name in
 /// `/etc/culvert` and in the current directory. `off` is no file.
 pub fn config_path(named: Option<&Path>, name: &str) -> Option<PathBuf> {
@@ -165,8 +177,11 @@ pub fn config_path(named: Option<&Path>, name: &str) -> Option<PathBuf> {
 
 /// Returns whether nobody else has put the file into the current directory, which may be `/tmp`.
 fn is_trusted(path: &Path) -> bool {
-    let owner = std::fs::metadata(path).map(|file| file.uid());
-    owner.is_ok_and(|owner| owner == 0 || owner == rustix::process::geteuid().as_raw())
+    let own = rustix::process::geteuid().as_raw();
+    // A link and its target.
+    let files = [std::fs::symlink_metadata(path), std::fs::metadata(path)];
+    let mut owners = files.into_iter().map(|file| file.map(|file| file.uid()));
+    owners.all(|owner| owner.is_ok_and(|owner| owner == 0 || owner == own))
 }
 
 /// Directory of the default files.

@@ -6,6 +6,7 @@ use std::sync::Arc;
 
 use parking_lot::Mutex;
 use tracing::info;
+use tunnel_process::config_file::content_digest;
 use tunnel_process::config_report::ConfigReport;
 use tunnel_process::file_watch::{FileWatcher, Loaded, ReloadOutcome};
 use tunnel_process::followed::Followed;
@@ -13,6 +14,7 @@ use tunnel_process::meta::Readiness;
 use tunnel_process::settings::{ConfigError, Layers as _};
 use tunnel_process::shutdown::Shutdown;
 use tunnel_process::telemetry;
+use tunnel_proto::identity::sha256;
 
 use crate::config::{Config, Limits, LoadError, RawConfig, is_live, load_file};
 use crate::policy::DialPolicy;
@@ -53,21 +55,30 @@ impl Followers {
             digest: file.digest,
         };
         // The check of the settings reads files, which no task may do.
-        let current = Arc::new(Mutex::new(config.clone()));
+        let current = Arc::new(Mutex::new((config.clone(), file.digest)));
         let (planned, reported) = (current.clone(), report.clone());
         let load = move || {
+            let (current, in_use) = current.lock().clone();
+            let digest = content_digest(&file.path, sha256)?;
+            if digest == in_use {
+                return Ok(Loaded {
+                    digest,
+                    value: None,
+                });
+            }
             let new = load_file(file.upper().clone(), &file.path)?;
-            let digest = new.file.as_ref().map(|file| file.digest);
-            let current = current.lock().clone();
+            let digest = new.file.as_ref().map_or(digest, |file| file.digest);
             Ok::<_, LoadError>(Loaded {
-                digest: digest.unwrap_or_default(),
-                value: plan(&current, new)?,
+                digest,
+                value: Some((plan(&current, new)?, digest)),
             })
         };
-        let apply = move |plan: Planned| {
-            self.apply(&plan, &mut reported.lock());
-            *planned.lock() = plan.config;
-            Ok(())
+        let apply = move |changed: Option<(Planned, [u8; 32])>| {
+            if let Some((plan, digest)) = changed {
+                self.apply(&plan, &mut reported.lock());
+                *planned.lock() = (plan.config, digest);
+            }
+            Ok::<_, LoadError>(())
         };
         let on_reload = move |outcome: ReloadOutcome<'_>| report.lock().reading(outcome);
         shutdown.spawn_service(async move { watcher.run(load, apply, on_reload).await });

@@ -7,6 +7,7 @@ use std::sync::Arc;
 use parking_lot::Mutex;
 use tokio::sync::watch;
 use tracing::info;
+use tunnel_process::config_file::content_digest;
 use tunnel_process::config_report::ConfigReport;
 use tunnel_process::file_watch::{FileWatcher, Loaded, ReloadOutcome};
 use tunnel_process::host::Resources;
@@ -82,17 +83,32 @@ impl Followers {
             reload_signal: context.shutdown.reloads(),
             digest: file.digest,
         };
+        // A file with many records is parsed only when it has changed.
+        let in_use = Arc::new(Mutex::new(file.digest));
+        let known = in_use.clone();
         let load = move || {
+            let digest = content_digest(&file.path, sha256)?;
+            if digest == *known.lock() {
+                return Ok(Loaded {
+                    digest,
+                    value: None,
+                });
+            }
             let config = load_file(file.upper().clone(), &file.path)?;
-            let digest = config.file.as_ref().map(|file| file.digest);
+            let digest = config.file.as_ref().map_or(digest, |file| file.digest);
             Ok::<_, LoadError>(Loaded {
-                digest: digest.unwrap_or_default(),
-                value: (config, Resources::of_process()),
+                digest,
+                value: Some((config, digest, Resources::of_process())),
             })
         };
         let mut reload = reload;
-        let apply = move |(config, resources): (Config, Resources)| {
-            reload.apply(config, resources).map_err(LoadError::Invalid)
+        let apply = move |changed: Option<(Config, [u8; 32], Resources)>| {
+            if let Some((config, digest, resources)) = changed {
+                let applied = reload.apply(config, resources);
+                applied.map_err(LoadError::Invalid)?;
+                *in_use.lock() = digest;
+            }
+            Ok::<_, LoadError>(())
         };
         let reported = running.clone();
         let on_reload = move |outcome: ReloadOutcome<'_>| {
