@@ -12,6 +12,9 @@ use super::{CONNECT, NODE, Stack};
 const SERVER: &str = "tunnel-server";
 const AGENT: &str = "tunnel-agent";
 
+/// Addresses of a server's listeners that no other process has.
+const FREE: &str = "--agent-listen 127.0.0.1:0 --http-listen 127.0.0.1:0 --https-listen 127.0.0.1:0 --meta-listen 127.0.0.1:0";
+
 /// The exit code for usage and configuration errors.
 const USAGE: i32 = 64;
 
@@ -105,8 +108,12 @@ async fn all_mistakes_of_a_file_are_reported_at_once() -> Result<()> {
 #[tokio::test]
 async fn table_of_commands_has_each_with_its_settings_and_codes() -> Result<()> {
     let page = std::fs::read_to_string(repository().join("docs/reference/configuration.md"))?;
-    let mut commands = leaves(&tunnel_server::cli::command(), "");
-    commands.extend(leaves(&tunnel_agent::cli::command(), ""));
+    let mut commands = Vec::new();
+    for mut command in [tunnel_server::cli::command(), tunnel_agent::cli::command()] {
+        // Passes the flags of a command on to those below it.
+        command.build();
+        commands.extend(leaves(&command, ""));
+    }
     let rows = page.lines().filter(|line| line.starts_with("| `tunnel-"));
     ensure!(rows.count() == commands.len(), "rows of other commands");
     let scratch = ScratchDir::new()?;
@@ -183,9 +190,8 @@ async fn what_a_later_start_may_find_ends_with_1() -> Result<()> {
     let data = scratch.path().join("data").to_string_lossy().into_owned();
     let taken = std::net::TcpListener::bind("127.0.0.1:0")?;
     let taken = taken.local_addr()?.to_string();
-    let free = "--agent-listen 127.0.0.1:0 --http-listen 127.0.0.1:0 --meta-listen 127.0.0.1:0";
+    let free = FREE.replace("--https-listen 127.0.0.1:0", "");
     let https = format!("--kubernetes off {free} --https-listen {taken}");
-    let meta = format!("--server a:1 --node-name a --meta-listen {taken}");
     for (binary, words, named) in [
         (SERVER, "--config /no/file.yaml", "/no/file.yaml"),
         (SERVER, "--kubeconfig /no/file", "/no/file"),
@@ -202,7 +208,6 @@ async fn what_a_later_start_may_find_ends_with_1() -> Result<()> {
             "--server a:1 --meta-listen off --ca-file /no/file",
             "--ca-file",
         ),
-        (AGENT, &*meta, &*taken),
     ] {
         for verb in ["check-config", "run"] {
             let program = Program::ours(binary)?
@@ -251,6 +256,7 @@ async fn check_config_reads_the_files_of_the_settings_as_run_does() -> Result<()
         for verb in ["check-config", "run"] {
             let program = Program::ours(SERVER)?.args([verb, "--kubernetes", "off"]);
             let program = program.args(["--data-dir", &data]).args(&words);
+            let program = program.args(FREE.split_whitespace());
             let finished = program.run().await?;
             let named = [&of_settings[..], &[named]].concat();
             finished.ensure_failed(code, &named).context(verb)?;
