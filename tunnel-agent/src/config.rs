@@ -1,15 +1,15 @@
 //! Configuration: merges the layers of raw settings (`RawConfig`: flags, environment, YAML) and
 //! converts them to checked settings (`Config`).
 
-use std::path::{Path, PathBuf};
+use std::path::Path;
 use std::sync::Arc;
 
-use tunnel_process::config_file::{ConfigFile, ConfigFileError, config_path};
-use tunnel_process::settings::ConfigError;
+use tunnel_process::config_file::{ConfigFile, config_path};
 use tunnel_proto::identity::sha256;
 
 mod checked;
 mod cloud;
+mod error;
 mod identity;
 mod limits;
 mod raw;
@@ -19,6 +19,7 @@ pub(crate) use checked::DEFAULT_DATA_DIR;
 pub use checked::{Config, RawSettings, TransportChoice, meta_address, meta_endpoint};
 pub use cloud::CloudListener;
 pub(crate) use cloud::is_local;
+pub use error::LoadError;
 pub use identity::{CredentialFiles, NodeIpSetting};
 pub use limits::{LIMITS, Limit, Limits, RawLimits};
 pub use raw::RawConfig;
@@ -30,39 +31,6 @@ pub use crate::secret::Secret;
 pub use crate::server_address::ServerAddress;
 
 pub const ENV_PREFIX: &str = "TUNNEL_AGENT_";
-
-/// A failure to load the configuration.
-#[derive(Debug, thiserror::Error)]
-pub enum LoadError {
-    #[error(transparent)]
-    File(#[from] ConfigFileError),
-    /// The file is not valid YAML or does not match the schema.
-    #[error("configuration file {path}:\n  {problems}")]
-    Syntax {
-        path: PathBuf,
-        /// One line for each mistake, with its position.
-        problems: String,
-    },
-    #[error(transparent)]
-    Invalid(#[from] ConfigError),
-}
-
-impl LoadError {
-    /// Returns whether the settings are wrong in every environment. An absent file may appear later.
-    pub fn is_usage(&self) -> bool {
-        match self {
-            Self::File(ConfigFileError::Unreadable(_)) => false,
-            Self::Invalid(error) => error.is_usage(),
-            Self::File(ConfigFileError::Syntax { .. }) | Self::Syntax { .. } => true,
-        }
-    }
-
-    /// Returns the error for an invalid address of the meta port, for verbs that check no other
-    /// setting.
-    pub fn meta_listen(problem: String) -> Self {
-        Self::Invalid(ConfigError::mistake(format!("--meta-listen: {problem}")))
-    }
-}
 
 /// Merges the layers: defaults < `file` < environment < flags. `flags` contains flags and the
 /// agent's own variables. `variable` looks up the others (NODE_NAME, NODE_IP, HTTPS_PROXY,

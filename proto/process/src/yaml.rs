@@ -17,6 +17,8 @@ mod mistakes;
 mod settings_reader;
 mod tree;
 
+pub use self::settings_reader::YamlFile;
+
 /// Maximum depth of a file. Settings have three levels.
 const DEPTH_MAX: usize = 16;
 /// Maximum number of values of a file. Bounds the memory of the tree.
@@ -45,20 +47,6 @@ pub fn parse<T: DeserializeOwned>(text: &str) -> Result<Option<T>, YamlError> {
     } else {
         Err(YamlError(file.mistakes))
     }
-}
-
-/// A configuration file, as far as it could be read.
-#[derive(Debug)]
-pub struct YamlFile<T> {
-    /// The settings, with the defaults of those that have mistakes. `None` if there are none, or they
-    /// could not be read at all.
-    pub settings: Option<T>,
-    /// All mistakes in keys and values, one per line.
-    pub mistakes: Vec<String>,
-    /// First parts of the keys whose values have mistakes.
-    pub bad_keys: BTreeSet<String>,
-    /// The line of each key of the first two levels, as in `httpListen` and `limits.openTimeout`.
-    pub lines: BTreeMap<String, u64>,
 }
 
 /// Parses the settings of a configuration file like [`parse`], and returns them next to the mistakes,

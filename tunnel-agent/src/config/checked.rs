@@ -18,10 +18,11 @@ use tunnel_process::telemetry::{AccessLogSettings, AuditSettings, LogFormat, Raw
 use tunnel_proto::transport::{BufferPool, CongestionControl, SessionSettings};
 use tunnel_proto::wire::name::NodeName;
 
+use super::error::LoadError;
 use super::limits::Limits;
 use super::{
-    CloudListener, CredentialFiles, LoadError, NodeIpSetting, RawConfig, ServerAddress,
-    TokenSource, cloud, identity,
+    CloudListener, CredentialFiles, NodeIpSetting, RawConfig, ServerAddress, TokenSource, cloud,
+    identity,
 };
 use crate::policy::DialPolicy;
 use crate::proxy::ProxyChoice;

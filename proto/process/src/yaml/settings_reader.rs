@@ -1,6 +1,6 @@
 //! A deserializer of settings that records the mistakes of a tree and reads on after each.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 use std::slice;
 
 use serde::de::{
@@ -9,9 +9,22 @@ use serde::de::{
 };
 use serde_saphyr::Spanned;
 
-use super::YamlFile;
 use super::mistakes::{Mistake, Mistakes};
 use super::tree::Node;
+
+/// A configuration file, as far as it could be read.
+#[derive(Debug)]
+pub struct YamlFile<T> {
+    /// The settings, with the defaults of those that have mistakes. `None` if there are none, or they
+    /// could not be read at all.
+    pub settings: Option<T>,
+    /// All mistakes in keys and values, one per line.
+    pub mistakes: Vec<String>,
+    /// First parts of the keys whose values have mistakes.
+    pub bad_keys: BTreeSet<String>,
+    /// The line of each key of the first two levels, as in `httpListen` and `limits.openTimeout`.
+    pub lines: BTreeMap<String, u64>,
+}
 
 /// Reads settings from the tree of a file, as far as that is possible, and all mistakes. `file` is
 /// the text of the file.

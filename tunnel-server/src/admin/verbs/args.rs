@@ -8,11 +8,10 @@ use tunnel_process::config_file::{ConfigFile, ConfigFileError, config_path};
 use tunnel_proto::identity::sha256;
 use tunnel_proto::wire::name::NodeName;
 
-use super::VerbError;
 use super::selector::LabelSelector;
 use crate::admin::TokenNodes;
 use crate::admin::status::{ListOrder, NodeSort};
-use crate::config::{DATA_DIR, FILE_NAME, LabelKey, RawConfig, is_label_value};
+use crate::config::{DATA_DIR, FILE_NAME, LabelKey, LoadError, RawConfig, is_label_value};
 use tunnel_ca::client::CallerName;
 
 /// The arguments that name the data directory, by which a command reaches the running server.
@@ -37,8 +36,8 @@ impl DataDirArg {
     /// Returns the data directory. Blocks the thread.
     ///
     /// # Errors
-    /// Returns [`VerbError::Config`] if the file that is to name it cannot be read.
-    pub fn path(&self) -> Result<PathBuf, VerbError> {
+    /// Returns a [`LoadError`] if the file that is to name it cannot be read.
+    pub fn path(&self) -> Result<PathBuf, LoadError> {
         if let Some(data_dir) = &self.data_dir {
             return Ok(data_dir.clone());
         }
@@ -53,15 +52,15 @@ impl DataDirArg {
 /// default file that this user may not read has none.
 ///
 /// # Errors
-/// Returns [`VerbError::Config`] if a file that was named cannot be read.
-pub(super) fn file_settings(config: Option<&Path>) -> Result<RawConfig, VerbError> {
+/// Returns a [`LoadError`] if a file that was named cannot be read.
+pub(super) fn file_settings(config: Option<&Path>) -> Result<RawConfig, LoadError> {
     let Some(path) = config_path(config, FILE_NAME) else {
         return Ok(RawConfig::default());
     };
     match ConfigFile::read(&path, RawConfig::default(), sha256) {
         Ok((_, settings)) => Ok(settings),
         Err(ConfigFileError::Unreadable(_)) if config.is_none() => Ok(RawConfig::default()),
-        Err(error) => Err(VerbError::Config(error.into())),
+        Err(error) => Err(error.into()),
     }
 }
 
