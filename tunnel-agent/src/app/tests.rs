@@ -255,8 +255,9 @@ async fn exit_code_distinguishes_configuration_from_failure() {
         start(settings)
     };
     let no_token = with(|settings| settings.token = None).await.unwrap_err();
+    // A disk that is mounted later, or an operator, may bring the certificate and the token.
     let (code, text) = exit(&no_token);
-    assert_eq!(code, EXIT_USAGE);
+    assert_eq!(code, EXIT_FAILURE);
     let advice = "tunnel-server token create --node worker-1";
     assert!(text.contains(advice), "{text}");
 
@@ -264,7 +265,16 @@ async fn exit_code_distinguishes_configuration_from_failure() {
         settings.token = None;
         settings.token_file = Some("/nonexistent/token".into());
     });
-    assert_eq!(exit(&no_file.await.unwrap_err()).0, EXIT_USAGE);
+    assert_eq!(exit(&no_file.await.unwrap_err()).0, EXIT_FAILURE);
+
+    let bad_token = scratch.path().join("bad.token");
+    std::fs::write(&bad_token, "no token").unwrap();
+    let mut bad = settings(&server, scratch.path());
+    bad.token = None;
+    bad.token_file = Some(bad_token);
+    let (code, text) = exit(&start(bad).await.unwrap_err());
+    assert_eq!(code, EXIT_USAGE);
+    assert!(text.contains("bad.token"), "{text}");
 
     let no_dir = with(|settings| settings.data_dir = Some("/proc/nothing".into()));
     let (code, text) = exit(&no_dir.await.unwrap_err());
