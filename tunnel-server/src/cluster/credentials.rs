@@ -9,10 +9,10 @@ use std::time::Duration;
 
 use arc_swap::ArcSwap;
 use http::uri::InvalidUri;
-use http::{Request, Response, Uri};
+use http::{HeaderValue, Request, Response, Uri};
 use hyper_util::client::proxy::matcher::Matcher;
 use kube::client::{Body, ClientBuilder};
-use kube::config::{KubeConfigOptions, Kubeconfig, KubeconfigError};
+use kube::config::{AuthInfo, KubeConfigOptions, Kubeconfig, KubeconfigError};
 use kube::{Client, Config};
 use serde_json::Value;
 use tokio::runtime::Handle;
@@ -140,6 +140,12 @@ async fn load(kubeconfig: Option<&Path>) -> Result<Loaded<Config>, ConfigError> 
              give it a token, a token file or a client certificate",
         ));
     }
+    if !has_plain_token(&config.auth_info) {
+        return Err(ConfigError::mistake(
+            "--kubeconfig: the token of its user has a line end or another character that no header may have; \
+             copy the token again, in one line",
+        ));
+    }
     content.extend(config.root_cert.iter().flatten().flatten());
     let user = &config.auth_info;
     for path in [&user.client_certificate, &user.client_key] {
@@ -180,6 +186,14 @@ fn with_plain_tokens(file: &Kubeconfig) -> Result<Kubeconfig, serde_json::Error>
         }
     }
     serde_json::from_value(value)
+}
+
+/// Returns whether a header may have the token of a user, if there is one. The client library panics
+/// on another token.
+fn has_plain_token(user: &AuthInfo) -> bool {
+    let user = serde_json::to_value(user).unwrap_or_default();
+    let token = user.get("token").and_then(Value::as_str);
+    token.is_none_or(|token| HeaderValue::from_str(token).is_ok())
 }
 
 /// Returns `proxy-url` of the current context's cluster.
