@@ -225,6 +225,9 @@ pub fn remedy(code: &str, node: Option<&NodeName>) -> String {
         "bad_token" => {
             "the token is not one of this server, or was not copied completely: tunnel-server token list; tunnel-server token create --node NAME"
         }
+        "pending" => {
+            "the token admits a node when an operator approves it: tunnel-server nodes approve NAME"
+        }
         "token_expired" => "create a new token: tunnel-server token create --node NAME",
         "token_used" => {
             "another machine used the token first: a token is for one machine; create one for each: tunnel-server token create --node NAME; if nobody should have used it: tunnel-server nodes reissue NAME"
