@@ -137,7 +137,11 @@ async fn request_names_the_server_and_authenticates() {
 async fn refusals_say_what_to_do_and_keep_the_secret() {
     let fake_proxy = FakeProxy::start().await;
     for (user, line, words) in [
-        ("", "407 Proxy Authentication Required", "user:password"),
+        (
+            "",
+            "407 Proxy Authentication Required",
+            "put user and password",
+        ),
         ("me:hunter2@", "407 No", "take the user and password"),
         (
             "me:hunter2@",
