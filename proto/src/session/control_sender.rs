@@ -45,7 +45,7 @@ impl ControlSender {
     pub fn members(&self, members: Vec<Member>) {
         self.pending.send_modify(|pending| {
             pending.members = Some(members);
-            pending.members_count += 1;
+            count(&mut pending.members_count);
         });
     }
 
@@ -59,14 +59,14 @@ impl ControlSender {
     /// Reports that data of the peer has arrived since the last report.
     pub fn receiving(&self) {
         self.pending
-            .send_modify(|pending| pending.receiving_count += 1);
+            .send_modify(|pending| count(&mut pending.receiving_count));
     }
 
     /// Requests another certificate with a PKCS#10 request (DER).
     pub fn renew(&self, csr: Vec<u8>) {
         self.pending.send_modify(|pending| {
             pending.renew = Some(csr);
-            pending.renew_count += 1;
+            count(&mut pending.renew_count);
         });
     }
 
@@ -74,21 +74,21 @@ impl ControlSender {
     pub fn renewed(&self, reply: EnrollReply) {
         self.pending.send_modify(|pending| {
             pending.renewed = Some(reply);
-            pending.renewed_count += 1;
+            count(&mut pending.renewed_count);
         });
     }
 
     /// Asks the agent for facts about itself.
     pub fn diag_request(&self) {
         self.pending
-            .send_modify(|pending| pending.diag_request_count += 1);
+            .send_modify(|pending| count(&mut pending.diag_request_count));
     }
 
     /// Answers the last request for facts.
     pub fn diag_reply(&self, document: String) {
         self.pending.send_modify(|pending| {
             pending.diag_reply = Some(document);
-            pending.diag_reply_count += 1;
+            count(&mut pending.diag_reply_count);
         });
     }
 
@@ -110,18 +110,24 @@ struct PendingMessages {
     withdraw: bool,
     drain: Option<(Duration, Duration)>,
     members: Option<Vec<Member>>,
-    members_count: u64,
+    members_count: u32,
     suspect: bool,
-    receiving_count: u64,
+    receiving_count: u32,
     renew: Option<Vec<u8>>,
-    renew_count: u64,
+    renew_count: u32,
     renewed: Option<EnrollReply>,
-    renewed_count: u64,
-    diag_request_count: u64,
+    renewed_count: u32,
+    diag_request_count: u32,
     diag_reply: Option<String>,
-    diag_reply_count: u64,
+    diag_reply_count: u32,
     lost: Vec<SessionId>,
     bye: Option<String>,
+}
+
+/// Counts one more. The numbers are small, since a server has thousands of sessions, and they are only
+/// compared for equality.
+fn count(number: &mut u32) {
+    *number = number.wrapping_add(1);
 }
 
 /// The messages that were sent. Without their content, since a server has thousands of sessions.
@@ -129,13 +135,13 @@ struct PendingMessages {
 struct SentMessages {
     withdraw: bool,
     drain: Option<(Duration, Duration)>,
-    members_count: u64,
+    members_count: u32,
     suspect: bool,
-    receiving_count: u64,
-    renew_count: u64,
-    renewed_count: u64,
-    diag_request_count: u64,
-    diag_reply_count: u64,
+    receiving_count: u32,
+    renew_count: u32,
+    renewed_count: u32,
+    diag_request_count: u32,
+    diag_reply_count: u32,
     lost: Vec<SessionId>,
     bye: bool,
 }

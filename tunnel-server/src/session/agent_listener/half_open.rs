@@ -60,15 +60,28 @@ impl HalfOpenConn {
     }
 
     /// Serves the session that the handshake produced until the session ends.
-    pub(super) async fn admit(self, outcome: Result<HandshakeResult, PreAuthError>) {
-        let metrics = &self.sessions.metrics;
-        match outcome {
-            Ok(Ok(session)) => {
-                drop(self.permit);
-                self.sessions.serve(session).await;
+    pub(super) fn admit(
+        self,
+        outcome: Result<HandshakeResult, PreAuthError>,
+    ) -> impl Future<Output = ()> {
+        // The future has no more than it needs, since it lives as long as the session.
+        let accepted = self.accepted(outcome);
+        async move {
+            if let Some((sessions, session)) = accepted {
+                sessions.serve(session).await;
             }
+        }
+    }
+
+    /// Returns the session that the handshake produced, or reports the failure.
+    fn accepted(
+        self,
+        outcome: Result<HandshakeResult, PreAuthError>,
+    ) -> Option<(Arc<Sessions>, Arc<dyn Session>)> {
+        match outcome {
+            Ok(Ok(session)) => return Some((self.sessions, session)),
             Ok(Err(error)) => {
-                metrics.handshake(handshake_label(&error));
+                self.sessions.metrics.handshake(handshake_label(&error));
                 self.record(failure_code(&error), causes(&error));
                 match error {
                     HandshakeError::Timeout => debug!(%error, "agent handshake failed"),
@@ -89,6 +102,7 @@ impl HalfOpenConn {
             }
             Err(error) => self.early(error),
         }
+        None
     }
 
     /// Reports the end of the connection before it presented a credential.
