@@ -6,6 +6,7 @@ use std::path::PathBuf;
 use std::time::Duration;
 
 use anyhow::{Context, Result, ensure};
+use tunnel_tests::checks::ensure_contains;
 use tunnel_tests::fakes;
 use tunnel_tests::guides::{Block, blocks, page};
 use tunnel_tests::netns::Namespace;
@@ -144,5 +145,8 @@ async fn prometheus_proxy_guide_lets_its_password_in_and_no_other() -> Result<()
     ensure!(answer.contains("node=\"worker-1\""), "{answer}");
     let refused = host.bash(&scrape("0123456789abcdef")).await?.ok()?;
     ensure!(refused.starts_with("HTTP/1.1 407"), "{refused}");
-    Ok(())
+    // The password opens no bytes to the port, in which a caller could speak any protocol.
+    let tunnel = host.bash(&format!("{} -p", scrape(right))).await?;
+    ensure!(tunnel.code() != Some(0), "{tunnel}");
+    ensure_contains(&tunnel.to_string(), &["403"])
 }

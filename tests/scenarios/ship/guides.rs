@@ -61,6 +61,7 @@ const GUIDES: &[&str] = &[
     "docs/how-to/openyurt.md",
     "docs/how-to/own-certificates.md",
     "docs/how-to/packages.md",
+    "docs/how-to/policy.md",
     "docs/how-to/prometheus-proxy.md",
     "docs/how-to/prometheus.md",
     "docs/how-to/render.md",
@@ -241,6 +242,21 @@ async fn revoke_guide_locks_a_node_out() -> Result<()> {
         }
     }
     ensure!(count == 4, "{count} blocks");
+    Ok(())
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn policy_guide_prints_what_the_rules_decide() -> Result<()> {
+    if or_skip(require(&[Tool::Bash])).is_none() {
+        return Ok(());
+    }
+    let scratch = ScratchDir::new()?;
+    let text = script(&blocks(&page("docs/how-to/policy.md")?));
+    let printed = bash(&text, scratch.path(), &[])?.run().await?.ok()?;
+    ensure!(
+        printed.contains("allowed: rule default-read allows metrics"),
+        "{printed}"
+    );
     Ok(())
 }
 
