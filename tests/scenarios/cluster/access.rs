@@ -12,7 +12,7 @@ use tunnel_tests::client::{RawRequest, request};
 use tunnel_tests::cluster::Cluster;
 use tunnel_tests::env::TestEnv;
 use tunnel_tests::eventually::eventually;
-use tunnel_tests::manifests::{documents, overlay};
+use tunnel_tests::manifests::{documents, folder};
 
 use super::authority::{cluster, server};
 
@@ -63,7 +63,7 @@ async fn ask(env: &TestEnv, token: &str, method: &str, path: &str) -> Result<(u1
 #[tokio::test(flavor = "multi_thread")]
 async fn rbac_on_subresources_of_node_decides_about_a_reviewed_account() -> Result<()> {
     let cluster = cluster().await?;
-    let file = overlay("policy").join("reviews.yaml");
+    let file = folder().join("policy/reviews.yaml");
     let reviews = std::fs::read_to_string(&file).with_context(|| file.display().to_string())?;
     for object in documents(&reviews)? {
         let plural = match object["kind"].as_str() {
