@@ -291,6 +291,8 @@ impl OperationSet {
     ]);
     /// What monitoring reads.
     pub const OBSERVE: Self = Self::of(&[Operation::Metrics, Operation::Stats, Operation::Healthz]);
+    /// Bytes alone.
+    pub const BYTES: Self = Self::of(&[Operation::Connect]);
     /// What only ports of other programs than a kubelet have.
     pub const GENERIC: Self = Self::of(&[Operation::Read, Operation::Write, Operation::Upgrade]);
     /// What can become another protocol at a kubelet.

@@ -199,11 +199,12 @@ fn check_rule(
         let sets = sets.into_iter();
         sets.fold(OperationSet::default(), OperationSet::union)
     });
-    if effect != Effect::Deny && operations.is_some_and(|set| set.contains(Operation::Connect)) {
+    let has_connect =
+        |set: OperationSet| set.contains(Operation::Connect) && set != OperationSet::BYTES;
+    if effect != Effect::Deny && operations.is_some_and(has_connect) {
         errors.add(
             &format!("{setting}: operations"),
-            "nobody reads what bytes do, so a rule with operations never allows connect; allow it in a rule without \
-             operations, with ports and listeners",
+            "nobody reads what bytes do: connect stands alone in a rule that allows, with ports and listeners",
         );
     }
     let callers = list(&setting, "callers", raw.callers.as_ref(), errors, |name| {

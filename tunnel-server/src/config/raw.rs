@@ -456,7 +456,8 @@ pub struct RawRule {
     pub effect: Option<String>,
     /// Names of `callers`, or anonymous, authenticated, delegation, token, certificate.
     pub callers: Option<Vec<String>>,
-    /// Operations, or shell and observe. A rule with operations never allows bytes.
+    /// Operations, or shell and observe. A rule with operations never allows bytes,
+    /// except one with `connect` alone.
     pub operations: Option<Vec<String>>,
     /// Ports and ranges; `kubelet` is the port of the node's kubelet.
     pub ports: Option<Vec<String>>,

@@ -119,7 +119,8 @@ pub(super) async fn route(
     })?;
     access_log.decided(authorized.operation, Some(&authorized.rule));
     if authorized.asks_cluster {
-        ask_cluster(ingress, &request, &authorized).await?;
+        // Few requests need the memory of a question.
+        Box::pin(ask_cluster(ingress, &request, &authorized)).await?;
     }
     Ok(authorized.route)
 }

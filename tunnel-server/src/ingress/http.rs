@@ -591,7 +591,11 @@ impl Caller {
         upgrade: Option<&HeaderValue>,
         access_log: &mut AccessLog,
     ) -> Result<Forwarded, ProxyError> {
-        let token_user = self.token_user(request.headers()).await?;
+        // Few requests need the memory of a review.
+        let token_user = match self.named_token(request.headers()) {
+            Some(token) => Box::pin(self.token_user(token)).await?,
+            None => None,
+        };
         let account = token_user.as_ref();
         let account = account.and_then(|user| account_name(&user.name));
         let account = account.map(|account| CallerIdentity::ServiceAccount(account.into()));
@@ -621,21 +625,23 @@ impl Caller {
         dispatch::forward(&exchange, route, request, access_log).await
     }
 
-    /// Returns the user of a request's bearer token, if a rule names its account and the cluster accepts it.
-    /// The token passes on to the target in any case.
-    async fn token_user(
-        &self,
-        headers: &HeaderMap,
-    ) -> Result<Option<Arc<ClusterUser>>, ProxyError> {
-        let (Some(token), Some(reviewer)) = (bearer_token(headers), &self.ingress.reviewer) else {
+    /// Returns the bearer token of a request, if it claims an account that a rule names. The token passes on
+    /// to the target in any case.
+    fn named_token<'a>(&self, headers: &'a HeaderMap) -> Option<&'a str> {
+        let rules = self.ingress.rules.load();
+        if rules.callers.is_empty() || self.identity != CallerIdentity::Anonymous {
+            return None;
+        }
+        let token = bearer_token(headers)?;
+        let account = claimed_account(token)?;
+        rules.names_account(&account).then_some(token)
+    }
+
+    /// Returns the user of a token, if the cluster accepts it.
+    async fn token_user(&self, token: &str) -> Result<Option<Arc<ClusterUser>>, ProxyError> {
+        let Some(reviewer) = &self.ingress.reviewer else {
             return Ok(None);
         };
-        let is_named = |account: String| self.ingress.rules.load().names_account(&account);
-        if self.identity != CallerIdentity::Anonymous
-            || !claimed_account(token).is_some_and(is_named)
-        {
-            return Ok(None);
-        }
         let reviewed = reviewer.user_of(token, self.peer.source()).await;
         reviewed.map_err(|error| {
             let text = format!("the bearer token cannot be reviewed: {error}");

@@ -55,6 +55,7 @@ impl RuleTable {
             Rule {
                 listeners: listeners(Listener::Connect),
                 destinations: destinations(DestinationKind::Node),
+                operations: Some(OperationSet::BYTES),
                 ports: kubelet(ports.connect.clone()),
                 ..allow("default-connect")
             },
@@ -62,6 +63,7 @@ impl RuleTable {
             Rule {
                 callers: (!ports.has_direct_list).then(|| CallerSet::of(CallerClass::Certificate)),
                 listeners: listeners(Listener::Connect),
+                operations: Some(OperationSet::BYTES),
                 destinations: destinations(DestinationKind::Direct),
                 ..allow("default-direct")
             },

@@ -50,7 +50,8 @@ pub struct Rule {
     pub name: Arc<str>,
     pub effect: Effect,
     pub callers: Option<CallerSet>,
-    /// A rule with operations never allows bytes, because nobody reads what they do.
+    /// A rule with operations never allows bytes, because nobody reads what they do. The exception is a
+    /// rule with [`OperationSet::BYTES`], which allows nothing else.
     pub operations: Option<OperationSet>,
     pub ports: Option<RulePorts>,
     pub listeners: Option<ListenerSet>,
@@ -260,7 +261,9 @@ impl Rule {
         };
         match (facts.operation, self.effect) {
             (Operation::Connect, Effect::Deny) => operations.may_be_bytes(facts.is_kubelet),
-            (Operation::Connect, Effect::Allow | Effect::AskCluster) => false,
+            (Operation::Connect, Effect::Allow | Effect::AskCluster) => {
+                operations == OperationSet::BYTES
+            }
             (operation, _) => operations.contains(operation),
         }
     }

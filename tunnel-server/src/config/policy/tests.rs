@@ -59,7 +59,7 @@ fn every_mistake_in_the_rules_is_reported() {
         uid: { uid: root }\n\
         rules:\n- { name: a, effect: refuse }\n- { name: a }\n- { name: b c }\n\
         - { name: c, callers: [nobody], operations: [logs], ports: [ssh], listeners: [udp], destinations: [pod], nodes: ['a**'] }\n\
-        - { name: d, operations: [connect] }\n- { name: e, callers: [] }\n\
+        - { name: d, operations: [connect, read] }\n- { name: e, callers: [] }\n\
         - { name: f, authorize: opa }\n- { name: g, authorize: kubernetes, effect: deny }\n";
     let error = yaml(text).unwrap_err();
     for expected in [

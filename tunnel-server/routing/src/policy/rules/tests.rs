@@ -57,7 +57,7 @@ fn model_matches(table: &RuleTable, rule: &Rule, facts: &Facts<'_>) -> bool {
             "upgrade" => true,
             _ => facts.is_kubelet,
         },
-        (Operation::Connect, _) => false,
+        (Operation::Connect, _) => text.contains("operations: [connect]"),
         (operation, _) => operation.name() == name,
     };
     let is_node = |pattern: &str| {
