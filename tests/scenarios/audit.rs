@@ -354,7 +354,7 @@ async fn reader_that_stands_still_stops_no_request_and_4_mib_wait_for_it() -> Re
     let made = std::process::Command::new("mkfifo").arg(&fifo).status()?;
     ensure!(made.success(), "mkfifo");
     // Open at both ends, since the server's end opens once there is a reader.
-    let held = fs::File::options().read(true).write(true).open(&fifo)?;
+    let reader = fs::File::options().read(true).write(true).open(&fifo)?;
     let server = start(&scratch, &fifo, &[]).await?;
     refused(&server, 2_000).await?;
     ensure!(server.metric(LOST).await? == 0, "they wait");
@@ -369,7 +369,7 @@ async fn reader_that_stands_still_stops_no_request_and_4_mib_wait_for_it() -> Re
         &["[!] audit: audit events were lost"],
     )?;
     let reading = std::thread::spawn(move || {
-        let lines = std::io::BufRead::lines(std::io::BufReader::new(held));
+        let lines = std::io::BufRead::lines(std::io::BufReader::new(reader));
         let lines = lines.take(6_000 - usize::try_from(lost).unwrap_or_default());
         lines.map_while(Result::ok).count()
     });

@@ -2,7 +2,6 @@
 //! disk or a reader that stands still delays no stream: what the output does not take is dropped and
 //! counted, and is a condition.
 
-use std::convert::Infallible;
 use std::io;
 use std::path::PathBuf;
 use std::str::FromStr;
@@ -48,14 +47,15 @@ pub enum AuditOutput {
 }
 
 impl FromStr for AuditOutput {
-    type Err = Infallible;
+    type Err = &'static str;
 
-    fn from_str(text: &str) -> Result<Self, Infallible> {
-        Ok(match text {
-            "off" => Self::Off,
-            "stdout" => Self::Stdout,
-            path => Self::File(path.into()),
-        })
+    fn from_str(text: &str) -> Result<Self, &'static str> {
+        match text {
+            "off" => Ok(Self::Off),
+            "stdout" => Ok(Self::Stdout),
+            "" | "stderr" => Err("use a file, stdout or off; stderr has the log"),
+            path => Ok(Self::File(path.into())),
+        }
     }
 }
 
@@ -231,18 +231,18 @@ impl AuditLog {
 
     /// Returns the parameters of a query that events have, with their `?`.
     pub fn query(&self, query: &str) -> String {
-        let mut kept = String::new();
+        let mut listed = String::new();
         for (name, value) in parameters(query) {
             if self.settings.has_parameter(name) {
-                kept.push(if kept.is_empty() { '?' } else { '&' });
-                kept.push_str(name);
+                listed.push(if listed.is_empty() { '?' } else { '&' });
+                listed.push_str(name);
                 if !value.is_empty() {
-                    kept.push('=');
-                    kept.push_str(value);
+                    listed.push('=');
+                    listed.push_str(value);
                 }
             }
         }
-        kept
+        listed
     }
 
     fn condition(&self, count: u64, now: Instant) -> Option<String> {
@@ -260,7 +260,7 @@ impl AuditLog {
             };
             match self.writer.error() {
                 Some(error) => format!(
-                    "audit events are lost, {count} since the start: cannot write {output}: {error}; free or mount its storage"
+                    "audit events are lost, {count} since the start: cannot write {output}: {error}; free space there, or make its folder writable"
                 ),
                 None => format!(
                     "audit events were lost, {count} since the start: {output} did not take them in time; check its reader or storage"
@@ -378,6 +378,17 @@ mod tests {
             "query",
         ] {
             assert!(mistakes.contains(setting), "{mistakes}");
+        }
+    }
+
+    #[test]
+    fn output_is_no_file_by_mistake() {
+        for output in ["", "stderr"] {
+            let raw = RawAudit {
+                output: Some(output),
+                ..RawAudit::default()
+            };
+            assert!(check(raw).is_err(), "{output:?}");
         }
     }
 
