@@ -5,10 +5,11 @@
 
 use std::collections::BTreeSet;
 use std::fs;
-use std::path::Path;
+use std::path::{Path, PathBuf};
 
 use anyhow::{Context, Result, bail, ensure};
 use serde_json::Value;
+use tokio::time::Instant;
 use tunnel_proto::wire::control::Hello;
 use tunnel_tests::env::{NodeEnv, TestEnv, WAIT_TIMEOUT};
 use tunnel_tests::eventually::eventually;
@@ -49,9 +50,13 @@ async fn hostile_texts_are_text_in_a_browser_and_pages_fit_every_screen() -> Res
     let visited = pages
         .iter()
         .map(|page| format!("{}={origin}{}", page.name, page.path));
-    let folder = target_dir()
-        .context("the build's target folder")?
-        .join("status-page");
+    for page in &pages {
+        let begin = Instant::now();
+        let reply = get(&env, &page.path, "text/html").await?;
+        let (millis, bytes) = (begin.elapsed().as_millis(), reply.text().len());
+        report_figure(&format!("{}: {millis} ms, {bytes} bytes", page.name));
+    }
+    let folder = screenshots()?;
     let report = visit(&folder, visited).await?;
     report_figure(&format!(
         "{}: screenshots in {}",
@@ -83,7 +88,24 @@ async fn hostile_texts_are_text_in_a_browser_and_pages_fit_every_screen() -> Res
     Ok(())
 }
 
-/// Tests that the test above can fail.
+#[tokio::test(flavor = "multi_thread")]
+async fn installation_without_nodes_says_how_to_add_one() -> Result<()> {
+    if or_skip(require(&[Tool::Chromium, Tool::Axe, Tool::Python])).is_none() {
+        return Ok(());
+    }
+    let env = TestEnv::start_with(on_loopback).await?;
+    let address = env.bound().status.context("no status page")?;
+    let report = visit(&screenshots()?, [format!("empty=http://{address}/")]).await?;
+    let shown = facts(&report, "empty", true)?;
+    let text = shown["text"].as_str().context("no text")?;
+    ensure!(
+        text.contains("tunnel-server token create --node NAME"),
+        "{text}"
+    );
+    check_screens(shown)
+}
+
+/// Tests that the tests above can fail.
 #[tokio::test(flavor = "multi_thread")]
 async fn browser_reports_what_a_page_without_escapes_does() -> Result<()> {
     if or_skip(require(&[Tool::Chromium, Tool::Axe, Tool::Python])).is_none() {
@@ -178,6 +200,12 @@ fn pages() -> Vec<Page> {
         page("servers", "/servers", &[]),
         page("conditions", "/conditions", &[]),
     ]
+}
+
+/// Returns the folder of the screenshots.
+fn screenshots() -> Result<PathBuf> {
+    let target = target_dir().context("the build's target folder")?;
+    Ok(target.join("status-page"))
 }
 
 /// Visits pages, each given as `NAME=URL`.
