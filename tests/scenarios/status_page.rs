@@ -2,6 +2,7 @@
 
 use std::net::SocketAddr;
 use std::path::Path;
+use std::time::Duration;
 
 use anyhow::{Context, Result, ensure};
 use base64::prelude::{BASE64_STANDARD, Engine as _};
@@ -36,7 +37,7 @@ async fn page_shows_a_node_its_requests_and_the_end_of_its_session() -> Result<(
         ensure!(get(&env, file, "*/*").await?.status == 200);
     }
 
-    eventually("the request on the page", WAIT_TIMEOUT, async || {
+    eventually("the request on the page", SAMPLED, async || {
         let node = document(&env, "/node/worker-1").await?;
         ensure!(node["node"]["state"] == "live", "{node}");
         ensure!(node["node"]["certificateNotAfter"].is_string(), "{node}");
@@ -178,6 +179,8 @@ async fn wide_page_serves_callers_with_a_password_and_limits_guesses() -> Result
     Ok(())
 }
 
+/// A node has figures after its first sample, up to 10 s after it has connected.
+const SAMPLED: Duration = Duration::from_secs(30);
 const SERVER_NAME: &str = "tunnel.example";
 
 fn on_loopback(settings: &mut RawConfig) {

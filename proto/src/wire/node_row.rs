@@ -139,13 +139,13 @@ fn decode_row(row: pb::NodeRow) -> Result<NodeRow, FrameError> {
         transport: short_line(&row.transport),
         rtt_millis: row.rtt_millis,
         streams: row.streams,
-        bytes: [row.bytes_in, row.bytes_out],
-        bytes_per_second: [row.bytes_in_per_second, row.bytes_out_per_second],
-        errors_last_hour: row.errors_last_hour,
+        bytes: [row.bytes_in, row.bytes_out].map(bounded),
+        bytes_per_second: [row.bytes_in_per_second, row.bytes_out_per_second].map(bounded),
+        errors_last_hour: bounded(row.errors_last_hour),
         version: short_line(&row.version),
         address: row.address.parse().ok(),
-        since: decode_time(row.since_millis)?,
-        certificate_not_after: decode_time(row.certificate_millis)?,
+        since: decode_time(row.since_millis.min(MILLIS_MAX))?,
+        certificate_not_after: decode_time(row.certificate_millis.min(MILLIS_MAX))?,
         trend: row.trend,
         silent_seconds: row.silent_seconds,
     })
@@ -165,12 +165,17 @@ fn encode_report(report: &ServerReport) -> pb::ServerReport {
 fn decode_report(report: pb::ServerReport) -> ServerReport {
     let linked = report.linked.iter().take(LINKED_MAX);
     ServerReport {
-        sessions: report.sessions,
-        requests: report.requests,
-        errors: report.errors,
-        bytes: [report.bytes_in, report.bytes_out],
+        sessions: bounded(report.sessions),
+        requests: bounded(report.requests),
+        errors: bounded(report.errors),
+        bytes: [report.bytes_in, report.bytes_out].map(bounded),
         linked: linked.filter_map(|replica| replica.parse().ok()).collect(),
     }
+}
+
+/// Returns a number that can be added to those of many nodes.
+fn bounded(number: u64) -> u64 {
+    number.min(NUMBER_MAX)
 }
 
 /// Returns a text with visible characters only, cut to [`TEXT_MAX_BYTES`].
@@ -186,6 +191,10 @@ fn short_line(text: &str) -> String {
 
 /// Maximum length of a version or transport.
 const TEXT_MAX_BYTES: usize = 64;
+/// Largest number of a row or report: 9 PB.
+const NUMBER_MAX: u64 = 1 << 53;
+/// End of the year 9999, the last time that RFC 3339 has, in milliseconds.
+const MILLIS_MAX: u64 = 253_402_300_799_000;
 /// Half hours of a day.
 const TREND_MAX: usize = 48;
 /// Servers of an installation.
@@ -217,17 +226,17 @@ mod tests {
             transport: "quic".into(),
             rtt_millis: u32::MAX,
             streams: u32::MAX,
-            bytes: [u64::MAX; 2],
-            bytes_per_second: [u64::MAX; 2],
-            errors_last_hour: u64::MAX,
+            bytes: [NUMBER_MAX; 2],
+            bytes_per_second: [NUMBER_MAX; 2],
+            errors_last_hour: NUMBER_MAX,
             version: "v".repeat(64),
             address: Some(
                 "[ffff:ffff:ffff:ffff:ffff:ffff:ffff:ffff]:65535"
                     .parse()
                     .unwrap(),
             ),
-            since: SystemTime::UNIX_EPOCH + Duration::from_millis(u64::MAX >> 12),
-            certificate_not_after: SystemTime::UNIX_EPOCH + Duration::from_millis(u64::MAX >> 12),
+            since: SystemTime::UNIX_EPOCH + Duration::from_millis(MILLIS_MAX),
+            certificate_not_after: SystemTime::UNIX_EPOCH + Duration::from_millis(MILLIS_MAX),
             trend: vec![255; 48],
             silent_seconds: u32::MAX,
         }
@@ -259,6 +268,11 @@ mod tests {
         let hostile = hostile.unwrap();
         assert!(hostile.version.len() <= TEXT_MAX_BYTES && !hostile.version.contains('\u{1b}'));
         assert_eq!(hostile.address, None);
+        let largest = decoded(|row| {
+            (row.bytes_in, row.errors_last_hour) = (u64::MAX, u64::MAX);
+            (row.since_millis, row.certificate_millis) = (u64::MAX, u64::MAX);
+        });
+        assert_eq!(largest.unwrap(), row(), "sums and texts of it are possible");
         assert!(decoded(|row| row.trend = vec![0; 49]).is_err());
         assert!(decoded(|row| row.node = "a b".into()).is_err());
         let many = pb::ServerReport {

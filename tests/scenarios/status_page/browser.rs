@@ -190,7 +190,7 @@ fn pages() -> Vec<Page> {
     let long = "x".repeat(63);
     let long = long.as_str();
     vec![
-        page("overview", "/", &["20,003 reachable", "What needs you"]),
+        page("overview", "/", &["20,003", "What needs you"]),
         page("nodes", "/nodes", &["20,003 nodes, page 1 of 501", long]),
         page("search", &echo.finish(), &[echoed.as_str()]),
         page("hostile-nodes", "/nodes?search=hostile", &["2 nodes"]),

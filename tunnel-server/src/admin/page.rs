@@ -347,7 +347,7 @@ impl Console {
             since: None,
             linked: Some(names(&peers.linked())),
         };
-        let reports = peers.reports();
+        let reports = peers.rows.reports();
         let others = peers.status().into_iter().map(|peer| {
             let report = reports.get(&peer.id);
             let linked = report.map(|report| names(&report.linked));
@@ -372,7 +372,7 @@ impl Console {
             since: (!peer.is_suspect).then(|| rfc3339(peer.since)),
             ..ConditionFacts::new(SERVER, format!("{} does not answer", peer.id))
         });
-        let reports = self.sources.peers.reports();
+        let reports = self.sources.peers.rows.reports();
         let apart = up.iter().flat_map(|one| {
             let report = reports.get(&one.id);
             let others = up.iter().filter(|other| other.id != one.id);

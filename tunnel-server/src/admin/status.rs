@@ -249,7 +249,7 @@ impl NodeSources {
                 status.connected = true;
                 status.last_seen = None;
                 status.set_replica(peers, &holder);
-                if let Some((row, received)) = peers.row(&holder, name) {
+                if let Some((row, received)) = peers.rows.row(&holder, name) {
                     status.set_row(&row, received);
                 }
             }

@@ -84,7 +84,7 @@ impl Traffic {
     /// Samples every 10 s until `stop`, outside the runtime's own threads. The rows of other servers'
     /// nodes are asked for from now on.
     pub(crate) fn start(self: &Arc<Self>, shutdown: &Shutdown) {
-        self.peers.want_rows();
+        self.peers.rows.want();
         let traffic = self.clone();
         shutdown.spawn_service(async move {
             let mut ticks = interval(SAMPLE_INTERVAL);
@@ -126,7 +126,7 @@ impl Traffic {
             let tick = ticks.entry(node).or_default();
             (tick.requests, tick.errors) = (requests, errors);
         }
-        let reports = self.peers.reports();
+        let reports = self.peers.rows.reports();
         let own = (state.report.replace(report.clone()), &report);
         let others = reports
             .iter()
@@ -178,7 +178,7 @@ impl Traffic {
                 rows.insert(&session.node, row(session, ring.map(|ring| &**ring), now));
             }
         }
-        self.peers.change_rows(|own| {
+        self.peers.rows.change(|own| {
             let gone = own.rows.iter().map(|(node, _row)| node);
             let gone = gone.filter(|node| !rows.contains_key(node));
             for node in gone.cloned().collect::<Vec<_>>() {
@@ -219,7 +219,7 @@ impl Traffic {
         of_ring: fn(&NodeRing) -> NodeTraffic,
     ) -> Option<NodeTraffic> {
         match server.filter(|server| *server != self.peers.own()) {
-            Some(server) => Some(NodeTraffic::from(&*self.peers.row(server, node)?.0)),
+            Some(server) => Some(NodeTraffic::from(&*self.peers.rows.row(server, node)?.0)),
             None => Some(of_ring(self.state.lock().nodes.get(node)?)),
         }
     }

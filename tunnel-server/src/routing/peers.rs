@@ -87,7 +87,8 @@ pub struct Peers {
     connections: TaskTracker,
     /// Permits of sessions that are compared with those of other servers.
     contests: Arc<Semaphore>,
-    rows: RowExchange,
+    /// Rows of nodes, for the console.
+    pub(crate) rows: RowExchange,
 }
 
 /// Limits of the connections to other servers.
@@ -211,7 +212,7 @@ impl Peers {
             closing: CancellationToken::new(),
             connections: TaskTracker::new(),
             contests: Arc::new(Semaphore::new(CONTESTS_MAX)),
-            rows: RowExchange::default(),
+            rows: RowExchange::new(limits.directory_nodes),
         };
         peers.advertise(Vec::new());
         Arc::new(peers)

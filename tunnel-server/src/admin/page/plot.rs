@@ -14,8 +14,10 @@ pub(super) struct Plot {
 impl Plot {
     /// Plots values at equal distances, with a gap where one is unknown.
     pub(super) fn new(values: &[Option<u64>]) -> Self {
-        let mut plot = Self::default();
-        plot.peak = values.iter().copied().flatten().max().unwrap_or(0);
+        let mut plot = Self {
+            peak: values.iter().copied().flatten().max().unwrap_or(0),
+            ..Self::default()
+        };
         let steps = values.len().saturating_sub(1).max(1);
         let known = values.chunk_by(|one, other| one.is_some() == other.is_some());
         let mut first = 0;

@@ -64,12 +64,22 @@ impl Survey {
                 keys.push(query.order.sort.key(node, traffic));
             }
         }
-        keys.sort_unstable_by(|one, other| query.order.compare(one, other));
         survey.matching = keys.len();
         survey.pages = keys.len().div_ceil(per_page).max(1);
         survey.page = query.page.clamp(1, survey.pages);
-        let page = keys.into_iter().skip((survey.page - 1) * per_page);
-        survey.names = page.take(per_page).map(SortKey::into_name).collect();
+        let compare = |one: &SortKey, other: &SortKey| query.order.compare(one, other);
+        // Only the page is sorted: the keys before it and after it are only put on their side.
+        let begin = (survey.page - 1) * per_page;
+        if 0 < begin && begin < keys.len() {
+            keys.select_nth_unstable_by(begin, compare);
+        }
+        let mut page = keys.split_off(begin.min(keys.len()));
+        if per_page < page.len() {
+            page.select_nth_unstable_by(per_page, compare);
+            page.truncate(per_page);
+        }
+        page.sort_unstable_by(compare);
+        survey.names = page.into_iter().map(SortKey::into_name).collect();
         survey
     }
 }
@@ -99,8 +109,7 @@ impl NodeCounts {
 
 fn is_searched(node: &NodeStatus, query: &NodesQuery) -> bool {
     let has_labels = |labels: &super::query::Labels| labels.selector.matches(&node.labels);
-    (query.search.is_empty() || node.node.to_lowercase().contains(&query.search))
-        && query.label.as_ref().is_none_or(has_labels)
+    node.node.contains(&query.search) && query.label.as_ref().is_none_or(has_labels)
 }
 
 fn is_selected(node: &NodeStatus, state: NodeState, has_errors: bool, query: &NodesQuery) -> bool {

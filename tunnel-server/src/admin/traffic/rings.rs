@@ -65,7 +65,7 @@ impl MinuteRing {
             let Some(sum) = count.checked_sub(1 + age).and_then(|at| sums.get_mut(at)) else {
                 break;
             };
-            *sum = (sum.0 + value(point), sum.1 + 1);
+            *sum = (sum.0.saturating_add(value(point)), sum.1 + 1);
         }
         let means = sums.into_iter();
         means.map(|(sum, points)| sum.checked_div(points)).collect()

@@ -788,7 +788,7 @@ worker-3  not-edge   -         -     -    -        -     -
                 plain.lines().all(|line| line.chars().count() <= WIDTH),
                 "{plain}"
             );
-            assert_eq!(plain.contains('…'), true, "{plain}");
+            assert!(plain.contains('…'), "{plain}");
         }
     }
 

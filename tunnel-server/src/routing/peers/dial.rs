@@ -339,7 +339,7 @@ impl PeerTask {
         let mut closed = pin!(session.closed());
         let (mut exchange, announcing) = Exchange::begin(peers, &self.id, outbox.clone());
         let mut announcing = pin!(announcing);
-        let mut asking = pin!(peers.ask_for_rows(outbox.clone()));
+        let mut asking = pin!(peers.rows.ask(outbox.clone()));
         let mut monitor = LinkMonitor::new(session.stats().received, Instant::now());
         let mut ticks = check_interval();
         let mut questions = Questions::default();
@@ -383,7 +383,7 @@ impl PeerTask {
             // The newer connection may be to another process, whose list counts.
             PeerMessage::Holds(_) | PeerMessage::Leaving | PeerMessage::NodeRows(_)
                 if !peers.is_current(link) => {}
-            PeerMessage::NodeRows(rows) => peers.apply_rows(&self.id, rows),
+            PeerMessage::NodeRows(rows) => peers.rows.apply(&self.id, rows),
             PeerMessage::Holds(holds) => {
                 // A session is registered before it is compared with the directory. An entry is in
                 // the directory before it is compared with the registry, so that one of the two

@@ -13,8 +13,6 @@ use tunnel_proto::wire::node_row::{NodeRow, NodeRows, ServerReport};
 use tunnel_proto::wire::peer::{PEER_MESSAGE_MAX, PeerMessage};
 use tunnel_tables::VersionedMap;
 
-use super::Peers;
-
 /// What this server shows others. A clone costs nothing.
 #[derive(Debug, Clone, Default)]
 pub(crate) struct OwnRows {
@@ -32,34 +30,35 @@ pub(super) struct ReplicaRows {
     received: Option<SystemTime>,
 }
 
-/// The rows of a server and of the others.
+/// The rows of this server and of the others.
 #[derive(Debug)]
-pub(super) struct RowExchange {
+pub(crate) struct RowExchange {
+    /// Rows of one server that are stored (`limits.directoryNodes`).
+    nodes_max: usize,
     own: watch::Sender<OwnRows>,
     /// This server shows rows.
     is_wanted: watch::Sender<bool>,
     others: parking_lot::Mutex<BTreeMap<ReplicaId, ReplicaRows>>,
 }
 
-impl Default for RowExchange {
-    fn default() -> Self {
+impl RowExchange {
+    pub(super) fn new(nodes_max: usize) -> Self {
         Self {
+            nodes_max,
             own: watch::Sender::default(),
             is_wanted: watch::Sender::new(false),
             others: parking_lot::Mutex::default(),
         }
     }
-}
 
-impl Peers {
     /// Asks the other servers for their rows, from now on.
-    pub(crate) fn want_rows(&self) {
-        self.rows.is_wanted.send_replace(true);
+    pub(crate) fn want(&self) {
+        self.is_wanted.send_replace(true);
     }
 
     /// Changes what this server shows others.
-    pub(crate) fn change_rows(&self, change: impl FnOnce(&mut OwnRows)) {
-        self.rows.own.send_modify(change);
+    pub(crate) fn change(&self, change: impl FnOnce(&mut OwnRows)) {
+        self.own.send_modify(change);
     }
 
     /// Returns what another server sent of a node, and when it sent something last.
@@ -68,14 +67,14 @@ impl Peers {
         replica: &ReplicaId,
         node: &NodeName,
     ) -> Option<(Arc<NodeRow>, SystemTime)> {
-        let others = self.rows.others.lock();
+        let others = self.others.lock();
         let rows = others.get(replica)?;
         Some((rows.rows.get(node)?.clone(), rows.received?))
     }
 
     /// Returns what the other servers reported of themselves.
     pub(crate) fn reports(&self) -> BTreeMap<ReplicaId, ServerReport> {
-        let others = self.rows.others.lock();
+        let others = self.others.lock();
         let reports = others.iter();
         reports
             .filter_map(|(replica, rows)| Some((replica.clone(), rows.report.clone()?)))
@@ -83,8 +82,8 @@ impl Peers {
     }
 
     /// Applies what another server sent. Rows beyond `limits.directoryNodes` are left out.
-    pub(super) fn apply_rows(&self, replica: &ReplicaId, message: NodeRows) {
-        let mut others = self.rows.others.lock();
+    pub(super) fn apply(&self, replica: &ReplicaId, message: NodeRows) {
+        let mut others = self.others.lock();
         let rows = others.entry(replica.clone()).or_default();
         if message.is_full {
             *rows = ReplicaRows::default();
@@ -94,7 +93,7 @@ impl Peers {
             rows.rows.remove(node);
         }
         for row in message.rows {
-            let has_room = rows.rows.len() < self.limits.directory_nodes;
+            let has_room = rows.rows.len() < self.nodes_max;
             if has_room || rows.rows.contains_key(&row.node) {
                 rows.rows.insert(row.node.clone(), Arc::new(row));
             }
@@ -105,13 +104,13 @@ impl Peers {
     }
 
     /// Drops what another server sent.
-    pub(super) fn drop_rows(&self, replica: &ReplicaId) {
-        self.rows.others.lock().remove(replica);
+    pub(super) fn forget(&self, replica: &ReplicaId) {
+        self.others.lock().remove(replica);
     }
 
     /// Asks the other end of a connection for rows when this server shows them.
-    pub(super) async fn ask_for_rows(&self, outbox: mpsc::Sender<PeerMessage>) -> Infallible {
-        let mut is_wanted = self.rows.is_wanted.subscribe();
+    pub(super) async fn ask(&self, outbox: mpsc::Sender<PeerMessage>) -> Infallible {
+        let mut is_wanted = self.is_wanted.subscribe();
         if is_wanted.wait_for(|is_wanted| *is_wanted).await.is_ok() {
             let request = NodeRows {
                 is_wanted: true,
@@ -123,12 +122,12 @@ impl Peers {
     }
 
     /// Sends rows over a connection once the other end has asked for them.
-    pub(super) async fn send_rows(
+    pub(super) async fn send(
         &self,
         asked: Arc<Notify>,
         outbox: mpsc::Sender<PeerMessage>,
     ) -> Infallible {
-        let mut own = self.rows.own.subscribe();
+        let mut own = self.own.subscribe();
         asked.notified().await;
         let mut sent: Option<OwnRows> = None;
         loop {
@@ -220,26 +219,27 @@ mod tests {
 
     #[test]
     fn rows_are_a_list_in_messages_that_fit_and_then_only_what_changed() {
-        let mut own = OwnRows::default();
-        own.report = Some(ServerReport {
-            sessions: 3000,
-            linked: (0..64)
-                .map(|number| format!("server-{number}").parse().unwrap())
-                .collect(),
-            ..ServerReport::default()
-        });
+        let mut own = OwnRows {
+            report: Some(ServerReport {
+                sessions: 3000,
+                linked: (0..64)
+                    .map(|number| format!("server-{number}").parse().unwrap())
+                    .collect(),
+                ..ServerReport::default()
+            }),
+            ..OwnRows::default()
+        };
         for number in 0..3000 {
             let (node, row) = row(number, 0);
             own.rows.insert(node, row);
         }
-        let peers = Peers::alone("server-1".parse().unwrap(), Vec::new());
         let other: ReplicaId = "server-2".parse().unwrap();
-        let limited = crate::testing::peers_holding(&[]);
+        let limited = RowExchange::new(1000);
         let apply = |messages: Vec<NodeRows>| {
             for message in messages {
                 let encoded = PeerMessage::NodeRows(message.clone());
                 encoded.encode(&mut BytesMut::new()).unwrap();
-                limited.apply_rows(&other, message);
+                limited.apply(&other, message);
             }
         };
         let list = changes(None, &own);
@@ -252,7 +252,7 @@ mod tests {
         );
         apply(list);
         // The limit of nodes holds for rows, too.
-        let shown = limited.rows.others.lock().get(&other).unwrap().rows.len();
+        let shown = limited.others.lock().get(&other).unwrap().rows.len();
         assert_eq!(shown, 1000);
 
         let sent = own.clone();
@@ -269,34 +269,30 @@ mod tests {
         let streams = |node: &NodeName| limited.row(&other, node).map(|(row, _)| row.streams);
         assert_eq!((streams(&changed), streams(&removed)), (Some(9), None));
         assert_eq!(limited.reports()[&other].sessions, 3000);
-        limited.drop_rows(&other);
+        limited.forget(&other);
         assert!(limited.reports().is_empty() && streams(&changed).is_none());
-        assert!(peers.row(&other, &changed).is_none());
     }
 
     #[tokio::test]
     async fn rows_are_sent_to_a_server_that_asks_for_them() {
-        let (near, far) = (
-            crate::testing::peers_holding(&[]),
-            crate::testing::peers_holding(&[]),
-        );
+        let (near, far) = (RowExchange::new(1), RowExchange::new(1));
         let (asks, mut asked) = mpsc::channel(4);
         let (answers, mut answered) = mpsc::channel(4);
         let due = Arc::new(Notify::new());
         let exchange = async {
             tokio::select! {
-                never = near.ask_for_rows(asks) => match never {},
-                never = far.send_rows(due.clone(), answers) => match never {},
+                never = near.ask(asks) => match never {},
+                never = far.send(due.clone(), answers) => match never {},
             }
         };
         let story = async {
-            far.change_rows(|own| {
+            far.change(|own| {
                 let (node, row) = row(1, 1);
                 own.rows.insert(node, row);
                 own.report = Some(ServerReport::default());
             });
             assert!(asked.try_recv().is_err() && answered.try_recv().is_err());
-            near.want_rows();
+            near.want();
             let Some(PeerMessage::NodeRows(request)) = asked.recv().await else {
                 panic!("no request");
             };

@@ -159,7 +159,7 @@ impl PeerListener {
         let (mut exchange, exchanging) = Exchange::begin(peers, replica, outbox.clone());
         let mut exchanging = pin!(exchanging);
         let rows_asked = Arc::<Notify>::default();
-        let mut sending_rows = pin!(peers.send_rows(rows_asked.clone(), outbox.clone()));
+        let mut sending_rows = pin!(peers.rows.send(rows_asked.clone(), outbox.clone()));
         let mut closed = pin!(session.closed());
         let mut monitor = LinkMonitor::new(session.stats().received, Instant::now());
         let mut ticks = check_interval();

@@ -47,7 +47,7 @@ impl Peers {
 
     /// Removes a server that this server no longer dials.
     pub(super) fn remove(&self, replica: &ReplicaId) {
-        self.drop_rows(replica);
+        self.rows.forget(replica);
         let mut state = self.state.lock();
         state.peers.remove(replica);
         state.directory.remove_replica(replica);
@@ -88,7 +88,7 @@ impl Peers {
 
     /// Removes what a server held that has had no connection for a while.
     pub(super) fn expire(&self, replica: &ReplicaId) {
-        self.drop_rows(replica);
+        self.rows.forget(replica);
         self.with_peer(replica, |peer| peer.is_member = false);
         let mut state = self.state.lock();
         state.directory.remove_replica(replica);
