@@ -102,6 +102,37 @@ impl NodesQuery {
         Ok(parsed)
     }
 
+    /// Returns the parameters that do not have their defaults.
+    fn parameters(&self) -> Vec<(&'static str, String)> {
+        let search = Some(&self.search).filter(|text| !text.is_empty());
+        let order = Some(self.order).filter(|order| *order != ListOrder::default());
+        let page = Some(self.page).filter(|page| *page > 1);
+        let parameters = [
+            ("search", search.cloned()),
+            (
+                "label",
+                self.label.as_ref().map(|labels| labels.text.clone()),
+            ),
+            ("state", self.state.map(|state| state.label().to_owned())),
+            ("version", self.version.clone()),
+            ("transport", self.transport.clone()),
+            ("server", self.server.clone()),
+            ("sort", order.map(|order| order.to_string())),
+            ("page", page.map(|page| page.to_string())),
+        ];
+        let parameters = parameters.into_iter();
+        parameters
+            .filter_map(|(name, value)| Some((name, value?)))
+            .collect()
+    }
+
+    /// Returns the parameters that stay when somebody searches for another text.
+    pub(super) fn beside_search(&self) -> Vec<(&'static str, String)> {
+        let mut parameters = self.parameters();
+        parameters.retain(|(name, _)| !["search", "label", "page"].contains(name));
+        parameters
+    }
+
     /// Returns the request target of the first page of the changed query.
     pub(super) fn link(&self, change: impl FnOnce(&mut Self)) -> String {
         let mut changed = self.clone();
@@ -128,30 +159,9 @@ impl NodesQuery {
 /// Formats the query as a request target, without the parameters that have their defaults.
 impl fmt::Display for NodesQuery {
     fn fmt(&self, formatter: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let mut query = Serializer::new(String::new());
-        let label = self.label.as_ref().map(|labels| labels.text.as_str());
-        for (name, value) in [
-            (
-                "search",
-                Some(self.search.as_str()).filter(|text| !text.is_empty()),
-            ),
-            ("label", label),
-            ("state", self.state.map(StateFilter::label)),
-            ("version", self.version.as_deref()),
-            ("transport", self.transport.as_deref()),
-            ("server", self.server.as_deref()),
-        ] {
-            if let Some(value) = value {
-                query.append_pair(name, value);
-            }
-        }
-        if self.order != ListOrder::default() {
-            query.append_pair("sort", &self.order.to_string());
-        }
-        if self.page > 1 {
-            query.append_pair("page", &self.page.to_string());
-        }
-        let query = query.finish();
+        let query = Serializer::new(String::new())
+            .extend_pairs(self.parameters())
+            .finish();
         let separator = if query.is_empty() { "" } else { "?" };
         write!(formatter, "/nodes{separator}{query}")
     }
@@ -244,5 +254,6 @@ mod tests {
         assert_eq!(query.sorted_by(NodeSort::Rtt), "/nodes?search=a&sort=-rtt");
         assert_eq!(query.sorted_by(NodeSort::Name), "/nodes?search=a&sort=name");
         assert_eq!(query.link(|query| query.search.clear()), "/nodes?sort=rtt");
+        assert_eq!(query.beside_search(), [("sort", "rtt".to_owned())]);
     }
 }

@@ -29,7 +29,7 @@ pub(super) struct ServerRow<'a> {
 impl<'a> ServersView<'a> {
     pub(super) fn new(document: &'a ServersDocument, now: SystemTime) -> Self {
         let servers = &document.servers;
-        let says = |one: Option<&ServerFacts>, other: Option<&ServerFacts>| {
+        let is_linked = |one: Option<&ServerFacts>, other: Option<&ServerFacts>| {
             let linked = one?.linked.as_ref()?;
             Some(
                 linked
@@ -39,7 +39,7 @@ impl<'a> ServersView<'a> {
         };
         let link = |from: usize, to: usize| {
             let (from, to) = (servers.get(from), servers.get(to));
-            match (says(from, to), says(to, from)) {
+            match (is_linked(from, to), is_linked(to, from)) {
                 (Some(false), _) | (_, Some(false)) => LinkState::Down,
                 (None, None) => LinkState::Unknown,
                 (Some(true), _) | (_, Some(true)) => LinkState::Up,
