@@ -206,6 +206,7 @@ const RTT_INTERVAL: Duration = Duration::from_secs(10);
 mod tests {
     use prometheus_client::registry::Registry as MetricsRegistry;
     use tunnel_proto::wire::code::CloseCode;
+    use tunnel_store::known_nodes::EnrollmentKind;
 
     use super::*;
     use crate::testing::{Bench, eventually, node};
@@ -233,11 +234,17 @@ mod tests {
         lines.count()
     }
 
-    fn know(bench: &Bench, count: usize) {
-        for number in 0..count {
-            let name = format!("edge-{number:05}").parse().unwrap();
-            bench.sessions.nodes.record(&name, &[]);
+    /// Makes nodes known that have enrolled and were never connected.
+    fn know(bench: &Bench, names: impl IntoIterator<Item = String>) {
+        for name in names {
+            let name = name.parse().unwrap();
+            let nodes = &bench.sessions.nodes;
+            nodes.record_enrollment(&name, EnrollmentKind::JoinToken);
         }
+    }
+
+    fn edges(count: usize) -> impl Iterator<Item = String> {
+        (0..count).map(|number| format!("edge-{number:05}"))
     }
 
     #[tokio::test(start_paused = true)]
@@ -264,7 +271,7 @@ mod tests {
     async fn page_of_ten_thousand_nodes_has_one_series_for_each_value() {
         let (bench, agent) = Bench::with_agent().await;
         agent.near.script().rtt = RTT;
-        know(&bench, 10_000);
+        know(&bench, edges(10_000));
         let nodes = &bench.sessions.nodes;
         eventually("known", || nodes.knows(&node())).await;
         let page = page(&bench, PerNodeMetrics::On);
@@ -278,11 +285,11 @@ mod tests {
     #[tokio::test(start_paused = true)]
     async fn large_fleets_have_no_series_of_nodes_unless_they_are_switched_on() {
         let bench = Bench::new();
-        know(&bench, 2_000);
+        know(&bench, edges(2_000));
         let count = |mode| series(&page(&bench, mode), "node_connected");
         assert_eq!(count(PerNodeMetrics::Auto), 2_000);
         assert_eq!(count(PerNodeMetrics::Off), 0);
-        bench.sessions.nodes.record(&node(), &[]);
+        know(&bench, [node().to_string()]);
         assert_eq!(count(PerNodeMetrics::Auto), 0);
         assert_eq!(count(PerNodeMetrics::On), 2_001);
     }

@@ -195,8 +195,8 @@ impl PageNodes for Vec<NodeStatus> {
     }
 
     fn named(&self, name: &str) -> Option<NodeStatus> {
-        let mut nodes = self.iter();
-        nodes.find(|node| node.node == name).cloned()
+        let found = self.binary_search_by(|node| node.node.as_str().cmp(name));
+        Some(self[found.ok()?].clone())
     }
 
     fn failures(&self) -> Vec<FailureStatus> {

@@ -98,7 +98,7 @@ async fn tour(scratch: &Scratch, server: &str) {
     let unknown = error(scratch, "token revoke nosuchtoken1").await;
     assert!(matches!(unknown, VerbError::UnknownToken(_)));
 
-    let shared = "192.168.33.221 is the address of worker-1, worker-2: reach them by name";
+    let shared = "192.168.33.221: reach by name, since it is shared by worker-1, worker-2";
     assert_contains(&out(scratch, "nodes").await, shared);
     out(scratch, "nodes forget worker-2").await;
     let again = error(scratch, "nodes forget worker-2").await;
