@@ -137,7 +137,7 @@ fn sections(demo_env: &DemoEnv) -> Vec<Section> {
 /// Returns the steps of an operator.
 fn operating(demo_env: &DemoEnv) -> Vec<TourStep> {
     let doctor = demo_env.server_verb(&["doctor", "--only", "D09"]);
-    let url = demo_env.console();
+    let url = format!("{}nodes", demo_env.console());
     let console = demo_env.curl(&["-sS", "-H", "Accept: application/json", &url]);
     vec![
         TourStep::new(doctor, &["errors: 0"]),
