@@ -2,7 +2,7 @@
 
 use std::io::Write as _;
 use std::process::ExitCode;
-use std::time::SystemTime;
+use std::time::{Duration, SystemTime};
 
 use anyhow::Context as _;
 use clap::Parser as _;
@@ -175,7 +175,7 @@ async fn run_diag(arguments: DiagArgs) -> Result<(), VerbError> {
 }
 
 /// Returns the settings of the running server, unless a file is named. Flags and variables override
-/// them.
+/// them. A server that does not answer has those that a start here would have, as far as is known.
 fn load_of_running(source: ConfigArgs) -> anyhow::Result<Config> {
     let loaded = config::load(source.settings.clone(), source.config.as_deref());
     if source.config.is_some() {
@@ -190,10 +190,20 @@ fn load_of_running(source: ConfigArgs) -> anyhow::Result<Config> {
             .unwrap_or(DATA_DIR)
             .into(),
     };
-    match run_to_end(running_settings(&data_dir))? {
-        Some(running) => Ok(Config::try_from(source.settings.or(running))?),
-        None => Ok(loaded?),
+    let asking = running_settings(&data_dir);
+    let asked = async { Ok(tokio::time::timeout(ASK_TIMEOUT, asking).await) };
+    match run_to_end(asked)? {
+        Ok(Ok(Some(running))) => return Ok(Config::try_from(source.settings.or(running))?),
+        Ok(Ok(None)) => {}
+        Ok(Err(error)) => warn_of_other_settings(&error.to_string())?,
+        Err(_elapsed) => warn_of_other_settings("it gives no answer")?,
     }
+    Ok(loaded?)
+}
+
+fn warn_of_other_settings(problem: &str) -> std::io::Result<()> {
+    let text = "cannot ask the running server for its settings, so they may differ from these";
+    writeln!(std::io::stderr(), "warning: {text}: {problem}")
 }
 
 /// Returns the addresses that cannot be bound. A server that runs with the data directory has them.
@@ -248,3 +258,6 @@ fn run(source: ConfigArgs) -> anyhow::Result<ExitCode> {
     runtime.shutdown_background();
     ended
 }
+
+/// Time for the answer of a running server about its settings.
+const ASK_TIMEOUT: Duration = Duration::from_secs(2);
