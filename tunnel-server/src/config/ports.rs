@@ -143,7 +143,7 @@ mod tests {
             (
                 "{ httpProxyPorts: 22, connectPorts: 22 }",
                 22,
-                "None node:22 connect".into(),
+                "Some(Http) node:22 connect".into(),
             ),
             (
                 "ports: [{ number: 8080 }]",
