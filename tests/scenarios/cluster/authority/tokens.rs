@@ -24,7 +24,7 @@ pub(in super::super) fn token(id: &str, days: u64) -> Result<Value> {
     let created = SystemTime::now() - Duration::from_secs(days * 86400);
     let created = humantime::format_rfc3339_seconds(created).to_string();
     let content = json!({
-        "node": "worker-1", "secretSha256": "00".repeat(32), "counter": 0, "generation": 0,
+        "scope": { "node": "worker-1" }, "secretSha256": "00".repeat(32), "counter": 0, "generation": 0,
         // Only the API server's time counts.
         "created": "1970-01-01T00:00:00Z", "ttlSeconds": 3600, "revoked": false,
     });
