@@ -47,7 +47,15 @@ async fn flooded(transport: TransportKind) -> Result<()> {
     ensure!(accepted > 0 && accepted + refused == STREAMS, "{figures}");
     edge.ensure_refused(refused).await;
 
+    let traffic = sink.traffic();
     flood.release();
+    // The target sees the end of a connection after the server has released its permit.
+    eventually("the target sees the release", CONNECT, async || {
+        let open = traffic.open();
+        ensure!(open == 0, "{open} connections");
+        anyhow::Ok(())
+    })
+    .await;
     let again = async {
         for _ in 0..RELEASES {
             flood.open("sink", BATCH).await?;
@@ -59,7 +67,6 @@ async fn flooded(transport: TransportKind) -> Result<()> {
     ensure!(slowest < scaled(SLOWEST), "a request took {slowest:?}");
     edge.ensure_refused(flood.refused()).await;
 
-    let traffic = sink.traffic();
     let (most, dialed) = (traffic.most_open(), traffic.accepted());
     let allowed = BURST + RATE * (began.elapsed().as_secs() + 1);
     ensure!(most <= STREAMS_PER_AGENT, "{most} connections at once");
