@@ -13,10 +13,11 @@ use tokio::task::JoinSet;
 use tokio::time::{Instant, MissedTickBehavior, interval, sleep, timeout};
 use tokio_util::sync::CancellationToken;
 use tunnel_server::config::RawConfig;
+use tunnel_tests::checks::get_ok;
 use tunnel_tests::client::{Exchange, RawRequest, request};
 use tunnel_tests::cluster::{Cluster, edge};
 use tunnel_tests::env::{Agent, TestEnv, WAIT_TIMEOUT};
-use tunnel_tests::eventually::scaled;
+use tunnel_tests::eventually::{eventually, scaled};
 use tunnel_tests::link::Link;
 use tunnel_tests::targets::Exporter;
 
@@ -130,11 +131,16 @@ impl Site {
         old.connected("worker-1").await;
         let exporter = Exporter::start("worker-1").await?;
         let host = format!("worker-1:{}", exporter.addr().port());
+        eventually("the nodes are known", WAIT_TIMEOUT, async || {
+            get_ok(old.http(), &host, "/metrics").await
+        })
+        .await;
         let follow = RawRequest::get(&host, "/follow?interval_ms=50");
         let mut followed = Vec::new();
         for _ in 0..streams {
             let mut stream = Exchange::start(old.http(), &follow).await?;
-            stream.line().await.context("a line")?;
+            let (status, line) = (stream.status(), stream.line().await.context("a line")?);
+            ensure!(status == 200, "{status}: {line}");
             followed.push(stream);
         }
         let calling = Calling::start(service.endpoints.clone(), &host);
