@@ -120,7 +120,8 @@ impl NodeSurvey {
             return;
         }
         let named = failure.node.iter().chain(&failure.nodes_from_address);
-        for name in named {
+        // Noise from the address of a node, as of a health check, explains no absence.
+        for name in named.filter(|_| !failure.is_noise) {
             let last = self.failed.entry(name.clone()).or_default();
             *last = std::mem::take(last).max(failure.last.clone());
         }
@@ -239,8 +240,8 @@ impl NodeSurvey {
             add(Severity::Warning, several, what, fix);
         }
         if let Some((severity, several, what)) = certificate {
-            let fix =
-                "on the node: journalctl -u tunnel-agent; with an ended certificate, a new token";
+            let fix = "on the node: journalctl -u tunnel-agent; with an ended certificate, a new token, or \
+                 the files of --cert-file and --key-file replaced";
             add(severity, several, what, fix);
         }
     }
@@ -373,7 +374,7 @@ fn away(node: &NodeStatus, has_failed: bool) -> (FaultKind, Fault) {
             ", and connections fail, see D22",
         )
     } else {
-        ("; no connection of it has arrived since", "")
+        ("; no connection with its name has arrived since", "")
     };
     let kind = FaultKind {
         noun: "nodes",

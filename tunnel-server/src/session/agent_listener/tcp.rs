@@ -65,19 +65,30 @@ impl TcpHandler {
             debug!(%error, "cannot set a socket option");
         }
         let metrics = &half_open.sessions.metrics;
-        let began = half_open.with_deadline(begins_with_proxy_protocol(&socket));
-        if let Ok(Ok(true)) = began.await {
-            metrics.handshake(PROXY_PROTOCOL);
-            half_open.record(PROXY_PROTOCOL, "connection begins with PROXY protocol");
-            static HEADERS: LogRateLimit = LogRateLimit::new("PROXY protocol on the agents' port");
-            if HEADERS.admit() {
-                warn!(
-                    %peer,
-                    "connection on the agents' port begins with PROXY protocol, which this server does not read; disable it at \
-                     the load balancer"
-                );
+        match half_open.with_deadline(first_bytes(&socket)).await {
+            Ok(Ok(FirstBytes::Other)) => {}
+            Ok(Ok(FirstBytes::ProxyProtocol)) => {
+                metrics.handshake(PROXY_PROTOCOL);
+                half_open.record(PROXY_PROTOCOL, "connection begins with PROXY protocol");
+                static HEADERS: LogRateLimit =
+                    LogRateLimit::new("PROXY protocol on the agents' port");
+                if HEADERS.admit() {
+                    warn!(
+                        %peer,
+                        "connection on the agents' port begins with PROXY protocol, which this server does not read; disable it at \
+                         the load balancer"
+                    );
+                }
+                return None;
             }
-            return None;
+            Ok(Ok(FirstBytes::None) | Err(_)) => {
+                debug!("connection ended before its first byte");
+                return None;
+            }
+            Err(error) => {
+                half_open.early(error);
+                return None;
+            }
         }
         let socket = h2::ReadAhead::new(socket);
         let hello = LazyConfigAcceptor::new(rustls::server::Acceptor::default(), socket);
@@ -184,12 +195,27 @@ fn record_enrollment(half_open: &HalfOpenConn, end: &EnrollmentEnd) {
     sessions.record_failure(end.label(), node, half_open.peer, detail);
 }
 
-/// Returns whether the first bytes of a connection, which stay unread, are a header of the PROXY
-/// protocol in version 1 or 2. A load balancer writes it at once.
-async fn begins_with_proxy_protocol(socket: &TcpStream) -> io::Result<bool> {
+/// What a connection begins with.
+enum FirstBytes {
+    /// Nothing: the other end has closed it. Health checks and `doctor` do.
+    None,
+    /// A header of the PROXY protocol in version 1 or 2. A load balancer writes it at once.
+    ProxyProtocol,
+    Other,
+}
+
+/// Waits for the first bytes of a connection, which stay unread, or for its end.
+async fn first_bytes(socket: &TcpStream) -> io::Result<FirstBytes> {
     let mut bytes = [0; PROXY_V2.len()];
     let count = socket.peek(&mut bytes).await?;
-    Ok(bytes[..count].starts_with(PROXY_V1) || bytes[..count].starts_with(PROXY_V2))
+    let bytes = &bytes[..count];
+    Ok(match bytes {
+        [] => FirstBytes::None,
+        _ if bytes.starts_with(PROXY_V1) || bytes.starts_with(PROXY_V2) => {
+            FirstBytes::ProxyProtocol
+        }
+        _ => FirstBytes::Other,
+    })
 }
 
 /// Begin of a header of the PROXY protocol, version 1.

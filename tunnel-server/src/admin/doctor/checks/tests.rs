@@ -277,12 +277,18 @@ fn d09_node_that_is_away_says_whether_connections_of_it_arrive() {
         nodes_from_address: vec!["a".to_owned()],
         ..FailureStatus::default()
     };
+    let health_check = FailureStatus {
+        code: "not_tls".to_owned(),
+        is_noise: true,
+        ..failure.clone()
+    };
+    let nothing = (
+        "no connection with its name has arrived since",
+        "its DNS, a proxy or a firewall",
+    );
     for (failures, what, fix) in [
-        (
-            &[][..],
-            "no connection of it has arrived since",
-            "its DNS, a proxy or a firewall",
-        ),
+        (&[][..], nothing.0, nothing.1),
+        (&[health_check][..], nothing.0, nothing.1),
         (&[failure][..], "see D22", "tunnel-server nodes --failed a"),
     ] {
         let found = findings(|facts| facts.server = answer_with(&[away.clone()], failures));

@@ -222,6 +222,21 @@ async fn header_of_a_load_balancer_is_known_and_ends_the_connection() {
 }
 
 #[tokio::test]
+async fn connection_without_tls_is_remembered_and_one_without_bytes_is_not() {
+    let test_listener = Listener::open(Duration::from_secs(5)).await;
+    for bytes in [&b""[..], b"GET / HTTP/1.1\r\n\r\n"] {
+        let mut socket = TcpStream::connect(test_listener.address).await.unwrap();
+        socket.write_all(bytes).await.unwrap();
+        socket.shutdown().await.unwrap();
+        let _end_or_reset = within(socket.read(&mut [0])).await;
+    }
+    test_listener.remembers("not_tls", 1).await;
+    assert_eq!(test_listener.handshakes("handshake_failed"), Some(1));
+    assert_eq!(test_listener.bench.sessions.failures.all().len(), 1);
+    test_listener.all_permits_are_free().await;
+}
+
+#[tokio::test]
 async fn enrollment_needs_no_certificate_and_a_session_does() {
     let test_listener = Listener::open(Duration::from_secs(5)).await;
     let agreed = test_listener.connect(&[ALPN_ENROLL], None).await;
