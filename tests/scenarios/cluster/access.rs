@@ -83,7 +83,7 @@ async fn rbac_on_subresources_of_node_decides_about_a_reviewed_account() -> Resu
     let prometheus = token(&cluster, "prometheus")?;
     let passes = async |method: &str, path: &str| -> Result<()> {
         let (status, text) = ask(&env, &prometheus, method, path).await?;
-        ensure!(status != 403, "{text}");
+        ensure!(status != 403 && !text.contains("is starting"), "{text}");
         Ok(())
     };
     let refused = async |method: &str, path: &str, right: &str| -> Result<()> {
@@ -98,7 +98,8 @@ async fn rbac_on_subresources_of_node_decides_about_a_reviewed_account() -> Resu
         )
     };
     let (logs, exec) = ("/containerLogs/ns/pod/c", "/exec/ns/pod/c");
-    passes("GET", "/metrics/cadvisor").await?;
+    let known = async || passes("GET", "/metrics/cadvisor").await;
+    eventually("the nodes are known", CHANGED, known).await;
     refused("GET", logs, "get nodes/proxy").await?;
     refused("GET", "/pods", "get nodes/pods nor nodes/proxy").await?;
     refused("GET", "/logs/syslog", "get nodes/log").await?;

@@ -116,7 +116,7 @@ async fn dns_8_a_deposed_leader_keeps_serving_and_writes_nothing(
     .await;
     // The server still knows the state that it does not write. The new node has a name here at
     // once.
-    let get = RawRequest::get("worker-2:10250", "/");
+    let get = RawRequest::get("worker-2:10250", "/healthz");
     let reply = request(server.address(Listener::Http), &get).await?;
     ensure!(
         reply.header("x-tunnel-error") == Some("no_agent"),

@@ -356,6 +356,8 @@ async fn applied_objects_run_and_a_node_is_reached_by_its_name() -> Result<()> {
         .args(["-H", "Upgrade: SPDY/3.1", "--max-time", "10", "--cacert"])
         .arg(ca)
         .args(["--connect-to", &format!("::{internal_ip}:10250")])
+        // The kubelet reviews the token.
+        .args(["-H", "Authorization: Bearer of-a-user"])
         .arg("https://worker-1:10250/exec/default/pod/main?command=cat");
     // The echo has no end, so the first lines are enough.
     let shell = "yes through the tunnel | \"$@\" | head -n 6";
