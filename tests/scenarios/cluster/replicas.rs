@@ -111,6 +111,8 @@ pub(super) fn on_own_address(cluster_env: &ClusterEnv, name: &str) -> Result<Ser
     let drain_timeout = humantime::format_duration(timing.drain_timeout).to_string();
     let setup = cluster_env.setup(name)?;
     Ok(setup
+        // The scenarios hold upgraded streams of callers without a certificate.
+        .args(&["--compat", "yurt-tunnel"])
         .args(&["--drain-delay", &drain_delay])
         .args(&["--drain-timeout", &drain_timeout]))
 }
