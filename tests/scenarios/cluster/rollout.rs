@@ -8,7 +8,7 @@ use std::net::SocketAddr;
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
 
-use anyhow::{Context, Result, ensure};
+use anyhow::{Context, Result, bail, ensure};
 use tokio::task::JoinSet;
 use tokio::time::{Instant, MissedTickBehavior, interval, sleep, timeout};
 use tokio_util::sync::CancellationToken;
@@ -139,8 +139,10 @@ impl Site {
         let mut followed = Vec::new();
         for _ in 0..streams {
             let mut stream = Exchange::start(old.http(), &follow).await?;
-            let (status, line) = (stream.status(), stream.line().await.context("a line")?);
-            ensure!(status == 200, "{status}: {line}");
+            if stream.status() != 200 {
+                bail!("not followed: {}", stream.into_reply().await.text());
+            }
+            stream.line().await.context("a line")?;
             followed.push(stream);
         }
         let calling = Calling::start(service.endpoints.clone(), &host);
