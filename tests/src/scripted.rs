@@ -65,6 +65,7 @@ impl AgentCredential {
             csr: csr.der().to_vec(),
             node_name: node.parse()?,
             proof: None,
+            is_known: false,
         };
         let (chain, roots) = match enroll(server, pin, &request).await? {
             EnrollReply::Issued { chain, roots } => (chain, roots),

@@ -37,6 +37,8 @@ pub struct EnrollRequest {
     pub node_name: NodeName,
     /// The proof that replaces the token when an expired certificate is renewed.
     pub proof: Option<RenewalProof>,
+    /// The server that forwards the request knows the node. Agents do not send it.
+    pub is_known: bool,
 }
 
 /// A proof that the requester holds the key of a certificate. The proof is bound to this TLS
@@ -89,6 +91,7 @@ impl EnrollRequest {
             old_chain: proof.map_or_else(Vec::new, |proof| proof.chain.clone()),
             proof: proof.map_or_else(Vec::new, |proof| proof.signature.clone()),
             proof_scheme: proof.map_or(0, |proof| proof.scheme.into()),
+            is_known: self.is_known,
         };
         let encoded = frame::encode(&message, ENROLL_MESSAGE_MAX, out);
         message.token.zeroize();
@@ -118,6 +121,7 @@ impl EnrollRequest {
             csr: message.csr,
             node_name,
             proof,
+            is_known: message.is_known,
         })
     }
 }
@@ -363,6 +367,7 @@ mod tests {
             csr: Vec::new(),
             node_name: "worker-1".parse().unwrap(),
             proof: None,
+            is_known: false,
         };
         assert_wiped(request, |request| request.token.as_bytes()).unwrap();
     }
@@ -374,6 +379,7 @@ mod tests {
             csr: vec![1],
             node_name: "n".parse().unwrap(),
             proof: None,
+            is_known: false,
         };
         assert!(!format!("{request:?} {:?}", token()).contains("a5a5"));
     }

@@ -445,6 +445,7 @@ fn enrollment_is_as_captured() {
         csr: vec![0x30, 0x03, 0x02, 0x01, 0x00],
         node_name: "worker-1".parse().unwrap(),
         proof: None,
+        is_known: false,
     };
     let renewal = EnrollRequest {
         token: String::new().into(),
@@ -454,6 +455,7 @@ fn enrollment_is_as_captured() {
             chain: vec![vec![0x30, 1]],
             signature: vec![7, 8],
             scheme: 0x0403,
+            is_known: false,
         }),
     };
     check(

@@ -30,6 +30,7 @@ async fn t04_thousand_bad_tokens_from_one_address_do_not_stop_200_good_ones() ->
             csr: csr()?,
             node_name: name.parse()?,
             proof: None,
+            is_known: false,
         };
         for _ in 0..5 {
             let guess = JoinToken::new(
@@ -91,7 +92,7 @@ async fn t04_ten_thousand_guesses_get_nothing_and_see_the_limit() -> Result<()> 
         let guess = JoinToken::new(id, &random.random::<[u8; TOKEN_SECRET_BYTES]>(), Some(pin))?;
         match env
             .tokens()
-            .redeem(&guess.reveal(), &node, [1; 32], &|_| false, now)
+            .redeem(&guess.reveal(), &node, [1; 32], &|_| Some(false), now)
         {
             Err((EnrollCode::BadToken, detail)) => {
                 ensure!(!detail.contains(&guess.reveal()));
@@ -108,9 +109,13 @@ async fn t04_ten_thousand_guesses_get_nothing_and_see_the_limit() -> Result<()> 
     // The valid token still works: with one key, for its node, until it expires.
     let right = token.reveal();
     let redeem = |node: &str, key, at| {
-        let answer = env
-            .tokens()
-            .redeem(&right, &node.parse().unwrap(), [key; 32], &|_| false, at);
+        let answer = env.tokens().redeem(
+            &right,
+            &node.parse().unwrap(),
+            [key; 32],
+            &|_| Some(false),
+            at,
+        );
         answer.map(drop).map_err(|(code, _)| code)
     };
     ensure!(redeem("worker-2", 1, now) == Err(EnrollCode::WrongNode));

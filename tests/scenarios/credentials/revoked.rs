@@ -153,13 +153,13 @@ async fn messages_of_token_misuse_are_distinct() -> Result<()> {
         let name = name.parse().unwrap();
         let answer = env
             .tokens()
-            .redeem(&token.reveal(), &name, key(byte), &|_| false, at);
+            .redeem(&token.reveal(), &name, key(byte), &|_| Some(false), at);
         answer.map(drop).unwrap_err()
     };
     let [used, other, ended, revoked] = [(); 4].map(|()| env.token("worker-1", &[]).unwrap());
     let redeemed = env
         .tokens()
-        .redeem(&used.reveal(), &node, key(1), &|_| false, now);
+        .redeem(&used.reveal(), &node, key(1), &|_| Some(false), now);
     redeemed.unwrap();
     env.tokens().revoke(revoked.id())?;
     let answers = [

@@ -249,6 +249,7 @@ pub(super) fn enrollments() -> Result<Vec<Vec<u8>>> {
             csr: vec![0x30; 120],
             node_name: "worker-1".parse()?,
             proof,
+            is_known: false,
         };
         corpus.push(content(ENROLL_MESSAGE_MAX, |out| request.encode(out))?);
     }

@@ -21,16 +21,19 @@ use tunnel_proto::wire::order::Order;
 use tunnel_store::known_nodes::{EnrollmentKind, KnownNodes};
 use zeroize::Zeroize as _;
 
+use crate::AgentCsr;
 use crate::attestation::{AttestedToken, Attestor, KeyBinding, ServiceAccountToken};
 use crate::renewal::{EnrollRefusal, Renewals, refusal, revoked};
 use crate::revocation::is_issued_before;
 use crate::tokens::TokenStore;
-use crate::{AgentCsr, IsKnown};
 
 mod forwarded;
 mod peers;
 
 pub use peers::EnrollmentPeers;
+
+/// A callback that returns whether a name is taken, or `None` while that is not known.
+pub type IsTaken = Arc<dyn Fn(&NodeName) -> Option<bool> + Send + Sync>;
 
 /// Any client that can connect to the port can cause these log messages.
 static REFUSED: LogRateLimit = LogRateLimit::new("enrollments refused");
@@ -44,8 +47,9 @@ pub struct Enrollment {
     pub tokens: Arc<TokenStore>,
     /// Known nodes, to which enrolled nodes are added.
     pub nodes: Arc<KnownNodes>,
-    /// Whether a name is taken, by a Node object or otherwise. No token for a pattern enrolls it.
-    pub is_known: IsKnown,
+    /// Whether a name is taken, by a Node object or otherwise, or `None` while the Nodes are not known.
+    /// No token for a pattern enrolls a name that is taken.
+    pub is_taken: IsTaken,
     /// Client for the review of ServiceAccount tokens. `None` outside a cluster.
     pub attestor: Option<Attestor>,
     /// Other servers, which may have created a join token. `None` in a cluster.
@@ -293,7 +297,10 @@ impl Enrollment {
             &request.token,
             &request.node_name,
             certificate_request.key_sha256(),
-            &|node| self.nodes.knows(node) || (self.is_known)(node),
+            &|node| match self.nodes.knows(node) || request.is_known {
+                true => Some(true),
+                false => (self.is_taken)(node),
+            },
             now,
         )?;
         if grant.order.is_before(order) {
@@ -458,7 +465,7 @@ mod tests {
                 renewals: Some(renewals),
                 tokens: Arc::new(tokens),
                 nodes: Arc::new(KnownNodes::open(&scratch.0).unwrap()),
-                is_known: Arc::new(|_| false),
+                is_taken: Arc::new(|_| Some(false)),
                 attestor: None,
                 peers: None,
             };
@@ -503,6 +510,7 @@ mod tests {
                 csr,
                 node_name: node(),
                 proof: None,
+                is_known: false,
             };
             let mut bytes = BytesMut::new();
             request.encode(&mut bytes).unwrap();

@@ -88,8 +88,7 @@ pub enum TokenState {
     /// The token has expired without being used.
     Expired,
     Revoked,
-    /// A node has used the token for a pattern that has this id before its `-`, and waits until an
-    /// operator approves it.
+    /// A node has used a token for a pattern, and waits until an operator approves it.
     Pending,
 }
 
@@ -343,7 +342,7 @@ impl TokenStore {
     /// first key that uses a token may repeat it until the token expires, because an answer may be
     /// lost. Failures are rate-limited per token and, for unknown ids, globally. A valid token is
     /// accepted regardless of the failures of others. A token for a pattern admits no node that
-    /// `is_known`.
+    /// `is_known`, and none while that is not known.
     ///
     /// # Errors
     /// Returns the code and a message for the operator. The message never contains the secret.
@@ -352,7 +351,7 @@ impl TokenStore {
         token_text: &str,
         node: &NodeName,
         csr_public_key_sha256: [u8; 32],
-        is_known: &dyn Fn(&NodeName) -> bool,
+        is_known: &dyn Fn(&NodeName) -> Option<bool>,
         now: SystemTime,
     ) -> Result<TokenGrant, EnrollRefusal> {
         let key = hex(&csr_public_key_sha256);

@@ -26,6 +26,7 @@ use crate::routing::registry::{Registry, RegistryLimits};
 use crate::routing::routes::Routes;
 use crate::session::failures::Failures;
 use tunnel_ca::IsKnown;
+use tunnel_ca::enrollment::IsTaken;
 use tunnel_dns::Records;
 use tunnel_routing::destination::Destination;
 use tunnel_routing::dial_policy::LiveClusterNetworks;
@@ -128,7 +129,20 @@ impl ProcessContext {
 }
 
 impl ServerContext {
-    /// Returns whether a name is that of a known node, for handshakes and enrollments.
+    /// Returns whether a name is taken, for enrollments of new nodes: every name that could lead to a
+    /// node is, also an ambiguous one.
+    pub(super) fn is_taken(&self) -> IsTaken {
+        let routes = self.routes.clone();
+        Arc::new(move |name| {
+            let found = routes.load().by_name(name).map(drop);
+            match found {
+                Err(RouteError::UnknownName(_)) => routes.are_known().then_some(false),
+                Ok(()) | Err(_) => Some(true),
+            }
+        })
+    }
+
+    /// Returns whether a name is that of a known node, for handshakes.
     pub(super) fn is_known(&self) -> IsKnown {
         let routes = self.routes.clone();
         Arc::new(move |name| routes.load().knows(name))

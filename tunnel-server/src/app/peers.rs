@@ -124,7 +124,7 @@ fn on_enroll(
         renewals: agents.renewals.clone(),
         tokens: authority.tokens.clone(),
         nodes: context.nodes.clone(),
-        is_known: context.is_known(),
+        is_taken: context.is_taken(),
         attestor: None,
         peers: None,
     };

@@ -54,7 +54,7 @@ pub(super) fn start(
             renewals: agents.renewals.clone(),
             tokens: authority.tokens.clone(),
             nodes: context.nodes.clone(),
-            is_known: context.is_known(),
+            is_taken: context.is_taken(),
             attestor: inputs.attestor,
             peers: (context.config.kubernetes.is_none()).then(|| context.peers.clone() as _),
         },

@@ -92,7 +92,7 @@ async fn r09_of_two_keys_that_use_a_token_at_two_servers_at_once_one_is_refused(
         let text = token.reveal();
         let redeem = |env: &TestEnv, key: u8| {
             env.tokens()
-                .redeem(&text, &node, [key; 32], &|_| false, SystemTime::now())
+                .redeem(&text, &node, [key; 32], &|_| Some(false), SystemTime::now())
         };
         let results = std::thread::scope(|threads| {
             let first = threads.spawn(|| redeem(&one, 1));

@@ -112,7 +112,11 @@ impl Enrollment {
             Ok(false) => {}
             Err(refusal) => return Some(Err(refusal)),
         }
-        let (replica, reply) = match ask_all(&**peers, request).await {
+        let asked = EnrollRequest {
+            is_known: self.nodes.knows(&request.node_name),
+            ..request.clone()
+        };
+        let (replica, reply) = match ask_all(&**peers, &asked).await {
             HopReply::Replied(replica, reply) => (replica, reply),
             HopReply::Unknown => return None,
             HopReply::Unanswered(replica) => {
@@ -218,6 +222,7 @@ mod tests {
     use super::*;
     use crate::renewal::Renewals;
     use crate::revocation::OrderAction;
+    use crate::tokens::NewNodes;
 
     fn request(token: &str, key: &KeyPair) -> EnrollRequest {
         EnrollRequest {
@@ -225,6 +230,7 @@ mod tests {
             csr: csr(key),
             node_name: node(),
             proof: None,
+            is_known: false,
         }
     }
 
@@ -298,6 +304,27 @@ mod tests {
             direct.0, "bad_token",
             "the limit of unknown ids is not reached"
         );
+    }
+
+    #[tokio::test]
+    async fn node_that_the_forwarding_server_knows_is_not_new() {
+        let (fixture, key) = (Fixture::new(), KeyPair::generate().unwrap());
+        let tokens = &fixture.enrollment.tokens;
+        let ca = &fixture.enrollment.renewals.as_ref().unwrap().ca;
+        let nodes = NewNodes {
+            pattern: "worker-*".parse().unwrap(),
+            uses_max: 2,
+            needs_approval: false,
+        };
+        let (minute, now) = (Duration::from_secs(60), SystemTime::now());
+        let token = tokens.create_for_pattern(nodes, minute, ca.spki_sha256(), now);
+        let mut request = request(&token.unwrap().reveal(), &key);
+        request.is_known = true;
+        let reply = forwarded(&fixture, &request).await;
+        assert_eq!(refused(&reply), EnrollCode::WrongNode);
+        request.is_known = false;
+        let reply = forwarded(&fixture, &request).await;
+        assert!(matches!(reply, EnrollReply::Issued { .. }), "{reply:?}");
     }
 
     #[tokio::test]

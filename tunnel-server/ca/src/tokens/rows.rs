@@ -164,7 +164,7 @@ mod tests {
         );
         let text = token.unwrap().reveal();
         let far = now + 40 * DAY;
-        let refused = store.redeem(&text, &node(), [1; 32], &|_| false, far);
+        let refused = store.redeem(&text, &node(), [1; 32], &|_| Some(false), far);
         assert!(refused.unwrap_err().1.contains("ended at"));
         let mut old = OldTokens::new();
         rows.clean(&mut old, far, instant);
@@ -174,7 +174,7 @@ mod tests {
         rows.clean(&mut old, far, instant + 2 * DAY);
         assert!(
             store
-                .redeem(&text, &node(), [1; 32], &|_| false, now)
+                .redeem(&text, &node(), [1; 32], &|_| Some(false), now)
                 .is_ok()
         );
         rows.clean(&mut old, far, instant + 3 * DAY);

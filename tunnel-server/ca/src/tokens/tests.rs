@@ -8,7 +8,7 @@ const KEY: [u8; 32] = [1; 32];
 const OTHER_KEY: [u8; 32] = [2; 32];
 
 /// No node is known.
-const NEW: fn(&NodeName) -> bool = |_| false;
+const NEW: fn(&NodeName) -> Option<bool> = |_| Some(false);
 
 fn name(text: &str) -> NodeName {
     text.parse().unwrap()
@@ -297,7 +297,10 @@ fn token_for_a_pattern_enrolls_new_matching_nodes_as_often_as_it_may() {
     let fixture = Fixture::new();
     let (store, token) = (&fixture.store, for_cams(&fixture.store, 2, false));
     let enroll = |node: &str, key: u8, seconds| {
-        let is_known = |name: &NodeName| name.as_str() == "cam-known";
+        let is_known = |name: &NodeName| match name.as_str() {
+            "cam-later" => None,
+            name => Some(name == "cam-known"),
+        };
         let granted = store.redeem(
             &token.reveal(),
             &name(node),
@@ -311,6 +314,7 @@ fn token_for_a_pattern_enrolls_new_matching_nodes_as_often_as_it_may() {
         ("worker-1", EnrollCode::WrongNode),
         ("cam-a.site", EnrollCode::WrongNode),
         ("cam-known", EnrollCode::WrongNode),
+        ("cam-later", EnrollCode::Unavailable),
     ] {
         assert_eq!(enroll(node, 9, 1), Err(refused), "{node}");
     }
@@ -330,6 +334,12 @@ fn token_for_a_pattern_enrolls_new_matching_nodes_as_often_as_it_may() {
     assert_eq!(enroll("cam-3", 3, 3), Err(EnrollCode::TokenUsed));
     assert_eq!(enroll("cam-2", 2, 4), Ok(name("cam-2")));
     assert_eq!(enroll("cam-2", 2, 3600), Err(EnrollCode::TokenExpired));
+    // Another token does not take the name, also where no server knows the node.
+    let second = for_cams(store, 2, false);
+    for key in [1, 9] {
+        let other = store.redeem(&second.reveal(), &name("cam-1"), [key; 32], &NEW, at(4));
+        assert_eq!(other.unwrap_err().0, EnrollCode::WrongNode);
+    }
     // A restarted server knows the uses.
     let again = fixture.open_again();
     let other = again.redeem(&token.reveal(), &name("cam-3"), KEY, &NEW, at(5));
@@ -371,6 +381,17 @@ fn node_waits_until_it_is_approved() {
     assert_eq!(store.approve(&[name("cam-1")]).unwrap(), []);
     assert_eq!(enroll(), Err(EnrollCode::Pending));
     assert_eq!(enroll(), Err(EnrollCode::Pending));
+    // An approval is for one key, since nobody else can wait with this name.
+    let second = for_cams(store, 2, true);
+    let other = store.redeem(&second.reveal(), &name("cam-1"), OTHER_KEY, &NEW, at(1));
+    assert_eq!(other.unwrap_err().0, EnrollCode::WrongNode);
+    let known: fn(&NodeName) -> Option<bool> = |_| Some(true);
+    let later = store.redeem(&token.reveal(), &name("cam-1"), KEY, &known, at(1));
+    assert_eq!(
+        later.unwrap_err().0,
+        EnrollCode::WrongNode,
+        "it enrolled otherwise"
+    );
     let states = |id_part: &str| {
         let listed = store.list(at(1)).unwrap().into_iter();
         let listed = listed.filter(|row| row.id.contains(id_part));

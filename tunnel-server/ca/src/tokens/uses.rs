@@ -1,5 +1,6 @@
-//! Uses of tokens for patterns. Each use is an object of its own, named after token and node, so the
-//! creation of the object is the compare-and-swap on the node.
+//! Uses of tokens for patterns. Each use is an object of its own, named after the node, so the creation
+//! of the object is the compare-and-swap on the name, whatever tokens there are. It stays for a year,
+//! so that no later token takes the name of a node that no server knows any more.
 
 use std::io;
 use std::sync::Arc;
@@ -13,7 +14,7 @@ use tunnel_proto::wire::name::NodeName;
 use tunnel_store::data_dir::whole_seconds;
 
 use super::object::{
-    CONFLICTS_MAX, StoredToken, TokenObject, TokenObjects, TokenScope, unavailable,
+    CONFLICTS_MAX, LIFE_MAX, StoredToken, TokenObject, TokenObjects, TokenScope, unavailable,
 };
 use crate::renewal::EnrollRefusal;
 
@@ -50,7 +51,7 @@ impl PatternUses {
         &self,
         token_use: &TokenUse<'_>,
         object: TokenObject,
-        is_known: bool,
+        is_known: Option<bool>,
         now: SystemTime,
     ) -> Result<(), EnrollRefusal> {
         let id = token_use.id();
@@ -58,25 +59,30 @@ impl PatternUses {
         let found = self.objects.get(&id).map_err(|error| unavailable(&error))?;
         let used = match found {
             Some(used) => used.token,
-            None if is_known => {
-                let detail = format!(
-                    "the node {} is known already, and a token for a pattern enrolls new nodes only; create a token for this node",
-                    token_use.node
-                );
-                return Err((EnrollCode::WrongNode, detail));
+            None => {
+                refuse_known(token_use.node, is_known)?;
+                self.add_use(token_use, &id, object, now)?
             }
-            None => self.add_use(token_use, &id, object, now)?,
         };
-        used.check(token_use.key, now)?;
-        match used.scope {
-            TokenScope::Use {
-                is_approved: false, ..
-            } => {
-                let detail = format!("the node {} waits for an approval", token_use.node);
-                Err((EnrollCode::Pending, detail))
-            }
-            _ => Ok(()),
+        let TokenScope::Use {
+            token, is_approved, ..
+        } = &used.scope
+        else {
+            return Err(unavailable(&io::Error::other(
+                "an object is no use of a token",
+            )));
+        };
+        if token != token_use.token {
+            refuse_known(token_use.node, Some(true))?;
         }
+        used.check(token_use.key, now)?;
+        if *is_approved {
+            return Ok(());
+        }
+        // It may have enrolled in another way since.
+        refuse_known(token_use.node, is_known)?;
+        let detail = format!("the node {} waits for an approval", token_use.node);
+        Err((EnrollCode::Pending, detail))
     }
 
     /// Counts a use, and creates its object. Returns the use, which may be that of another key.
@@ -88,7 +94,6 @@ impl PatternUses {
         now: SystemTime,
     ) -> Result<StoredToken, EnrollRefusal> {
         let token = self.count_use(token_use, object, now)?;
-        let left = token.expires().duration_since(now).unwrap_or_default();
         let needs_approval = matches!(
             token.scope,
             TokenScope::Pattern {
@@ -104,7 +109,7 @@ impl PatternUses {
             },
             secret_sha256: String::new(),
             created: whole_seconds(now),
-            ttl_seconds: left.as_secs(),
+            ttl_seconds: LIFE_MAX.as_secs(),
             used_by: Some(token_use.key.to_owned()),
             ..token
         };
@@ -190,11 +195,24 @@ impl TokenUse<'_> {
     /// Returns the id of the object. No token has such an id.
     fn id(&self) -> String {
         let node = hex(&sha256(self.node.as_str().as_bytes()));
-        format!(
-            "{}-{}",
-            self.token,
-            node.get(..NODE_HASH_LEN).unwrap_or(&node)
-        )
+        format!("use-{}", node.get(..NODE_HASH_LEN).unwrap_or(&node))
+    }
+}
+
+/// Refuses a node that is known, and every node while it is not known which nodes there are.
+fn refuse_known(node: &NodeName, is_known: Option<bool>) -> Result<(), EnrollRefusal> {
+    match is_known {
+        Some(false) => Ok(()),
+        Some(true) => {
+            let detail = format!(
+                "the node {node} is known already, and a token for a pattern enrolls new nodes only; create a token for this node"
+            );
+            Err((EnrollCode::WrongNode, detail))
+        }
+        None => {
+            let detail = "this server does not know the nodes of the cluster yet; try again later";
+            Err((EnrollCode::Unavailable, detail.to_owned()))
+        }
     }
 }
 

@@ -60,7 +60,7 @@ impl Listener {
                 renewals: None,
                 tokens: Arc::new(TokenStore::open(&scratch.0).unwrap()),
                 nodes: Arc::new(KnownNodes::open(&scratch.0).unwrap()),
-                is_known: Arc::new(|_| false),
+                is_taken: Arc::new(|_| Some(false)),
                 attestor: None,
                 peers: None,
             },
