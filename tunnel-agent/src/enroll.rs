@@ -311,11 +311,11 @@ async fn request(
             EnrollProof::Token(Token::Join(token)) => token.reveal().into(),
             EnrollProof::Token(Token::ServiceAccount(token)) => token.0.clone().into(),
             EnrollProof::ExpiredCertificate(_) => Zeroizing::default(),
-            is_known: false,
         },
         csr: csr.der().to_vec(),
         node_name: enrollment.node.clone(),
         proof,
+        is_known: false,
     };
     let mut framed = BytesMut::new();
     message
