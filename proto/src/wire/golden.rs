@@ -455,8 +455,8 @@ fn enrollment_is_as_captured() {
             chain: vec![vec![0x30, 1]],
             signature: vec![7, 8],
             scheme: 0x0403,
-            is_known: false,
         }),
+        is_known: false,
     };
     check(
         &[
