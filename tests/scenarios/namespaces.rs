@@ -81,11 +81,9 @@ async fn nodes_shows_the_shared_address(fleet: &Fleet) -> Result<()> {
         ensure!(*shared == serde_json::json!(NODES), "{row}");
     }
     let table = fleet.server().verb(&["nodes"])?.run().await?.ok()?;
-    for node in NODES {
-        let row = table.lines().find(|row| row.contains(node));
-        let row = row.context("a node is not in the table")?;
-        ensure!(row.contains(&address), "{table}");
-    }
+    let row = table.lines().find(|row| row.starts_with(&address));
+    let row = row.context("the address is not under the table")?;
+    ensure!(NODES.iter().all(|node| row.contains(node)), "{table}");
     Ok(())
 }
 

@@ -457,14 +457,18 @@ async fn names_guide(kind: Kind) -> Result<()> {
         &rendered[3]["spec"]["template"],
     );
     for field in ["args", "image", "securityContext", "volumeMounts"] {
-        let of = |pod: &Value| pod["spec"]["containers"][0][field].clone();
-        let (applied, mut rendered) = (of(applied), of(rendered));
-        // The default, which is not stored.
-        for mount in rendered.as_array_mut().into_iter().flatten() {
-            if mount["readOnly"] == false {
-                mount.as_object_mut().context("a mount")?.remove("readOnly");
+        let of = |pod: &Value| {
+            let mut value = pod["spec"]["containers"][0][field].clone();
+            let mounts = value.as_array_mut().into_iter().flatten();
+            for mount in mounts.filter_map(Value::as_object_mut) {
+                // The default, which kube-apiserver does not store.
+                if mount.get("readOnly") == Some(&json!(false)) {
+                    mount.remove("readOnly");
+                }
             }
-        }
+            value
+        };
+        let (applied, rendered) = (of(applied), of(rendered));
         ensure!(applied == rendered, "{field}: {applied}\n{rendered}");
     }
     for field in ["nodeSelector", "tolerations", "hostNetwork", "dnsPolicy"] {
