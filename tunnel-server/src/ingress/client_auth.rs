@@ -11,6 +11,7 @@ use rustls::{Error, RootCertStore, ServerConfig};
 use rustls_pki_types::CertificateDer;
 use tunnel_proto::identity::common_name;
 use tunnel_proto::tls;
+use tunnel_routing::policy::CallerIdentity;
 
 /// The TLS configuration of a listener. Each handshake uses the configuration that is current when
 /// the handshake begins.
@@ -81,6 +82,11 @@ impl DelegationPolicy {
         let name = leaf.and_then(common_name);
         name.is_some_and(|name| self.0.contains(&name))
     }
+
+    /// Returns whether this caller, which was admitted in its handshake, still has delegation.
+    pub fn still_admits(&self, identity: &CallerIdentity) -> bool {
+        matches!(identity, CallerIdentity::Certificate(name) if self.0.contains(&**name))
+    }
 }
 
 #[cfg(test)]
@@ -123,5 +129,23 @@ mod tests {
         assert!(!delegation_callers.admit(Some(&[])));
         assert!(!delegation_callers.admit(Some(&[CertificateDer::from(vec![1, 2, 3])])));
         assert!(!DelegationPolicy::default().admit(Some(&chain(Some("")))));
+        for (identity, still) in [
+            (
+                CallerIdentity::Certificate("kube-apiserver-kubelet-client".into()),
+                true,
+            ),
+            (CallerIdentity::Certificate("prometheus".into()), false),
+            (
+                CallerIdentity::User("kube-apiserver-kubelet-client".into()),
+                false,
+            ),
+            (CallerIdentity::Anonymous, false),
+        ] {
+            assert_eq!(
+                delegation_callers.still_admits(&identity),
+                still,
+                "{identity}"
+            );
+        }
     }
 }

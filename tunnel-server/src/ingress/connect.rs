@@ -43,8 +43,9 @@ impl ConnectProxy {
         &self,
         caller: &Caller,
         request: &Request<Incoming>,
+        has_delegation: bool,
     ) -> Result<CallerIdentity, ProxyError> {
-        let access = self.access(&caller.identity, caller.peer, caller.has_delegation);
+        let access = self.access(&caller.identity, caller.peer, has_delegation);
         let passwords = self.passwords.as_ref();
         let Some(passwords) = passwords.filter(|_| access.needs_credentials()) else {
             return Ok(caller.identity.clone());
@@ -112,12 +113,13 @@ pub(super) async fn forward(
     request: Request<Incoming>,
     access_log: &mut AccessLog,
 ) -> Result<Forwarded, ProxyError> {
-    let name = proxy.authenticate(caller, &request)?;
+    let has_delegation = caller.has_delegation();
+    let name = proxy.authenticate(caller, &request, has_delegation)?;
     access_log.caller(&name);
     let key = caller.peer.key(&name);
     let proxy_request = ProxyRequest::of(request.method(), request.uri(), request.headers())?;
     let access = IngressRequest {
-        caller: proxy.access(&name, caller.peer, caller.has_delegation),
+        caller: proxy.access(&name, caller.peer, has_delegation),
         target: IngressTarget::Proxy {
             request: &proxy_request,
             dialer: &proxy.direct,
@@ -146,6 +148,7 @@ pub(super) async fn forward(
             let exchange = Exchange {
                 caller,
                 key: &key,
+                has_delegation,
                 upgrade: None,
             };
             dispatch::forward(&exchange, route, request, access_log).await

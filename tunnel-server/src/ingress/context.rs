@@ -108,7 +108,7 @@ pub(super) struct CallerConn {
     pub(super) caller_closed: CallerClosed,
     /// Permit of the connection from the limiter of callers.
     pub(super) permit: Arc<ConnPermit>,
-    /// The caller has client-certificate delegation.
+    /// The caller had client-certificate delegation in the handshake.
     pub(super) has_delegation: bool,
     /// The server name (SNI) from the caller's TLS handshake. Set only for callers with delegation,
     /// whose requests it can route to a node.

@@ -112,7 +112,7 @@ pub(super) async fn serve<S>(
         peer,
         identity,
         close_mode,
-        has_delegation,
+        had_delegation: has_delegation,
         server_name,
         certificate_error,
         cluster_user,
@@ -603,23 +603,25 @@ impl Caller {
         if account.is_some() {
             access_log.caller(identity);
         }
+        let has_delegation = self.has_delegation();
         let access = IngressRequest {
             caller: AccessCaller {
                 identity,
                 listener: self.listener.kind(),
                 source: self.peer.tcp_source(),
                 must_authenticate: false,
-                has_delegation: self.has_delegation,
+                has_delegation,
                 has_token: account.is_none() && bearer_token(request.headers()).is_some(),
             },
             cluster_user: token_user.as_ref().or(self.cluster_user.as_ref()),
-            target: self.target(&request),
+            target: self.target(&request, has_delegation),
             operation: RequestedOperation::of(&request),
         };
         let route = route(&self.ingress, access, access_log).await?;
         let exchange = Exchange {
             caller: self,
             key: &self.peer.key(identity),
+            has_delegation,
             upgrade,
         };
         dispatch::forward(&exchange, route, request, access_log).await
@@ -649,7 +651,11 @@ impl Caller {
         })
     }
 
-    fn target<'a>(&'a self, request: &'a Request<Incoming>) -> IngressTarget<'a> {
+    fn target<'a>(
+        &'a self,
+        request: &'a Request<Incoming>,
+        has_delegation: bool,
+    ) -> IngressTarget<'a> {
         let facts = RequestFacts {
             method: request.method(),
             uri: request.uri(),
@@ -657,7 +663,7 @@ impl Caller {
             scheme: self.listener.scheme,
             implied_port: self.listener.implied_port,
         };
-        if !self.has_delegation || self.listener.scheme != Scheme::Https {
+        if !has_delegation || self.listener.scheme != Scheme::Https {
             return IngressTarget::Host(facts);
         }
         IngressTarget::Delegated(DelegatedRequest {

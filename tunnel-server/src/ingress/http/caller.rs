@@ -41,9 +41,8 @@ pub(in crate::ingress) struct Caller {
     pub(in crate::ingress) peer: CallerAddr,
     pub(in crate::ingress) identity: CallerIdentity,
     pub(in crate::ingress) close_mode: Arc<CloseMode>,
-    /// The caller has client-certificate delegation: connections to targets use the server's client
-    /// certificate.
-    pub(in crate::ingress) has_delegation: bool,
+    /// The caller had client-certificate delegation in the handshake.
+    pub(in crate::ingress) had_delegation: bool,
     /// The server name (SNI) from the TLS handshake. Set only for callers with delegation.
     pub(in crate::ingress) server_name: Option<NodeName>,
     /// Reason why the server forwards no request of this caller.
@@ -66,6 +65,13 @@ pub(in crate::ingress) struct Caller {
 }
 
 impl Caller {
+    /// Returns whether the caller has client-certificate delegation: connections to targets use the
+    /// server's client certificate. The names of such callers may change while the connection is open.
+    pub(in crate::ingress) fn has_delegation(&self) -> bool {
+        let policy = &self.ingress.delegation_callers;
+        self.had_delegation && policy.load().still_admits(&self.identity)
+    }
+
     /// Requests the connection once hyper has written the response to the current request. That
     /// response must grant an upgrade.
     pub(in crate::ingress) fn take_upgrade(&self) -> CallerUpgrade {

@@ -51,6 +51,8 @@ pub(in crate::ingress) struct Exchange<'a> {
     pub(in crate::ingress) caller: &'a Caller,
     /// Key that counts the streams of the caller.
     pub(in crate::ingress) key: &'a CallerKey,
+    /// The request has client-certificate delegation.
+    pub(in crate::ingress) has_delegation: bool,
     /// Protocols that the request asks to switch to.
     pub(in crate::ingress) upgrade: Option<&'a HeaderValue>,
 }
@@ -68,7 +70,7 @@ impl Exchange<'_> {
         access_log.destination(&destination);
         let is_reusable = can_reuse_connection(&request);
         rewrite_request(&mut request, &host, self.upgrade, !is_reusable);
-        let tls_profile = caller.ingress.targets.tls_profile(caller.has_delegation);
+        let tls_profile = caller.ingress.targets.tls_profile(self.has_delegation);
         let pool_key = is_reusable.then(|| PoolKey {
             destination: destination.clone(),
             tls_profile: tls_profile.id,

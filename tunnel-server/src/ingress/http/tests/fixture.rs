@@ -37,6 +37,9 @@ use tunnel_routing::destination::Scheme;
 use tunnel_routing::policy::rules::RuleTable;
 use tunnel_routing::policy::{PortLists, PortPolicy, SharedPortPolicy, SharedRules};
 
+/// Name of the caller with client-certificate delegation.
+const DELEGATED: &str = "kube-apiserver-kubelet-client";
+
 /// A plain HTTP listener, and agents that the test controls.
 pub(in crate::ingress) struct Fixture {
     pub(in crate::ingress) ingress: Arc<IngressContext>,
@@ -138,7 +141,7 @@ impl Fixture {
             pods: None,
             reviewer: None,
             targets: TargetTls::new(None).unwrap(),
-            delegation_callers: Followed::from(DelegationPolicy::default()),
+            delegation_callers: Followed::from(DelegationPolicy::named([DELEGATED.to_owned()])),
             limits: SharedLimits::from(Limits {
                 request_head_bytes: 64 << 10,
                 ..Limits::default()
@@ -202,6 +205,7 @@ impl Fixture {
     ) -> String {
         let delegated = |line: &mut CallerConn| {
             line.has_delegation = true;
+            line.identity = CallerIdentity::Certificate(DELEGATED.into());
             line.server_name = server_name.map(|name| name.parse().unwrap());
         };
         let caller = self.connect_with(https_listener(), delegated);

@@ -8,6 +8,7 @@ use tunnel_proto::wire::header::{StreamKind, Target};
 use tunnel_proto::wire::name::Port;
 
 use super::fixture::{Agent, Fixture};
+use crate::ingress::client_auth::DelegationPolicy;
 use crate::routing::pod_lookup::{PodLookupError, PodLookupRequest, PodResolver};
 use crate::routing::routes::{RouteNode, RouteSource};
 use crate::testing::{assert_contains, node};
@@ -86,6 +87,18 @@ async fn other_callers_never_cause_a_question() {
             assert_contains(&answer, "X-Tunnel-Error: unknown_node\r\n");
         }
     }
+    assert!(questions.try_recv().is_err() && agent.is_left_alone().await);
+}
+
+/// The file of the configuration may name other callers while a connection is open.
+#[tokio::test(start_paused = true)]
+async fn caller_that_is_no_longer_named_has_no_delegation() {
+    let (fixture, agent, mut questions) = fixture();
+    let named = &fixture.ingress.delegation_callers;
+    named.replace(DelegationPolicy::default());
+    let exec = EXEC.replace("10.77.100.3:6443", "unknown-1:10250");
+    let answer = fixture.ask_delegated(Some("worker-1"), &exec).await;
+    assert_contains(&answer, "X-Tunnel-Error: unknown_node\r\n");
     assert!(questions.try_recv().is_err() && agent.is_left_alone().await);
 }
 
