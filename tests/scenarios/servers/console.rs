@@ -71,7 +71,7 @@ async fn each_server_shows_the_rows_of_all_and_soon_that_one_is_gone() -> Result
 }
 
 async fn document(servers: &Servers, number: usize, path: &str) -> Result<Value> {
-    let page = servers.servers[number].address(Listener::Status);
+    let page = servers.peering.address(number, Listener::Status);
     let wanted = RawRequest::get("127.0.0.1", path).header("Accept", "application/json");
     let reply = request(page, &wanted).await?;
     ensure!(reply.status == 200, "{reply:?}");
