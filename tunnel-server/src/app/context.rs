@@ -31,6 +31,7 @@ use tunnel_dns::Records;
 use tunnel_routing::destination::Destination;
 use tunnel_routing::dial_policy::LiveClusterNetworks;
 use tunnel_routing::policy::{PortSettings, SharedPortPolicy, SharedRules};
+use tunnel_routing::routes::RouteError;
 use tunnel_store::data_dir::{DataDir, DirLock};
 use tunnel_store::known_nodes::{KnownNodes, NodeMap};
 use tunnel_store::state_store::{OnDamage, StateStore};
