@@ -44,7 +44,7 @@ fn promtool_accepts_the_alerts_and_their_tests_pass() -> Result<()> {
 fn each_alert_has_a_test_and_a_section_that_says_what_to_do() -> Result<()> {
     let tests = page(RULES_TEST)?;
     let alerts = alerts()?;
-    ensure!(alerts.len() == 8, "{} alerts", alerts.len());
+    ensure!(alerts.len() == 11, "{} alerts", alerts.len());
     for alert in alerts {
         let name = alert["alert"].as_str().context("no name")?;
         let link = alert["annotations"]["runbook_url"].as_str();

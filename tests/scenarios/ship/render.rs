@@ -9,6 +9,8 @@ use tunnel_tests::netns::Namespace;
 use tunnel_tests::process::{Program, ScratchDir};
 use tunnel_tests::tools::{Tool, or_skip, require};
 
+use super::examples::unit_problems;
+
 #[tokio::test]
 async fn promtool_accepts_the_rendered_scrape_configurations() -> Result<()> {
     let Some(promtool) = or_skip(Program::tool(Tool::Promtool)) else {
@@ -53,7 +55,7 @@ async fn systemd_analyze_verifies_the_rendered_unit() -> Result<()> {
     let unit = unit.replace("/usr/local/bin/tunnel-agent", "/bin/true");
     let file = scratch.file("tunnel-agent.service", unit)?;
     let output = analyze.args(["verify", "--man=no"]).arg(file).run().await?;
-    ensure!(!output.to_string().contains(".service:"), "{output}");
+    ensure!(unit_problems(&output.to_string()) == 0, "{output}");
     output.ok()?;
     Ok(())
 }
