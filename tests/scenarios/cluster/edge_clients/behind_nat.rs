@@ -123,7 +123,7 @@ async fn rendered(
     let path = scratch.path().join(format!("{port}.kubeconfig"));
     render
         .arg("--force")
-        .arg("-o")
+        .arg("-f")
         .arg(&path)
         .run()
         .await?
