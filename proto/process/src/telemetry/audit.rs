@@ -125,10 +125,12 @@ impl AuditSettings {
         }
     }
 
-    /// Returns whether events have this parameter of a query.
-    fn has_parameter(&self, name: &str) -> bool {
-        self.query.iter().any(|listed| listed == name)
-            || self.has_command && COMMANDS.contains(&name)
+    /// Returns whether events have this parameter of a query, as a listed one or as a command.
+    fn has_parameter(&self, name: &str, is_command: bool) -> bool {
+        if is_command {
+            return self.has_command && COMMANDS.iter().any(|command| is_decoded(name, command));
+        }
+        self.query.iter().any(|listed| is_decoded(name, listed))
     }
 
     fn open(&self) -> io::Result<Option<LogOutput>> {
@@ -229,16 +231,19 @@ impl AuditLog {
         self.writer.push(line.as_bytes(), LineKind::Audit);
     }
 
-    /// Returns the parameters of a query that events have, with their `?`.
+    /// Returns the parameters of a query that events have, with their `?`. Commands come first, since
+    /// the end of a long text is cut off.
     pub fn query(&self, query: &str) -> String {
         let mut listed = String::new();
-        for (name, value) in parameters(query) {
-            if self.settings.has_parameter(name) {
-                listed.push(if listed.is_empty() { '?' } else { '&' });
-                listed.push_str(name);
-                if !value.is_empty() {
-                    listed.push('=');
-                    listed.push_str(value);
+        for is_command in [true, false] {
+            for (name, value) in parameters(query) {
+                if self.settings.has_parameter(name, is_command) {
+                    listed.push(if listed.is_empty() { '?' } else { '&' });
+                    listed.push_str(name);
+                    if !value.is_empty() {
+                        listed.push('=');
+                        listed.push_str(value);
+                    }
                 }
             }
         }
@@ -288,6 +293,27 @@ impl<F: Fn(&AuditLog) + Send + 'static> LogReporter for AuditReporter<F> {
         }
         true
     }
+}
+
+/// Returns whether a name of a query is `name` when it is decoded, as the target decodes it.
+fn is_decoded(encoded: &str, name: &str) -> bool {
+    let hex = |byte: Option<&u8>| char::from(*byte?).to_digit(16);
+    let (mut encoded, mut name) = (encoded.as_bytes(), name.bytes());
+    while let Some((first, others)) = encoded.split_first() {
+        let (mut byte, mut next) = (*first, others);
+        if byte == b'%' {
+            let (Some(high), Some(low)) = (hex(others.first()), hex(others.get(1))) else {
+                return false;
+            };
+            byte = u8::try_from(high * 16 + low).unwrap_or_default();
+            next = &others[2..];
+        }
+        if name.next() != Some(byte) {
+            return false;
+        }
+        encoded = next;
+    }
+    name.next().is_none()
 }
 
 /// Size of a full file without `--audit-log-max-size`.
@@ -399,8 +425,20 @@ mod tests {
         assert_eq!(log(settings.clone()).query(query), "?tty=1&container=a");
         assert_eq!(log(settings.clone()).query("token=secret"), "");
         settings.has_command = true;
-        let commands = "?command=mysql&command=-psecret&tty=1&container=a";
+        let commands = "?command=mysql&command=-psecret&comm%61nd=x&tty=1&container=a";
         assert_eq!(log(settings).query(query), commands);
+        for (encoded, expected) in [
+            ("command", true),
+            ("%63ommand", true),
+            ("comman%64", true),
+            ("comman", false),
+            ("commands", false),
+            ("comman%6", false),
+            ("comman%zz", false),
+            ("", false),
+        ] {
+            assert_eq!(is_decoded(encoded, "command"), expected, "{encoded}");
+        }
     }
 
     #[test]
