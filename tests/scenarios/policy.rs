@@ -317,7 +317,7 @@ async fn rules_follow_the_file_under_load_and_a_mistake_changes_nothing() -> Res
     let exporter = Exporter::start("worker-1").await?;
     let port = exporter.addr().port();
     let ports = format!("httpProxyPorts: {port}\n");
-    let env = TestEnv::start_with_file(&ports, |settings| settings.rules = None).await?;
+    let env = TestEnv::start_with_file(&ports, |_| {}).await?;
     let _agent = env.agent("worker-1").await?;
     let host = format!("worker-1:{port}");
     let load = Load::start(env.http(), std::slice::from_ref(&host), 2).await?;

@@ -92,11 +92,11 @@ impl TestEnv {
         Ok(env)
     }
 
-    /// Like [`TestEnv::start_with`], with a configuration file that has `yaml`. Lists of ports are
-    /// the file's alone.
+    /// Like [`TestEnv::start_with`], with a configuration file that has `yaml`. Lists of ports and rules
+    /// are the file's alone.
     pub async fn start_with_file(yaml: &str, change: impl FnOnce(&mut RawConfig)) -> Result<Self> {
         let without_lists = |settings: &mut RawConfig| {
-            settings.http_proxy_ports = None;
+            (settings.http_proxy_ports, settings.rules) = (None, None);
             change(settings);
         };
         let mut env = Self::prepare(without_lists, Some(yaml))?;
@@ -106,7 +106,10 @@ impl TestEnv {
 
     /// Like [`TestEnv::start_with_file`], with a file that exists.
     pub async fn start_at_file(path: &Path) -> Result<Self> {
-        let mut env = Self::prepare(|settings| settings.http_proxy_ports = None, None)?;
+        let without_lists = |settings: &mut RawConfig| {
+            (settings.http_proxy_ports, settings.rules) = (None, None);
+        };
+        let mut env = Self::prepare(without_lists, None)?;
         env.config = tunnel_server::config::load_file(*env.config.raw.0, path)?;
         env.start_server().await?;
         Ok(env)

@@ -212,13 +212,13 @@ impl Reload {
         self.ingress
             .delegation_callers
             .replace(DelegationPolicy::named(callers));
+        // Before the ports, which a request loads first: a port is not open before its deny is in force. The
+        // rules that hold without `rules` depend on the ports.
+        self.rules.replace(config.policy.table.clone());
         if config.kubernetes.is_none() {
             let policy = PortPolicy::new(config.ports.clone(), self.reserved_ports.clone());
             self.policy.replace(policy);
         }
-        // A request is decided by the rules of one file or of the other. Those that hold without
-        // `rules` depend on the ports.
-        self.rules.replace(config.policy.table.clone());
         // In a cluster, the publisher decides with the ConfigMap of the ports.
         self.ports.send_if_modified(|current| {
             let is_other = *current != config.ports;

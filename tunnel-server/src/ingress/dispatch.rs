@@ -2,7 +2,6 @@
 //! exchange. Each listener turns its bytes into an [`IngressRequest`], and the entry in the access
 //! log that it begins is written when the response or the stream ends.
 
-use std::net::Ipv6Addr;
 use std::sync::Arc;
 
 use http::Request;
@@ -150,11 +149,7 @@ async fn ask_cluster(
         return Err(denied(text.to_owned()));
     };
     let node = &target.destination.node;
-    let source = request
-        .caller
-        .source
-        .unwrap_or(Ipv6Addr::UNSPECIFIED.into());
-    match reviewer.allows(user, node, operation, method, source).await {
+    match reviewer.allows(user, node, operation, method).await {
         Ok(true) => Ok(()),
         Ok(false) => {
             let verb = operation.verb(method).unwrap_or("no verb");

@@ -2,6 +2,7 @@
 //! something at a node. The controllers of the cluster answer them; answers are remembered for seconds.
 
 use std::collections::{BTreeMap, HashMap};
+use std::hash::Hash;
 use std::net::IpAddr;
 use std::sync::Arc;
 use std::time::Duration;
@@ -56,7 +57,7 @@ pub enum ReviewRequest {
 /// Reason why a review has no answer.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 pub enum ReviewError {
-    #[error("too many reviews from this address; retry in a second")]
+    #[error("too many reviews of this caller; retry in a second")]
     TooMany,
     /// The server's ServiceAccount lacks the right to ask.
     #[error("the API server refuses the review; grant the tunnel server create on {0}")]
@@ -78,8 +79,17 @@ pub struct AccessReviewer {
 struct ReviewState {
     /// Answers by the hash of their question.
     answers: HashMap<[u8; 32], (Instant, Answer)>,
-    /// Reviews of each source since `since`.
-    used: HashMap<IpAddr, u32>,
+    /// Reviews of tokens, by source.
+    tokens: Budget<IpAddr>,
+    /// Reviews of rights, by the name of the verified user.
+    rights: Budget<String>,
+}
+
+/// Reviews of each asker since `since`.
+#[derive(Debug)]
+struct Budget<K> {
+    most: u32,
+    used: HashMap<K, u32>,
     since: Instant,
 }
 
@@ -108,8 +118,8 @@ impl AccessReviewer {
         let (requests, receiver) = mpsc::channel(QUEUE_MAX);
         let state = ReviewState {
             answers: HashMap::new(),
-            used: HashMap::new(),
-            since: Instant::now(),
+            tokens: Budget::new(TOKEN_BUDGET),
+            rights: Budget::new(RIGHT_BUDGET),
         };
         let state = Arc::new(Mutex::new(state));
         let reviewer = Self {
@@ -143,9 +153,14 @@ impl AccessReviewer {
         if let Some(Answer::Token(user)) = self.remembered(&key) {
             return Ok(user);
         }
+        let source = source(caller);
+        let is_admitted = self.state.lock().tokens.admit(source, Instant::now());
+        if !is_admitted {
+            return Err(ReviewError::TooMany);
+        }
         let token = ServiceAccountToken::new(token);
         let asked = |answer| ReviewRequest::Token { token, answer };
-        let user = self.ask(caller, asked).await?.map(Arc::new);
+        let user = self.ask(asked).await?.map(Arc::new);
         self.remember(key, user.is_some(), Answer::Token(user.clone()));
         Ok(user)
     }
@@ -161,7 +176,6 @@ impl AccessReviewer {
         node: &NodeName,
         operation: Operation,
         method: &Method,
-        caller: IpAddr,
     ) -> Result<bool, ReviewError> {
         let Some(verb) = operation.verb(method) else {
             return Ok(false);
@@ -173,14 +187,14 @@ impl AccessReviewer {
                 verb,
                 subresource,
             };
-            if self.has_right(access, caller).await? {
+            if self.has_right(access).await? {
                 return Ok(true);
             }
         }
         Ok(false)
     }
 
-    async fn has_right(&self, access: NodeAccess, caller: IpAddr) -> Result<bool, ReviewError> {
+    async fn has_right(&self, access: NodeAccess) -> Result<bool, ReviewError> {
         let user = format!("{:?}", access.user);
         let key = key(&[
             "access",
@@ -192,20 +206,21 @@ impl AccessReviewer {
         if let Some(Answer::Access(is_allowed)) = self.remembered(&key) {
             return Ok(is_allowed);
         }
+        let name = access.user.name.clone();
+        let is_admitted = self.state.lock().rights.admit(name, Instant::now());
+        if !is_admitted {
+            return Err(ReviewError::TooMany);
+        }
         let asked = |answer| ReviewRequest::Access { access, answer };
-        let is_allowed = self.ask(caller, asked).await?;
+        let is_allowed = self.ask(asked).await?;
         self.remember(key, is_allowed, Answer::Access(is_allowed));
         Ok(is_allowed)
     }
 
     async fn ask<T>(
         &self,
-        caller: IpAddr,
         request: impl FnOnce(oneshot::Sender<Result<T, ReviewError>>) -> ReviewRequest,
     ) -> Result<T, ReviewError> {
-        if !self.state.lock().admit(source(caller), Instant::now()) {
-            return Err(ReviewError::TooMany);
-        }
         let unavailable = |why: &str| ReviewError::Unavailable(why.to_owned());
         let (answer, answered) = oneshot::channel();
         let asking = async {
@@ -237,18 +252,26 @@ impl AccessReviewer {
     }
 }
 
-impl ReviewState {
-    fn admit(&mut self, source: IpAddr, now: Instant) -> bool {
+impl<K: Eq + Hash> Budget<K> {
+    fn new(most: u32) -> Self {
+        Self {
+            most,
+            used: HashMap::new(),
+            since: Instant::now(),
+        }
+    }
+
+    fn admit(&mut self, asker: K, now: Instant) -> bool {
         if now.duration_since(self.since) >= BUDGET_TIME {
             self.used.clear();
             self.since = now;
         }
-        if self.used.len() >= SOURCES_MAX && !self.used.contains_key(&source) {
+        if self.used.len() >= ASKERS_MAX && !self.used.contains_key(&asker) {
             return false;
         }
-        let used = self.used.entry(source).or_default();
+        let used = self.used.entry(asker).or_default();
         *used += 1;
-        *used <= BUDGET
+        *used <= self.most
     }
 }
 
@@ -327,11 +350,14 @@ const ALLOW_LASTS: Duration = Duration::from_secs(10);
 const DENY_LASTS: Duration = Duration::from_secs(5);
 /// Answers that are remembered.
 const ANSWERS_MAX: usize = 4096;
-/// Reviews of one source within [`BUDGET_TIME`]. Anyone can send tokens.
-const BUDGET: u32 = 20;
+/// Tokens of one source that are reviewed within [`BUDGET_TIME`]. Anyone can send tokens.
+const TOKEN_BUDGET: u32 = 20;
+/// Rights of one verified user that are reviewed within [`BUDGET_TIME`]: a scrape of many nodes asks about
+/// each.
+const RIGHT_BUDGET: u32 = 200;
 const BUDGET_TIME: Duration = Duration::from_secs(1);
-/// Sources that may ask within [`BUDGET_TIME`].
-const SOURCES_MAX: usize = 1024;
+/// Sources, and users, that may ask within [`BUDGET_TIME`].
+const ASKERS_MAX: usize = 1024;
 
 #[cfg(test)]
 mod tests {
@@ -382,7 +408,7 @@ mod tests {
         let (reviewer, asked, _tasks) = answering(&["proxy"]);
         let (ops, node) = (user("ops"), "edge-1".parse().unwrap());
         let allows = async |operation: Operation, method: &Method| {
-            let allows = reviewer.allows(&ops, &node, operation, method, CALLER);
+            let allows = reviewer.allows(&ops, &node, operation, method);
             allows.await.unwrap()
         };
         assert!(allows(Operation::Pods, &Method::GET).await);
@@ -412,16 +438,16 @@ mod tests {
         let ask = async |number: u32, caller: IpAddr| {
             reviewer.user_of(&format!("{number}"), caller).await
         };
-        for number in 0..BUDGET {
+        for number in 0..TOKEN_BUDGET {
             assert_eq!(ask(number, CALLER).await, Ok(None));
         }
-        assert_eq!(ask(BUDGET, CALLER).await, Err(ReviewError::TooMany));
+        assert_eq!(ask(TOKEN_BUDGET, CALLER).await, Err(ReviewError::TooMany));
         assert_eq!(ask(0, CALLER).await, Ok(None), "remembered");
         let other = Ipv4Addr::new(192, 0, 2, 1).into();
-        assert_eq!(ask(BUDGET, other).await, Ok(None));
+        assert_eq!(ask(TOKEN_BUDGET, other).await, Ok(None));
         assert_eq!(asked.lock().len(), 21);
         tokio::time::advance(BUDGET_TIME).await;
-        assert_eq!(ask(BUDGET + 1, CALLER).await, Ok(None));
+        assert_eq!(ask(TOKEN_BUDGET + 1, CALLER).await, Ok(None));
     }
 
     #[tokio::test]

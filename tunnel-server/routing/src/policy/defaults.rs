@@ -33,10 +33,20 @@ impl RuleTable {
             })
         };
         let destinations = |kind: DestinationKind| Some([kind].into_iter().collect());
+        // kube-apiserver's egress selector over TCP presents a certificate.
+        let of_direct = |name: &str, operations: OperationSet| Rule {
+            callers: (!ports.has_direct_list).then(|| CallerSet::of(CallerClass::Certificate)),
+            listeners: listeners(Listener::Connect),
+            operations: Some(operations),
+            destinations: destinations(DestinationKind::Direct),
+            ..allow(name)
+        };
+        let reads = OperationSet::OBSERVE.union(OperationSet::of(&[Operation::Read]));
         let mut rules = vec![
             // The specifications of pods and their logs can have secrets.
             Rule {
-                operations: Some(OperationSet::OBSERVE.union(OperationSet::of(&[Operation::Read]))),
+                operations: Some(reads),
+                destinations: destinations(DestinationKind::Node),
                 ..allow("default-read")
             },
             // The kubelet reviews the token.
@@ -59,14 +69,8 @@ impl RuleTable {
                 ports: kubelet(ports.connect.clone()),
                 ..allow("default-connect")
             },
-            // kube-apiserver's egress selector over TCP presents a certificate.
-            Rule {
-                callers: (!ports.has_direct_list).then(|| CallerSet::of(CallerClass::Certificate)),
-                listeners: listeners(Listener::Connect),
-                operations: Some(OperationSet::BYTES),
-                destinations: destinations(DestinationKind::Direct),
-                ..allow("default-direct")
-            },
+            of_direct("default-direct", OperationSet::BYTES),
+            of_direct("default-direct-read", reads),
             // The file system decides who opens it.
             Rule {
                 listeners: listeners(Listener::Unix),

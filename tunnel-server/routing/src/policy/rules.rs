@@ -56,7 +56,8 @@ pub struct Rule {
     pub ports: Option<RulePorts>,
     pub listeners: Option<ListenerSet>,
     pub destinations: Option<DestinationSet>,
-    /// The rule applies to destinations of these nodes only. Empty is all.
+    /// The rule applies to destinations of these nodes only, and a deny to those without a node. Empty is
+    /// all.
     pub nodes: Vec<NodePattern>,
 }
 
@@ -251,7 +252,12 @@ impl Rule {
                 .ports
                 .as_ref()
                 .is_none_or(|ports| ports.contains(facts))
-            && (self.nodes.is_empty() || facts.node.is_some_and(|node| self.has_node(node)))
+            && (self.nodes.is_empty() || self.matches_node(facts.node))
+    }
+
+    /// Nobody knows which node a target without an agent is, so a deny applies to it.
+    fn matches_node(&self, node: Option<&NodeName>) -> bool {
+        node.map_or(self.effect == Effect::Deny, |node| self.has_node(node))
     }
 
     /// Nobody knows which operations bytes are: a deny applies to bytes that may be one of its operations.

@@ -284,8 +284,9 @@ pub(in crate::ingress) fn bearer_token(headers: &HeaderMap) -> Option<&str> {
         return None;
     };
     let (scheme, token) = field.to_str().ok()?.split_once(' ')?;
-    let is_bearer = scheme.eq_ignore_ascii_case("bearer");
-    Some(token.trim()).filter(|token| is_bearer && !token.is_empty())
+    // A kubelet reads no token after two spaces.
+    let is_token = !token.is_empty() && token.bytes().all(|byte| byte.is_ascii_graphic());
+    (scheme.eq_ignore_ascii_case("bearer") && is_token).then_some(token)
 }
 
 #[cfg(test)]

@@ -61,12 +61,13 @@ fn model_matches(table: &RuleTable, rule: &Rule, facts: &Facts<'_>) -> bool {
         (operation, _) => operation.name() == name,
     };
     let is_node = |pattern: &str| {
-        facts
-            .node
-            .is_some_and(|node| match pattern.split_once('*') {
-                Some((start, _)) => node.as_str().starts_with(start),
-                None => node.as_str() == pattern,
-            })
+        let Some(node) = facts.node else {
+            return rule.effect == Effect::Deny;
+        };
+        match pattern.split_once('*') {
+            Some((start, _)) => node.as_str().starts_with(start),
+            None => node.as_str() == pattern,
+        }
     };
     let asks_nothing = rule.effect == Effect::AskCluster && !facts.is_kubelet;
     !asks_nothing
