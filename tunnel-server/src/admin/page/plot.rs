@@ -32,16 +32,19 @@ impl Plot {
 
     fn add(&mut self, first: usize, steps: usize, chunk: &[Option<u64>]) {
         let x = |index: usize| WIDTH * index / steps;
-        let begin = x(first);
+        let mut begin = x(first);
         let mut points = String::new();
         for (index, value) in (first..).zip(chunk) {
             let command = if index == first { 'M' } else { 'L' };
             let (x, y) = (x(index), self.y(value.unwrap_or(0)));
             let _infallible = write!(points, "{command}{x} {y}");
         }
-        if chunk.len() == 1 {
-            // One value alone is a short line.
-            points.push_str("h1");
+        if let [alone] = chunk {
+            // One value alone is a line over the step before it.
+            let (end, step) = (begin, WIDTH / steps);
+            begin = end.saturating_sub(step);
+            let y = self.y(alone.unwrap_or(0));
+            points = format!("M{begin} {y}H{}", end.max(step));
         }
         let _infallible = write!(self.area, "{points}V{HEIGHT}H{begin}Z");
         self.line.push_str(&points);
@@ -69,6 +72,7 @@ mod tests {
         assert_eq!(plot.line, "M0 39L60 1M180 20L240 1");
         assert_eq!(plot.area, "M0 39L60 1V40H0ZM180 20L240 1V40H180Z");
         assert_eq!(plot.peak, 10);
-        assert_eq!(Plot::new(&[None, Some(u64::MAX), None]).line, "M120 1h1");
+        assert_eq!(Plot::new(&[Some(5)]).area, "M0 1H240V40H0Z");
+        assert_eq!(Plot::new(&[None, Some(u64::MAX), None]).line, "M0 1H120");
     }
 }

@@ -105,7 +105,7 @@ impl std::fmt::Display for Figure {
 }
 
 /// Age below which something is said to be now.
-const NOW: Duration = Duration::from_secs(5);
+const NOW: Duration = Duration::from_secs(10);
 
 #[cfg(test)]
 mod tests {
@@ -121,7 +121,7 @@ mod tests {
         for (seconds, text) in [
             (1_000_000, "now"),
             (999_996, "now"),
-            (999_994, "6 s ago"),
+            (999_985, "15 s ago"),
             (999_700, "5 min ago"),
             (990_000, "2 h ago"),
             (800_000, "2 d ago"),

@@ -63,7 +63,7 @@ pub(super) fn transports(counts: &NodeCounts) -> Vec<(VisibleText, String)> {
     let total: usize = counts.transports.values().sum();
     let shares = counts.transports.iter().rev().take(2);
     let shares = shares.map(|(name, count)| {
-        let percent = format!("{} %", count * 100 / total.max(1));
+        let percent = format!("{} %", (count * 100 + total / 2) / total.max(1));
         (VisibleText::new(name), percent)
     });
     shares.collect()
@@ -178,6 +178,10 @@ impl Card {
                     plots: vec![CardPlot::new(title, "24 h", &values, of_a_quarter)],
                 }
             };
+        let in_a_quarter = |count: u64| Figure {
+            unit: " in 15 min",
+            ..Figure::count(count)
+        };
         let requests = document
             .history
             .iter()
@@ -198,14 +202,14 @@ impl Card {
                 "accent",
                 Figure::count(requests),
                 values(|quarter| quarter.requests),
-                |count| Figure::per_second(count / 15),
+                in_a_quarter,
             ),
             day(
                 "Errors, 1 h",
                 "away",
                 Figure::count(errors),
                 values(|quarter| quarter.errors),
-                |count| Figure::per_second(count / 15),
+                in_a_quarter,
             ),
         ];
         let rtt = status.rtt_millis.map_or_else(

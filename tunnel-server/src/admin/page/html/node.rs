@@ -142,11 +142,23 @@ pub(super) struct Outage {
 }
 
 impl Outage {
-    /// Returns the outages of the last day, the last one first.
+    /// Returns the outages of the last day, the last one first. The current quarter of an hour has lasted
+    /// as long as the clock says.
     pub(super) fn all(document: &NodeDocument, now: SystemTime) -> Vec<Self> {
         let history = &document.history;
-        let mut outages = Vec::new();
+        let since_epoch = now
+            .duration_since(SystemTime::UNIX_EPOCH)
+            .unwrap_or_default();
+        let current = Duration::from_secs(since_epoch.as_secs() % QUARTER.as_secs());
+        let lasted = |index: usize| {
+            if index + 1 == history.len() {
+                current
+            } else {
+                QUARTER
+            }
+        };
         let is_down = |quarter: &QuarterFacts| quarter.up_percent.is_some_and(|up| up < 100);
+        let mut outages = Vec::new();
         let mut index = 0;
         for chunk in history.chunk_by(|one, other| is_down(one) == is_down(other)) {
             let first = index;
@@ -154,16 +166,18 @@ impl Outage {
             if !chunk.first().is_some_and(is_down) {
                 continue;
             }
-            let down: u64 = chunk
-                .iter()
-                .map(|quarter| 100 - u64::from(quarter.up_percent.unwrap_or(100)))
-                .sum();
-            let quarters_ago = u32::try_from(history.len() - first).unwrap_or(0);
-            let begin = now.checked_sub(QUARTER * quarters_ago).unwrap_or(now);
+            let (mut down, mut all) = (Duration::ZERO, Duration::ZERO);
+            for (index, quarter) in (first..).zip(chunk) {
+                let up = u32::from(quarter.up_percent.unwrap_or(100));
+                down += lasted(index) * (100 - up) / 100;
+                all += lasted(index);
+            }
+            let since: Duration = (first..history.len()).map(lasted).sum();
+            let begin = now.checked_sub(since).unwrap_or(now);
             outages.push(Self {
                 begin: RelativeTime::new(&rfc3339(begin), now),
-                length: duration(Duration::from_secs(down * 9)),
-                percent: 100 - down / chunk.len() as u64,
+                length: duration(down),
+                percent: 100 - down.as_secs() * 100 / all.as_secs().max(1),
             });
         }
         outages.reverse();
@@ -291,3 +305,47 @@ const OUTAGES_SHOWN: usize = 8;
 /// Time before the end of a certificate at which its renewal has failed for long.
 const CERTIFICATE_SOON: Duration = Duration::from_secs(7 * 86_400);
 const QUARTER: Duration = Duration::from_secs(15 * 60);
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::admin::page::facts::{NodeFacts, SCHEMA_VERSION};
+
+    #[test]
+    fn outages_last_as_long_as_their_quarters_do() {
+        let quarter = |up_percent| QuarterFacts {
+            bytes: 0,
+            requests: 0,
+            errors: 0,
+            up_percent,
+        };
+        let up = [None, Some(100), Some(20), Some(0), Some(100), Some(50)];
+        let document = NodeDocument {
+            schema_version: SCHEMA_VERSION,
+            node: NodeFacts {
+                status: NodeStatus::default(),
+                traffic: None,
+                errors: Default::default(),
+            },
+            history: up.map(quarter).into(),
+            requests: Vec::new(),
+        };
+        // The current quarter began 2 minutes ago.
+        let now = SystemTime::UNIX_EPOCH + 1000 * QUARTER + Duration::from_secs(120);
+        let outages = Outage::all(&document, now);
+        let shown: Vec<_> = outages
+            .iter()
+            .map(|outage| {
+                (
+                    outage.begin.text.as_str(),
+                    outage.length.as_str(),
+                    outage.percent,
+                )
+            })
+            .collect();
+        assert_eq!(
+            shown,
+            [("2 min ago", "1 min", 50), ("47 min ago", "27 min", 10)]
+        );
+    }
+}
