@@ -71,7 +71,7 @@ async fn a_token_of_one_server_is_good_at_another_within_a_second() -> Result<()
             &token.reveal(),
             &node,
             [1; 32],
-            &|_| false,
+            &|_| Some(false),
             SystemTime::now(),
         );
         ensure!(refused.is_err_and(|(code, _)| code == EnrollCode::Revoked));
