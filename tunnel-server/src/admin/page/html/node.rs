@@ -309,7 +309,9 @@ const QUARTER: Duration = Duration::from_secs(15 * 60);
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::admin::page::facts::{NodeFacts, SCHEMA_VERSION};
+    use tunnel_process::schema::SCHEMA_VERSION;
+
+    use crate::admin::page::facts::NodeFacts;
 
     #[test]
     fn outages_last_as_long_as_their_quarters_do() {
