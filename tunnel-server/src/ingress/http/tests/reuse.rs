@@ -65,12 +65,16 @@ async fn requests_to_one_target_share_a_connection_and_are_counted_one_by_one() 
 
 /// A task costs each request wakeups of another thread.
 #[tokio::test(start_paused = true)]
-async fn only_a_request_with_a_body_gets_a_task() {
+async fn only_a_request_with_a_body_or_an_upgrade_gets_a_task() {
     let plain = format!("{}\r\n", get("/"));
     let body = plain.replace("\r\n\r\n", "\r\nContent-Length: 1\r\n\r\nx");
     let (fixture, agent) = Fixture::with_agent();
     let mut caller = fixture.connect();
-    for (request, tasks) in [(&plain, 0), (&body, 1), (&plain, 0)] {
+    let upgrade = plain.replace(
+        "\r\n\r\n",
+        "\r\nConnection: Upgrade\r\nUpgrade: a/1\r\n\r\n",
+    );
+    for (request, tasks) in [(&plain, 0), (&body, 1), (&plain, 0), (&upgrade, 1)] {
         let target = async {
             let mut stream = agent.accepts().await;
             head(&mut stream).await;

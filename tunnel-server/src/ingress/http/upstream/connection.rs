@@ -9,6 +9,7 @@ use std::task::{Context, Poll, ready};
 use std::time::Duration;
 
 use bytes::Bytes;
+use http::header::UPGRADE;
 use http::{Request, Response};
 use http_body_util::{Either, Empty};
 use hyper::body::{Body as _, Incoming};
@@ -75,8 +76,8 @@ enum Driver {
     /// The task of the caller, while it waits for a response and takes its body: a request costs no
     /// wakeup of another task. `None` once the connection has ended.
     Caller(Option<Driven>),
-    /// A task of its own, from the first request with a body on: the body goes on while the caller
-    /// takes nothing of the response.
+    /// A task of its own, from the first request on that has a body or asks for an upgrade: both go
+    /// on while the caller takes nothing of the response.
     Task(AbortOnDropHandle<Option<hyper::Error>>),
 }
 
@@ -177,8 +178,8 @@ impl Upstream {
     }
 
     /// Sends a request and waits for the final response head. Gives up when `moves` ends before a
-    /// byte of an answer has arrived. A task of `drivers` sends the body of the request, if it has
-    /// one.
+    /// byte of an answer has arrived. A task of `drivers` drives the connection if the request has
+    /// a body or asks for an upgrade.
     pub(super) async fn send(
         &mut self,
         mut request: Request<SentBody>,
@@ -197,7 +198,8 @@ impl Upstream {
                 notify.notify_one();
             }
         });
-        if !request.body().is_end_stream()
+        let must_go_on = !request.body().is_end_stream() || request.headers().contains_key(UPGRADE);
+        if must_go_on
             && let Driver::Caller(driven) = &mut self.driver
             && let Some(driven) = driven.take()
         {
