@@ -18,7 +18,7 @@ use crate::yaml::{self, YamlError};
 pub enum ConfigFileError {
     /// The file is absent, or must not be used as it is. A later start may find it.
     #[error("cannot read the configuration file: {0}")]
-    Unreadable(#[source] io::Error),
+    Unreadable(io::Error),
     /// The content is not YAML.
     #[error("--config: {}: {mistake}", path.display())]
     Syntax {
@@ -27,6 +27,16 @@ pub enum ConfigFileError {
         /// The first mistake.
         mistake: String,
     },
+}
+
+impl ConfigFileError {
+    /// Returns whether somebody must change the file: its content, or its mode.
+    pub fn is_usage(&self) -> bool {
+        match self {
+            Self::Unreadable(error) => error.kind() == io::ErrorKind::InvalidData,
+            Self::Syntax { .. } => true,
+        }
+    }
 }
 
 /// A file of settings as it was read, with the layer over it.

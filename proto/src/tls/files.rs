@@ -22,7 +22,7 @@ const CERTIFICATES_MAX: usize = 256;
 #[derive(Debug, thiserror::Error)]
 pub enum FileError {
     /// The file cannot be read, or others can write it. The text names the file.
-    #[error("{0}")]
+    #[error(transparent)]
     Read(#[from] io::Error),
     /// The file is not PEM, or does not contain the required kind of object.
     #[error("{path} holds no {what} in PEM form{found}")]
@@ -57,9 +57,9 @@ impl FileError {
         matches!(self, Self::Read(error) if error.kind() == io::ErrorKind::NotFound)
     }
 
-    /// Returns whether the file could be read and its content is the cause.
+    /// Returns whether the content or the mode of the file is the cause, which somebody must change.
     pub fn is_in_content(&self) -> bool {
-        !matches!(self, Self::Read(_))
+        !matches!(self, Self::Read(error) if error.kind() != io::ErrorKind::InvalidData)
     }
 }
 

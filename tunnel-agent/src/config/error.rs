@@ -25,9 +25,9 @@ impl LoadError {
     /// Returns whether the settings are wrong in every environment. An absent file may appear later.
     pub fn is_usage(&self) -> bool {
         match self {
-            Self::File(ConfigFileError::Unreadable(_)) => false,
+            Self::File(error) => error.is_usage(),
             Self::Invalid(error) => error.is_usage(),
-            Self::File(ConfigFileError::Syntax { .. }) | Self::Syntax { .. } => true,
+            Self::Syntax { .. } => true,
         }
     }
 

@@ -93,9 +93,10 @@ impl CredentialError {
             | Self::FileNodeMismatch { .. }
             | Self::BadToken { .. } => true,
             Self::Files(error) => error.is_in_content(),
+            // Its mode, which somebody must change.
+            Self::TokenFile { source, .. } => source.kind() == io::ErrorKind::InvalidData,
             // A disk that is mounted later has the certificate or the token.
             Self::NoToken { .. }
-            | Self::TokenFile { .. }
             | Self::Storage { .. }
             | Self::Damaged { .. }
             | Self::Expired { .. }

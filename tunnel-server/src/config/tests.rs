@@ -159,7 +159,7 @@ fn every_mistake_of_a_file_names_the_file() {
     );
     std::fs::write(&path, vec![b'a'; 10 << 20]).unwrap();
     let error = load(RawConfig::default(), Some(&path)).unwrap_err();
-    assert!(!error.is_usage());
+    assert!(error.is_usage());
     assert_contains(&error.to_string(), "is larger than 4 MiB");
 }
 

@@ -35,7 +35,7 @@ struct Entry {
 #[derive(Debug, thiserror::Error)]
 pub enum BasicAuthFileError {
     /// The file cannot be read, or other users can write it.
-    #[error("{0}")]
+    #[error(transparent)]
     Read(#[from] std::io::Error),
     /// The file is not UTF-8 text.
     #[error("{0} is not UTF-8 text")]
@@ -64,10 +64,10 @@ pub enum BasicAuthFileError {
 }
 
 impl BasicAuthFileError {
-    /// Returns whether the file could be read and its content is the cause.
+    /// Returns whether the content or the mode of the file is the cause, which somebody must change.
     pub fn is_in_content(&self) -> bool {
         match self {
-            Self::Read(_) => false,
+            Self::Read(error) => error.kind() == std::io::ErrorKind::InvalidData,
             Self::NotText(_)
             | Self::InvalidLine(..)
             | Self::Blank(..)
