@@ -323,7 +323,7 @@ impl App {
             facts: config.remote_diag.then(|| {
                 let (readiness, statuses) = (self.readiness.clone(), self.statuses.clone());
                 let sessions = move |now| serde_json::json!(statuses.report(now));
-                Arc::new(AgentFacts::new(&config, readiness, Box::new(sessions)))
+                Arc::new(AgentFacts::new(config, readiness, Box::new(sessions)))
             }),
             egress: Arc::new(egress),
             cloud_sessions: self.cloud_sessions.clone(),

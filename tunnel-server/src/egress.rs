@@ -69,6 +69,10 @@ impl CloudEgress {
     ///
     /// # Errors
     /// As [`Self::check`].
+    #[expect(
+        clippy::too_many_arguments,
+        reason = "each is another part of the server"
+    )]
     pub fn new(
         targets: &[CloudTargetSettings],
         own_ports: Followed<Vec<Port>>,

@@ -411,7 +411,7 @@ fn give_to_service(file: &File, path: &Path) -> io::Result<()> {
     let folder = path
         .parent()
         .filter(|folder| !folder.as_os_str().is_empty());
-    let folder = fs::metadata(folder.unwrap_or(Path::new(".")))?;
+    let folder = fs::metadata(folder.unwrap_or_else(|| Path::new(".")))?;
     if folder.uid() != ROOT {
         fchown(file, Some(folder.uid()), Some(folder.gid()))?;
     }

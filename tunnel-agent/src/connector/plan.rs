@@ -46,6 +46,10 @@ use shared::{Dial, Shared};
 
 /// What the driver has observed.
 #[derive(Debug)]
+#[expect(
+    clippy::large_enum_variant,
+    reason = "an event is moved into the plan once"
+)]
 pub(super) enum Event {
     Session(DialId, SessionEvent),
     /// The task of a session has ended.

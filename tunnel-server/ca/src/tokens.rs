@@ -254,6 +254,7 @@ impl TokenStore {
         self.insert(scope, Order::default(), ttl, Vec::new(), ca_hash, now)
     }
 
+    #[expect(clippy::too_many_arguments, reason = "the parts of a stored token")]
     fn insert(
         &self,
         scope: TokenScope,

@@ -156,7 +156,7 @@ impl ServiceListeners {
     fn open(&mut self, listener: TcpListener, address: SocketAddr, service: TcpService) {
         let port = listener
             .local_addr()
-            .map_or(address.port(), |bound| bound.port());
+            .map_or_else(|_| address.port(), |bound| bound.port());
         let key = key(address, &service);
         let service = Followed::from(service);
         let kind = ListenerKind::TcpService(service.clone());

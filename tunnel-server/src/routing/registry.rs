@@ -387,7 +387,7 @@ impl Registry {
     /// Returns the nodes whose last session that this process saw end was from each of these
     /// addresses. The cost is in proportion to the number of ends.
     pub fn closed_from(&self, addresses: &HashSet<IpAddr>) -> HashMap<IpAddr, Vec<NodeName>> {
-        self.closes.lock().from_addresses(addresses)
+        self.closes.lock().nodes_at(addresses)
     }
 
     /// Returns whether a session of a node is connected.

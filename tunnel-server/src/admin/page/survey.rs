@@ -142,8 +142,14 @@ mod tests {
                 connected: true,
                 is_edge: true,
                 state: Some(if number % 100 == 7 { "suspect" } else { "live" }.to_owned()),
-                transport: (number != 3)
-                    .then(|| if number % 2 == 0 { "quic" } else { "h2" }.to_owned()),
+                transport: (number != 3).then(|| {
+                    if number.is_multiple_of(2) {
+                        "quic"
+                    } else {
+                        "h2"
+                    }
+                    .to_owned()
+                }),
                 rtt_millis: (number != 3).then_some(number),
                 labels: [(
                     "site".into(),

@@ -754,9 +754,9 @@ worker-3  not-edge   -         -     -    -        -     -
     fn usual_table_fits_80_columns_and_its_states_are_colored() {
         let node = |number: usize, name: &str| NodeStatus {
             node: format!("{name}{number}"),
-            connected: number % 2 == 0,
+            connected: number.is_multiple_of(2),
             is_edge: true,
-            state: (number % 2 == 0).then(|| "live".to_owned()),
+            state: number.is_multiple_of(2).then(|| "live".to_owned()),
             transport: Some("quic".into()),
             replica: Some("tunnel-server-with-a-long-name-0".into()),
             rtt_millis: Some(12_345_678_901),

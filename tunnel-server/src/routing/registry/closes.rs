@@ -142,10 +142,7 @@ impl Closes {
     }
 
     /// Returns the nodes whose last session was from each of these addresses, in order.
-    pub(super) fn from_addresses(
-        &self,
-        addresses: &HashSet<IpAddr>,
-    ) -> HashMap<IpAddr, Vec<NodeName>> {
+    pub(super) fn nodes_at(&self, addresses: &HashSet<IpAddr>) -> HashMap<IpAddr, Vec<NodeName>> {
         let mut found: HashMap<IpAddr, Vec<NodeName>> = HashMap::new();
         for (node, entry) in &self.nodes {
             let close = entry.close.as_ref();
@@ -211,7 +208,7 @@ mod tests {
         assert_eq!(closes.of_node(&name(1)), Some(&close(2, "refused")));
         assert_eq!(closes.history(&name(2)), None);
         let address = "192.0.2.1".parse().unwrap();
-        let from = closes.from_addresses(&[address].into());
+        let from = closes.nodes_at(&[address].into());
         assert_eq!(from, [(address, vec![name(1)])].into());
     }
 
