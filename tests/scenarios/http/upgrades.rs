@@ -93,7 +93,7 @@ async fn half_closes(transport: TransportChoice, first: EndsFirst) -> Result<()>
 #[tokio::test(flavor = "multi_thread")]
 async fn r15_10_000_refused_upgrades_have_each_their_own_body() -> Result<()> {
     let env = TestEnv::start_with(|settings| {
-        let open = scaled(Duration::from_secs(10)).as_secs();
+        let open = scaled(LOADED).as_secs();
         settings.limits = TestEnv::limits(&format!(
             "{{openTimeout: {open}s, streamsPerAgent: 24000, bufferPool: 64GiB, callersTotal: 40000, callersPerSource: 40000}}",
         ));
@@ -104,6 +104,7 @@ async fn r15_10_000_refused_upgrades_have_each_their_own_body() -> Result<()> {
         .agent_with("worker-1", |config| {
             // The test must not reach the limits of the tunnel.
             config.limits.streams_per_agent = 12_000;
+            config.limits.target_dial_timeout = scaled(LOADED);
             config.limits.buffer_pool = Some(64 << 30);
         })
         .await?;
@@ -135,6 +136,8 @@ async fn r15_10_000_refused_upgrades_have_each_their_own_body() -> Result<()> {
     Ok(())
 }
 
+/// Time in which thousands of upgrades at once open their streams and dial.
+const LOADED: Duration = Duration::from_secs(60);
 /// Number of open files per upgrade. Both ends of the caller's connection and of the target's are
 /// in this process.
 const FILES_EACH: usize = 4;
