@@ -291,7 +291,8 @@ fn d09_node_that_is_away_says_whether_connections_of_it_arrive() {
         (&[health_check][..], nothing.0, nothing.1),
         (&[failure][..], "see D22", "tunnel-server nodes --failed a"),
     ] {
-        let found = findings(|facts| facts.server = answer_with(&[away.clone()], failures));
+        let found =
+            findings(|facts| facts.server = answer_with(std::slice::from_ref(&away), failures));
         let found = found.iter().find(|finding| finding.id == "D09").unwrap();
         assert!(
             found.what.contains(what) && found.fix.contains(fix),
