@@ -192,7 +192,7 @@ impl<E: EndCode> Serialize for Event<'_, E> {
     }
 }
 
-/// Returns the verb of Kubernetes for a request. Whoever runs something on a node creates, whatever
+/// Returns the verb of Kubernetes for a request. A caller that runs something on a node creates, whatever
 /// the method is.
 fn verb<E>(record: &StreamRecord<E>) -> String {
     if let Some("exec" | "attach" | "portforward" | "run") = record.operation.as_deref() {

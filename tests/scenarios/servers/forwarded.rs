@@ -59,7 +59,7 @@ async fn every_listener(transport: &str) -> Result<()> {
 }
 
 /// Checks that each stream has one event at the server that its caller asked, at the one with the
-/// session, and at the agent, with one id, and that the latter two name the caller as they were told.
+/// session, and at the agent, with one id, and that the latter two name the caller that the header names.
 fn events_agree(hop: &Hop) -> Result<()> {
     let ended = |events: &AuditEvents| {
         let events = events.all().into_iter();

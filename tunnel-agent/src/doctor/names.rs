@@ -257,7 +257,7 @@ mod tests {
         for (command, expected) in [
             ("kubelet\0--config=/own.yaml\0", "10.96.0.10"),
             (
-                "kubelet\0-config\0/own.yaml\0--cluster_dns\0169.254.20.10\0",
+                "kubelet\0-config\0/own.yaml\0--cluster_dns\x00169.254.20.10\0",
                 "169.254.20.10",
             ),
             (

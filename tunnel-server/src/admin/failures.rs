@@ -43,7 +43,7 @@ pub struct FailureStatus {
     /// Nodes without an agent whose last session was from the address of the failure, at most 3.
     /// Set where there is no name.
     pub nodes_from_address: Vec<String>,
-    /// Whether whoever connects may cause it: scanners and health checks do.
+    /// Whether every client of the port can cause it: scanners and health checks do.
     pub is_noise: bool,
 }
 

@@ -1,5 +1,5 @@
 //! The last failures of agents, for operators: handshakes, enrollments and admissions that failed,
-//! and sessions that ended early. Agents, and whoever connects to their port, choose the texts, the
+//! and sessions that ended early. Agents, and every client of their port, choose the texts, the
 //! names before a certificate is verified, and how often they fail. Everything is bounded.
 
 use std::collections::{BTreeMap, HashMap};
