@@ -29,8 +29,8 @@ const OWN_CODES: [&str; 12] = [
     SHORT_SESSION_CODE,
 ];
 
-/// A session that ended less than [`SHORT_SESSION`] after its admission, and not because an end was
-/// stopped or had another session.
+/// A session that ended soon after its admission, and not because an end was stopped or had another
+/// session.
 pub const SHORT_SESSION_CODE: &str = "short_session";
 /// The agent does not trust the CA of this server's certificate.
 pub const SERVER_UNTRUSTED: &str = "server_untrusted";
