@@ -125,7 +125,7 @@ impl Tool {
                     root.join("usr/bin"),
                     root.join("usr/sbin"),
                     root.join("sbin"),
-                    root.join("../venv/bin"),
+                    root.with_file_name("venv/bin"),
                 ]
             }))
             .map(|folder| folder.join(self.program()))

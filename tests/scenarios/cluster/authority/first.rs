@@ -220,6 +220,12 @@ async fn other_ca_in_the_secret_ends_no_tunnel_until_an_operator_confirms_it() -
     let used = server.ca().root_pem();
     let kubelet = FakeKubelet::start("worker-1").await?;
     let _agent = server.agent("worker-1").await?;
+    eventually("a server that knows its nodes", WAIT_TIMEOUT, async || {
+        let reply = request(server.bound().meta, &RawRequest::get("meta", READYZ)).await?;
+        ensure!(reply.status == 200, "{}", reply.text());
+        Ok(())
+    })
+    .await;
     let mut exec = Exec::start(server.https("worker-1")?, kubelet.addr().port()).await?;
     exec.goes_on().await?;
 
