@@ -3,17 +3,18 @@
 mod culvert;
 mod fleet;
 mod log;
+mod loopback;
 mod peering;
 mod running;
-mod scratch;
 mod shifted_clock;
 mod terminal;
 
 pub use culvert::{AgentSetup, Listener, Server, ServerSetup, Setup, TunnelAgent, TunnelServer};
 pub use fleet::Fleet;
 pub use log::Log;
+pub use loopback::{next_loopback, own_loopback, stored_text};
 pub use peering::{Peering, copy_ca};
 pub use running::{Finished, Piped, Process, Program, Signal};
-pub use scratch::{ScratchDir, next_loopback, own_loopback, stored_text};
 pub use shifted_clock::ShiftedClock;
 pub use terminal::Terminal;
+pub use tunnel_process::scratch::ScratchDir;

@@ -488,13 +488,13 @@ mod tests {
     use std::time::Duration;
 
     use super::*;
-    use crate::testing::{Ca, TempDir, stored};
+    use crate::testing::{Ca, ScratchDir, stored};
 
     fn node(name: &str) -> NodeName {
         name.parse().unwrap()
     }
 
-    fn filled(scratch: &TempDir, ca: &Ca) -> CredentialStore {
+    fn filled(scratch: &ScratchDir, ca: &Ca) -> CredentialStore {
         let store = CredentialStore::open(scratch.path()).unwrap();
         let key = store.key().unwrap();
         let leaf = ca.issue(&key, "culvert://agent/worker-1");
@@ -506,7 +506,7 @@ mod tests {
 
     #[test]
     fn stored_credentials_are_private_and_come_back() {
-        let (scratch, ca) = (TempDir::new(), Ca::new());
+        let (scratch, ca) = (ScratchDir::new().unwrap(), Ca::new());
         let store = filled(&scratch, &ca);
         let now = SystemTime::now();
         assert!(stored(scratch.path()).not_after > now);
@@ -521,7 +521,7 @@ mod tests {
 
     #[test]
     fn other_name_is_a_usage_error_that_says_what_to_do() {
-        let (scratch, ca) = (TempDir::new(), Ca::new());
+        let (scratch, ca) = (ScratchDir::new().unwrap(), Ca::new());
         let store = filled(&scratch, &ca);
         let loaded = store.load(&node("worker-2"), None, SystemTime::now());
         let error = loaded.unwrap_err();
@@ -532,7 +532,7 @@ mod tests {
 
     #[test]
     fn key_of_another_certificate_is_noticed() {
-        let (scratch, ca) = (TempDir::new(), Ca::new());
+        let (scratch, ca) = (ScratchDir::new().unwrap(), Ca::new());
         let store = filled(&scratch, &ca);
         std::fs::remove_file(scratch.path().join(KEY)).unwrap();
         store.key().unwrap();

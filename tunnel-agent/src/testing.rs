@@ -1,8 +1,7 @@
-//! Shared test support: a CA, scratch directories, and the shared state of sessions.
+//! Shared test support: a CA, credentials, and the shared state of sessions.
 
-use std::path::{Path, PathBuf};
+use std::path::Path;
 use std::sync::Arc;
-use std::sync::atomic::{AtomicUsize, Ordering};
 use std::time::{Duration, SystemTime};
 
 use rcgen::string::Ia5String;
@@ -11,6 +10,7 @@ use rcgen::{ExtendedKeyUsagePurpose, KeyUsagePurpose};
 use rustls_pki_types::CertificateDer;
 use tokio_util::sync::CancellationToken;
 use tunnel_process::meta::Readiness;
+pub(crate) use tunnel_process::scratch::ScratchDir;
 use tunnel_process::shutdown::Shutdown;
 use tunnel_proto::tls;
 use tunnel_proto::wire::enroll::EnrollReply;
@@ -105,31 +105,6 @@ impl Ca {
             ExtendedKeyUsagePurpose::ServerAuth,
         ];
         params.signed_by(key, &self.issuer).unwrap().der().clone()
-    }
-}
-
-/// A directory that is deleted with the value.
-pub(crate) struct TempDir(PathBuf);
-
-impl TempDir {
-    pub(crate) fn new() -> Self {
-        static COUNT: AtomicUsize = AtomicUsize::new(0);
-        let count = COUNT.fetch_add(1, Ordering::Relaxed);
-        let name = format!("culvert-agent-{}-{count}", std::process::id());
-        let path = std::env::temp_dir().join(name);
-        let _absent = std::fs::remove_dir_all(&path);
-        std::fs::create_dir(&path).unwrap();
-        Self(path)
-    }
-
-    pub(crate) fn path(&self) -> &Path {
-        &self.0
-    }
-}
-
-impl Drop for TempDir {
-    fn drop(&mut self) {
-        let _gone = std::fs::remove_dir_all(&self.0);
     }
 }
 

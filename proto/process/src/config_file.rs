@@ -203,6 +203,7 @@ mod tests {
     use serde::Deserialize;
 
     use super::*;
+    use crate::scratch::ScratchDir;
     use crate::settings::ConfigErrors;
 
     crate::layered! {
@@ -216,10 +217,9 @@ mod tests {
     }
 
     fn checked(text: &str, upper: Settings) -> Vec<String> {
-        let path = std::env::temp_dir().join(format!("culvert-config-{:x}", rand::random::<u64>()));
-        std::fs::write(&path, text).unwrap();
+        let scratch = ScratchDir::new().unwrap();
+        let path = scratch.file("config.yaml", text).unwrap();
         let read = ConfigFile::read(&path, upper, |_| [0; 32]);
-        std::fs::remove_file(&path).unwrap();
         let (file, settings) = match read {
             Ok(read) => read,
             Err(error) => return vec![error.to_string().replace(path.to_str().unwrap(), "F")],

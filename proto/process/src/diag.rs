@@ -190,6 +190,7 @@ const KERNEL_FILE: &str = "/proc/sys/kernel/osrelease";
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::scratch::ScratchDir;
 
     #[tokio::test(start_paused = true)]
     async fn facts_that_fail_or_hang_have_an_error_and_the_others_are_there() {
@@ -215,13 +216,11 @@ mod tests {
 
     #[tokio::test]
     async fn files_are_listed_without_their_content_and_no_file_is_overwritten() {
-        let name = format!("culvert-diag-{}", std::process::id());
-        let dir = std::env::temp_dir().join(name);
-        let _absent = fs::remove_dir_all(&dir);
-        files::make_private_dir(&dir).unwrap();
+        let scratch = ScratchDir::new().unwrap();
+        let dir = scratch.path();
         files::create(&dir.join("ca.key"), b"canary").unwrap();
         let mut document = DiagDocument::new("program", "1.2.3");
-        document.add_files(dir.clone()).await;
+        document.add_files(dir.to_owned()).await;
         let entry = &document.facts["files"]["entries"][0];
         assert_eq!(entry["name"], "ca.key");
         assert_eq!(
@@ -238,6 +237,5 @@ mod tests {
         assert!(!fs::read_to_string(&path).unwrap().contains("canary"));
         let again = DiagDocument::new("program", "1.2.3").write(&path);
         assert_eq!(again.unwrap_err().kind(), io::ErrorKind::AlreadyExists);
-        fs::remove_dir_all(dir).unwrap();
     }
 }

@@ -456,31 +456,25 @@ mod tests {
     use std::os::unix::fs::symlink;
 
     use super::*;
-
-    fn scratch(name: &str) -> std::path::PathBuf {
-        let path =
-            std::env::temp_dir().join(format!("culvert-files-{}-{name}", std::process::id()));
-        let _absent = fs::remove_dir_all(&path);
-        make_private_dir(&path).unwrap();
-        path
-    }
+    use crate::scratch::ScratchDir;
 
     #[test]
     fn replaced_files_are_private_and_whole() {
-        let dir = scratch("replace");
+        let scratch = ScratchDir::new().unwrap();
+        let dir = scratch.path();
         let path = dir.join("key");
         replace(&path, b"one").unwrap();
         replace(&path, b"two").unwrap();
         assert_eq!(read(&path).unwrap().unwrap(), b"two");
         assert_eq!(fs::metadata(&path).unwrap().mode() & 0o777, 0o600);
-        let left = fs::read_dir(&dir).unwrap().count();
+        let left = fs::read_dir(dir).unwrap().count();
         assert_eq!(left, 1, "no temporary file is left");
-        fs::remove_dir_all(dir).unwrap();
     }
 
     #[test]
     fn replaced_files_have_the_access_that_is_asked_for() {
-        let dir = scratch("access");
+        let scratch = ScratchDir::new().unwrap();
+        let dir = scratch.path();
         let path = dir.join("config");
         replace_with(&path, b"one", FileAccess::READABLE).unwrap();
         let access = FileAccess::of(&path).unwrap();
@@ -493,18 +487,18 @@ mod tests {
         replace_with(&path, b"two", access).unwrap();
         assert_eq!(FileAccess::of(&path).unwrap(), access);
         assert_eq!(read(&path).unwrap().unwrap(), b"two");
-        fs::remove_dir_all(dir).unwrap();
     }
 
     #[test]
     fn files_of_root_belong_to_the_owner_of_their_directory() {
-        let directory = scratch("owner");
+        let scratch = ScratchDir::new().unwrap();
+        let directory = scratch.path();
         let owner = FileOwner {
             user: 65_532,
             group: 65_533,
         };
         // Only root can give files away.
-        if std::os::unix::fs::chown(&directory, Some(owner.user), Some(owner.group)).is_err() {
+        if std::os::unix::fs::chown(directory, Some(owner.user), Some(owner.group)).is_err() {
             return;
         }
         let [replaced, created, lock] = ["a", "b", "lock"].map(|name| directory.join(name));
@@ -525,12 +519,12 @@ mod tests {
         )
         .unwrap();
         assert_eq!(FileAccess::of(&replaced).unwrap().owner.unwrap().user, ROOT);
-        fs::remove_dir_all(directory).unwrap();
     }
 
     #[test]
     fn created_files_are_private_and_existing_ones_stay() {
-        let dir = scratch("create");
+        let scratch = ScratchDir::new().unwrap();
+        let dir = scratch.path();
         let path = dir.join("key");
         create(&path, b"one").unwrap();
         assert_eq!(fs::metadata(&path).unwrap().mode() & 0o777, 0o600);
@@ -538,12 +532,12 @@ mod tests {
         assert_eq!(error.kind(), io::ErrorKind::AlreadyExists);
         assert!(error.to_string().contains("/key"), "{error}");
         assert_eq!(read(&path).unwrap().unwrap(), b"one");
-        fs::remove_dir_all(dir).unwrap();
     }
 
     #[test]
     fn files_replaced_by_several_threads_at_once_stay_whole() {
-        let dir = scratch("several");
+        let scratch = ScratchDir::new().unwrap();
+        let dir = scratch.path();
         let path = dir.join("key");
         let contents = [[b'a'; 4096], [b'b'; 4096], [b'c'; 4096], [b'd'; 4096]];
         std::thread::scope(|scope| {
@@ -558,16 +552,16 @@ mod tests {
         });
         let left = read(&path).unwrap().unwrap();
         assert!(contents.iter().any(|content| content[..] == left));
-        assert_eq!(fs::read_dir(&dir).unwrap().count(), 1);
-        fs::remove_dir_all(dir).unwrap();
+        assert_eq!(fs::read_dir(dir).unwrap().count(), 1);
     }
 
     #[test]
     fn s09_directory_that_others_may_write_is_refused_with_the_chmod() {
-        let dir = scratch("shared");
+        let scratch = ScratchDir::new().unwrap();
+        let dir = scratch.path();
         let file = dir.join("ca.key");
         replace(&file, b"x").unwrap();
-        let set = |mode| fs::set_permissions(&dir, fs::Permissions::from_mode(mode)).unwrap();
+        let set = |mode| fs::set_permissions(dir, fs::Permissions::from_mode(mode)).unwrap();
         for (mode, is_taken) in [
             (0o700, true),
             (0o755, true),
@@ -576,7 +570,7 @@ mod tests {
             (0o702, false),
         ] {
             set(mode);
-            let checked = check_private_dir(&dir);
+            let checked = check_private_dir(dir);
             assert_eq!(checked.is_ok(), is_taken, "{mode:o}: {checked:?}");
             if let Err(error) = checked {
                 assert!(error.to_string().contains("run: chmod go-w"), "{error}");
@@ -585,20 +579,20 @@ mod tests {
         set(0o700);
         // A file of somebody else, which only root can make.
         if fchown(File::open(&file).unwrap(), Some(4_000_000), None).is_ok() {
-            let error = check_private_dir(&dir).unwrap_err().to_string();
+            let error = check_private_dir(dir).unwrap_err().to_string();
             assert!(
                 error.contains("ca.key belongs to the user 4000000"),
                 "{error}"
             );
         }
-        fs::remove_dir_all(dir).unwrap();
     }
 
     /// S09: checks which modes and file types are refused, for data files, for key files, and for
     /// files that the operator provides.
     #[test]
     fn s09_table_of_modes_and_links() {
-        let dir = scratch("table");
+        let scratch = ScratchDir::new().unwrap();
+        let dir = scratch.path();
         let path = dir.join("file");
         assert!(read(&path).unwrap().is_none());
         replace(&path, b"x").unwrap();
@@ -642,11 +636,10 @@ mod tests {
         symlink(dir.join("nowhere"), dir.join("dangling")).unwrap();
         assert!(try_lock(&dir.join("dangling")).is_err());
         assert!(!dir.join("nowhere").exists());
-        for other in [&dir, &dir.join("nowhere")] {
+        for other in [dir, &dir.join("nowhere")] {
             assert!(read_operator_file(other).is_err());
         }
-        assert!(read(&dir).is_err());
-        fs::remove_dir_all(dir).unwrap();
+        assert!(read(dir).is_err());
     }
 
     /// Covers a checkout by a user with umask 002.
@@ -662,7 +655,8 @@ mod tests {
             let found = is_written_by_others(mode, user, group);
             assert_eq!(found, expected, "{mode:o} {user}:{group}");
         }
-        let dir = scratch("config");
+        let scratch = ScratchDir::new().unwrap();
+        let dir = scratch.path();
         let path = dir.join("server.yaml");
         replace(&path, b"logLevel: info").unwrap();
         fs::set_permissions(&path, fs::Permissions::from_mode(0o664)).unwrap();
@@ -674,16 +668,15 @@ mod tests {
         fs::set_permissions(&path, fs::Permissions::from_mode(0o666)).unwrap();
         let error_text = read_config(&path).unwrap_err().to_string();
         assert!(error_text.contains("chmod go-w"), "{error_text}");
-        fs::remove_dir_all(dir).unwrap();
     }
 
     #[test]
     fn lock_is_held_by_one() {
-        let dir = scratch("lock");
+        let scratch = ScratchDir::new().unwrap();
+        let dir = scratch.path();
         let held = try_lock(&dir.join("lock")).unwrap().unwrap();
         assert!(try_lock(&dir.join("lock")).unwrap().is_none());
         drop(held);
         assert!(try_lock(&dir.join("lock")).unwrap().is_some());
-        fs::remove_dir_all(dir).unwrap();
     }
 }

@@ -212,12 +212,12 @@ fn memory_limit(root: &Path) -> Option<u64> {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::scratch::ScratchDir;
 
-    fn host(name: &str, files: &[(&str, &str)]) -> std::path::PathBuf {
-        let name = format!("culvert-host-{}-{name}", std::process::id());
-        let root = std::env::temp_dir().join(name);
+    fn host(files: &[(&str, &str)]) -> ScratchDir {
+        let root = ScratchDir::new().unwrap();
         for (path, text) in files {
-            let path = root.join(path);
+            let path = root.path().join(path);
             std::fs::create_dir_all(path.parent().unwrap()).unwrap();
             std::fs::write(path, text).unwrap();
         }
@@ -255,9 +255,8 @@ mod tests {
                 Some(4096),
             ),
         ] {
-            let root = host(name, &files);
-            assert_eq!(memory_limit(&root), limit, "{name}");
-            let _not_made = std::fs::remove_dir_all(root);
+            let root = host(&files);
+            assert_eq!(memory_limit(root.path()), limit, "{name}");
         }
     }
 

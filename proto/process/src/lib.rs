@@ -24,6 +24,8 @@ pub mod notify;
 pub mod panics;
 pub mod query;
 pub mod schema;
+#[cfg(any(test, feature = "test-util"))]
+pub mod scratch;
 pub mod secrets;
 pub mod serve_bounded;
 pub mod settings;

@@ -631,6 +631,7 @@ mod tests {
     use tokio::time::{Instant, sleep, timeout};
 
     use super::*;
+    use crate::scratch::ScratchDir;
 
     #[tokio::test]
     async fn readiness_is_answered_and_can_be_asked_for() {
@@ -691,8 +692,8 @@ mod tests {
     #[tokio::test]
     async fn unix_socket_answers_until_the_end_and_the_port_until_listeners_close() {
         let shutdown = Shutdown::new();
-        let folder = std::env::temp_dir().join(format!("culvert-meta-{}", std::process::id()));
-        std::fs::create_dir(&folder).unwrap();
+        let scratch = ScratchDir::new().unwrap();
+        let folder = scratch.path();
         let socket = MetaAddress::Unix(folder.join("meta.sock"));
         let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
         let port = MetaAddress::from(listener.local_addr().unwrap());
@@ -709,8 +710,7 @@ mod tests {
         assert!(socket.get("/readyz").await.is_ok());
         shutdown.finish().await;
         assert!(socket.get("/livez").await.is_err());
-        assert_eq!(std::fs::read_dir(&folder).unwrap().count(), 0);
-        std::fs::remove_dir(folder).unwrap();
+        assert_eq!(std::fs::read_dir(folder).unwrap().count(), 0);
     }
 
     /// A meta port with the endpoint `/list`.

@@ -34,12 +34,13 @@ fn send(address: &OsStr, message: &[u8]) -> io::Result<()> {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::scratch::ScratchDir;
 
     #[test]
     fn message_arrives_at_a_path_and_at_an_abstract_name() {
-        let number = std::process::id();
-        let path = std::env::temp_dir().join(format!("culvert-notify-{number}"));
-        let name = format!("culvert-notify-{number}");
+        let scratch = ScratchDir::new().unwrap();
+        let path = scratch.path().join("notify");
+        let name = format!("culvert-notify-{}", std::process::id());
         let abstract_name = SocketAddr::from_abstract_name(&name).unwrap();
         for (socket, address) in [
             (UnixDatagram::bind(&path), path.clone().into_os_string()),

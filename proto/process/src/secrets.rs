@@ -57,18 +57,18 @@ mod tests {
 
     use super::*;
     use crate::files;
+    use crate::scratch::ScratchDir;
 
     static DUMPABLE_LOCK: Mutex<()> = Mutex::new(());
 
     #[test]
     fn t21_files_with_secrets_are_wiped_when_they_are_dropped() {
         let _guard = DUMPABLE_LOCK.lock();
-        let name = format!("culvert-secret-{}", std::process::id());
-        let path = std::env::temp_dir().join(name);
+        let scratch = ScratchDir::new().unwrap();
+        let path = scratch.path().join("key");
         let text = b"-----BEGIN PRIVATE KEY----- and what follows it";
         files::replace(&path, text).unwrap();
         let (given, own) = (files::read_operator_file(&path), files::read_secret(&path));
-        std::fs::remove_file(&path).unwrap();
         for content in [given.unwrap(), own.unwrap().unwrap()] {
             assert_eq!(&content[..], text);
             assert_wiped(content, |content| &content[..]).unwrap();

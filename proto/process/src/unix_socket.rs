@@ -138,23 +138,17 @@ impl Drop for SocketFile {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::scratch::ScratchDir;
 
     const PRIVATE: SocketPermissions = SocketPermissions {
         mode: 0o600,
         owner: None,
     };
 
-    fn scratch(name: &str) -> PathBuf {
-        let folder =
-            std::env::temp_dir().join(format!("culvert-unix-{}-{name}", std::process::id()));
-        let _absent = fs::remove_dir_all(&folder);
-        fs::create_dir(&folder).unwrap();
-        folder
-    }
-
     #[tokio::test]
     async fn path_leads_to_the_socket_that_replaced_another_one_until_that_ends() {
-        let folder = scratch("replaced");
+        let scratch = ScratchDir::new().unwrap();
+        let folder = scratch.path();
         let path = folder.join("listener.sock");
         let (_first_listener, first) = bind(&path, PRIVATE).unwrap();
         let (second_listener, second) = replace(&path, PRIVATE).unwrap();
@@ -164,17 +158,17 @@ mod tests {
         drop(first);
         assert!(path.exists(), "the newer socket stays");
         drop(second);
-        assert_eq!(fs::read_dir(&folder).unwrap().count(), 0, "nothing is left");
+        assert_eq!(fs::read_dir(folder).unwrap().count(), 0, "nothing is left");
         fs::write(&path, "precious").unwrap();
         let refused = replace(&path, PRIVATE).unwrap_err().to_string();
         assert!(refused.contains("not a socket"), "{refused}");
         assert_eq!(fs::read(&path).unwrap(), b"precious");
-        fs::remove_dir_all(folder).unwrap();
     }
 
     #[tokio::test]
     async fn only_a_socket_that_nobody_answers_gives_way() {
-        let folder = scratch("stale");
+        let scratch = ScratchDir::new().unwrap();
+        let folder = scratch.path();
         let path = folder.join("listener.sock");
         let (listener, file) = bind(&path, PRIVATE).unwrap();
         let mode = fs::metadata(&path).unwrap().mode();
@@ -197,7 +191,6 @@ mod tests {
         let refused = bind(&path, PRIVATE).unwrap_err().to_string();
         assert!(refused.contains("not a socket"), "{refused}");
         assert_eq!(fs::read(&path).unwrap(), b"precious");
-        assert_eq!(fs::read_dir(&folder).unwrap().count(), 1, "nothing is left");
-        fs::remove_dir_all(folder).unwrap();
+        assert_eq!(fs::read_dir(folder).unwrap().count(), 1, "nothing is left");
     }
 }

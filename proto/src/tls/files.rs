@@ -188,14 +188,14 @@ mod tests {
     use std::fs;
 
     use rcgen::{CertificateParams, KeyPair};
+    use tunnel_process::scratch::ScratchDir;
 
     use super::*;
 
     #[test]
     fn pair_is_loaded_and_mistakes_name_their_file() {
-        let dir = std::env::temp_dir().join(format!("culvert-pem-{}", std::process::id()));
-        let _absent = fs::remove_dir_all(&dir);
-        fs::create_dir(&dir).unwrap();
+        let scratch = ScratchDir::new().unwrap();
+        let dir = scratch.path();
         let key = KeyPair::generate().unwrap();
         let certificate = CertificateParams::default().self_signed(&key).unwrap();
         let other_key = KeyPair::generate().unwrap();
@@ -251,6 +251,5 @@ mod tests {
         }
         assert_eq!(load_roots(&dir.join("both.pem")).unwrap().len(), 1);
         assert!(load_roots(&dir.join("tls.key")).is_err());
-        fs::remove_dir_all(dir).unwrap();
     }
 }

@@ -11,7 +11,7 @@ use tunnel_proto::wire::enroll::EnrollReply;
 
 use super::*;
 use crate::config::{RawConfig, Secret};
-use crate::testing::TempDir;
+use crate::testing::ScratchDir;
 use crate::testing::net::{self, Busy};
 use crate::testing::server::Server;
 
@@ -38,7 +38,7 @@ async fn start(settings: RawConfig) -> anyhow::Result<App> {
 /// A running agent and its server.
 struct TestEnv {
     server: Server,
-    scratch: TempDir,
+    scratch: ScratchDir,
     meta: SocketAddr,
     cloud: Vec<SocketAddr>,
     shutdown: Shutdown,
@@ -48,7 +48,7 @@ struct TestEnv {
 impl TestEnv {
     /// Starts an agent that has not enrolled yet.
     async fn start(change: impl FnOnce(&mut RawConfig)) -> Self {
-        let (server, scratch) = (Server::start().await, TempDir::new());
+        let (server, scratch) = (Server::start().await, ScratchDir::new().unwrap());
         let mut settings = settings(&server, scratch.path());
         change(&mut settings);
         let app = start(settings).await.unwrap();
@@ -227,7 +227,7 @@ async fn drain_has_a_deadline() {
 
 #[tokio::test]
 async fn refused_enrollment_ends_the_agent() {
-    let (server, scratch) = (Server::start().await, TempDir::new());
+    let (server, scratch) = (Server::start().await, ScratchDir::new().unwrap());
     let app = start(settings(&server, scratch.path())).await.unwrap();
     let detail = "token abcdef012345 was used by another key";
     let refused = EnrollReply::Refused(EnrollCode::TokenUsed, detail.into());
@@ -240,7 +240,7 @@ async fn refused_enrollment_ends_the_agent() {
 
 #[tokio::test]
 async fn drain_ends_an_agent_that_cannot_enroll() {
-    let (server, scratch) = (Server::start().await, TempDir::new());
+    let (server, scratch) = (Server::start().await, ScratchDir::new().unwrap());
     let app = start(settings(&server, scratch.path())).await.unwrap();
     app.shutdown().drain().cancel();
     timeout(LONG, app.run()).await.unwrap().unwrap();
@@ -248,7 +248,7 @@ async fn drain_ends_an_agent_that_cannot_enroll() {
 
 #[tokio::test]
 async fn exit_code_distinguishes_configuration_from_failure() {
-    let (server, scratch) = (Server::start().await, TempDir::new());
+    let (server, scratch) = (Server::start().await, ScratchDir::new().unwrap());
     let with = |change: fn(&mut RawConfig)| {
         let mut settings = settings(&server, scratch.path());
         change(&mut settings);

@@ -5,7 +5,7 @@ use tunnel_proto::transport::CongestionControl;
 use tunnel_proto::wire::enroll::{CA_HASH_BYTES, JoinToken, TOKEN_SECRET_BYTES};
 
 use super::*;
-use crate::testing::TempDir;
+use crate::testing::ScratchDir;
 
 fn settings() -> RawConfig {
     RawConfig {
@@ -26,7 +26,7 @@ fn refusal(change: impl FnOnce(&mut RawConfig)) -> ConfigError {
 }
 
 fn from_yaml(yaml: &str) -> Result<RawConfig, LoadError> {
-    let scratch = TempDir::new();
+    let scratch = ScratchDir::new().unwrap();
     let path = scratch.path().join("agent.yaml");
     std::fs::write(&path, yaml).unwrap();
     layers(RawConfig::default(), Some(&path), |_| None)
@@ -86,7 +86,7 @@ fn help_shows_the_defaults_that_hold() {
 
 #[test]
 fn flags_win_over_kubernetes_variables_and_those_over_the_file() {
-    let scratch = TempDir::new();
+    let scratch = ScratchDir::new().unwrap();
     let path = scratch.path().join("agent.yaml");
     let yaml = "server: [file:1]\nnodeName: from-file\nnodeIp: 10.0.0.1\nlogLevel: debug\nlimits:\n  keepAlive: 1s\n";
     std::fs::write(&path, yaml).unwrap();
@@ -287,7 +287,7 @@ fn proxy_of_a_layer_goes_before_the_environment_and_its_password_is_never_shown(
         let url = "http://me:hunter2@env.example.com:1";
         (name == "HTTPS_PROXY").then(|| url.to_owned())
     };
-    let scratch = TempDir::new();
+    let scratch = ScratchDir::new().unwrap();
     let path = scratch.path().join("agent.yaml");
     for (proxy, way) in [
         ("http://me:hunter2@file:2", "file:2 (--proxy)"),

@@ -20,7 +20,7 @@ use crate::handover::LockState;
 use crate::metrics::{ConnectResult, Metrics};
 use crate::proxy::ProxyChoice;
 use crate::testing::net::{AGES, Busy, FakeNetwork, Peer, reject, welcome};
-use crate::testing::{Ca, TempDir, context, credentials, stored};
+use crate::testing::{Ca, ScratchDir, context, credentials, stored};
 
 /// Two servers with addresses of their own. The agent is configured with the first.
 const TWO: &[(&str, &str)] = &[("server-1", "192.0.2.1:10262"), ("server-2", "192.0.2.2:2")];
@@ -189,7 +189,7 @@ impl TestEnv {
 /// The stored certificate has never carried a session, and the previous certificate is available.
 #[tokio::test(start_paused = true)]
 async fn certificate_that_three_handshakes_refuse_is_replaced_by_the_one_before() {
-    let (scratch, ca) = (TempDir::new(), Ca::new());
+    let (scratch, ca) = (ScratchDir::new().unwrap(), Ca::new());
     let store = CredentialStore::open(scratch.path()).unwrap();
     let key = store.key().unwrap();
     let key = Arc::new(key);

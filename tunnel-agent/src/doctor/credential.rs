@@ -192,9 +192,9 @@ mod tests {
 
     use super::*;
     use crate::config::{RawConfig, TokenSource};
-    use crate::testing::{Ca, TempDir};
+    use crate::testing::{Ca, ScratchDir};
 
-    fn config(dir: &TempDir, node: &str) -> Config {
+    fn config(dir: &ScratchDir, node: &str) -> Config {
         Config::check(RawConfig {
             server: vec!["127.0.0.1:10262".to_owned()],
             node_name: Some(node.to_owned()),
@@ -210,7 +210,7 @@ mod tests {
 
     #[test]
     fn nothing_is_created_and_a_missing_credential_is_a_fault() {
-        let dir = TempDir::new();
+        let dir = ScratchDir::new().unwrap();
         let mut config = config(&dir, "worker-1");
         let fault = state_of(&config).unwrap_err();
         assert!(matches!(fault, CredentialFault::Unusable(_)), "{fault:?}");
@@ -222,7 +222,7 @@ mod tests {
 
     #[test]
     fn stored_certificate_goes_before_the_token_and_must_have_the_name() {
-        let (dir, ca) = (TempDir::new(), Ca::new());
+        let (dir, ca) = (ScratchDir::new().unwrap(), Ca::new());
         let store = CredentialStore::open(&dir.path().join("agent")).unwrap();
         let key = store.key().unwrap();
         let leaf = ca.issue(&key, "culvert://agent/worker-1");

@@ -210,6 +210,7 @@ const IPVS_INTERFACE: &str = "kube-ipvs0";
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::testing::ScratchDir;
 
     fn addresses(list: &[&str]) -> Vec<IpAddr> {
         list.iter()
@@ -243,13 +244,14 @@ mod tests {
 
     #[test]
     fn flag_of_the_running_kubelet_overrides_its_file() {
-        let root = std::env::temp_dir().join(format!("culvert-names-{}", std::process::id()));
+        let scratch = ScratchDir::new().unwrap();
+        let root = scratch.path();
         let process = root.join("proc/7");
         fs::create_dir_all(&process).unwrap();
         fs::create_dir_all(root.join("etc")).unwrap();
         let resolv_conf = "# mine\nnameserver 192.0.2.53\nsearch a b\nnameserver ::1\n";
         fs::write(root.join("etc/resolv.conf"), resolv_conf).unwrap();
-        let (pods, host) = read(&root);
+        let (pods, host) = read(root);
         assert!(pods.unwrap_err().starts_with("no kubelet runs"));
         assert_eq!(host, addresses(&["192.0.2.53", "::1"]));
         let config = root.join("own.yaml");
@@ -267,11 +269,10 @@ mod tests {
         ] {
             fs::write(&config, "clusterDNS: [10.96.0.10]\n").unwrap();
             fs::write(process.join("cmdline"), command).unwrap();
-            assert_eq!(read(&root).0, Ok(addresses(&[expected])), "{command:?}");
+            assert_eq!(read(root).0, Ok(addresses(&[expected])), "{command:?}");
         }
         fs::write(process.join("cmdline"), "kubelet\0--cluster-dns=a\0").unwrap();
-        assert!(read(&root).0.unwrap_err().contains("--cluster-dns"));
-        fs::remove_dir_all(&root).unwrap();
+        assert!(read(root).0.unwrap_err().contains("--cluster-dns"));
     }
 
     #[tokio::test]

@@ -6,11 +6,11 @@ use super::*;
 use crate::config::Secret;
 use crate::proxy::testing::FakeProxy;
 use crate::testing::server::Server;
-use crate::testing::{Ca, TempDir, stored};
+use crate::testing::{Ca, ScratchDir, stored};
 
 const LONG: Duration = Duration::from_secs(10);
 
-fn enrollment(server: &Server, token: JoinToken, scratch: &TempDir) -> Enrollment {
+fn enrollment(server: &Server, token: JoinToken, scratch: &ScratchDir) -> Enrollment {
     Enrollment {
         servers: vec![server.address().to_string().parse().unwrap()],
         proxy: ProxyChoice::default(),
@@ -40,13 +40,13 @@ async fn once(
 }
 
 /// Issues worker-1's certificate to the key in the directory.
-fn issue(server: &Server, scratch: &TempDir) -> Option<EnrollReply> {
+fn issue(server: &Server, scratch: &ScratchDir) -> Option<EnrollReply> {
     Some(server.issue(scratch.path(), "culvert://agent/worker-1"))
 }
 
 #[tokio::test]
 async fn certificate_for_our_key_and_name_is_stored() {
-    let (server, scratch) = (Server::start().await, TempDir::new());
+    let (server, scratch) = (Server::start().await, ScratchDir::new().unwrap());
     let enrollment = enrollment(&server, server.token(), &scratch);
     let (enrolled, served) = once(&enrollment, &server, |request| {
         assert_eq!(*request.token, server.token().reveal());
@@ -62,7 +62,11 @@ async fn certificate_for_our_key_and_name_is_stored() {
 
 #[tokio::test]
 async fn server_of_another_ca_gets_no_byte_of_the_token() {
-    let (server, other, scratch) = (Server::start().await, Server::start().await, TempDir::new());
+    let (server, other, scratch) = (
+        Server::start().await,
+        Server::start().await,
+        ScratchDir::new().unwrap(),
+    );
     let enrollment = enrollment(&server, other.token(), &scratch);
     let (enrolled, served) = once(&enrollment, &server, |_| panic!("a request arrived")).await;
     served.unwrap_err();
@@ -77,7 +81,11 @@ async fn server_of_another_ca_gets_no_byte_of_the_token() {
 
 #[tokio::test]
 async fn configured_ca_replaces_the_pin() {
-    let (server, other, scratch) = (Server::start().await, Server::start().await, TempDir::new());
+    let (server, other, scratch) = (
+        Server::start().await,
+        Server::start().await,
+        ScratchDir::new().unwrap(),
+    );
     let mut enrollment = enrollment(&server, other.token(), &scratch);
     enrollment.ca = CaFile::channel(Some(roots(&server))).1;
     let (enrolled, _) = once(&enrollment, &server, |_| issue(&server, &scratch)).await;
@@ -85,7 +93,7 @@ async fn configured_ca_replaces_the_pin() {
 }
 
 /// Returns an enrollment whose server has a name that only the proxy can resolve.
-fn behind(fake_proxy: &FakeProxy, server: &Server, scratch: &TempDir) -> Enrollment {
+fn behind(fake_proxy: &FakeProxy, server: &Server, scratch: &ScratchDir) -> Enrollment {
     let servers = vec!["cloud.invalid:10262".parse().unwrap()];
     let url = Secret(format!("http://me:hunter2@{}", fake_proxy.address()));
     Enrollment {
@@ -97,7 +105,7 @@ fn behind(fake_proxy: &FakeProxy, server: &Server, scratch: &TempDir) -> Enrollm
 
 #[tokio::test]
 async fn refusal_and_silence_of_a_proxy_are_reported_and_retried() {
-    let (server, scratch) = (Server::start().await, TempDir::new());
+    let (server, scratch) = (Server::start().await, ScratchDir::new().unwrap());
     let fake_proxy = FakeProxy::start().await;
     let mut enrollment = behind(&fake_proxy, &server, &scratch);
     let mut rotation = EndpointRotation::default();
@@ -121,7 +129,7 @@ async fn refusal_and_silence_of_a_proxy_are_reported_and_retried() {
 
 #[tokio::test]
 async fn every_attempt_moves_on_to_the_next_server_and_address() {
-    let (server, scratch) = (Server::start().await, TempDir::new());
+    let (server, scratch) = (Server::start().await, ScratchDir::new().unwrap());
     let mut enrollment = enrollment(&server, server.token(), &scratch);
     let names = ["127.0.0.1:1", "does-not-exist.invalid:2", "[::1]:3"];
     enrollment.servers = names.map(|name| name.parse().unwrap()).to_vec();
@@ -138,7 +146,7 @@ async fn every_attempt_moves_on_to_the_next_server_and_address() {
 
 #[tokio::test]
 async fn refusal_says_what_to_do() {
-    let (server, scratch) = (Server::start().await, TempDir::new());
+    let (server, scratch) = (Server::start().await, ScratchDir::new().unwrap());
     let enrollment = enrollment(&server, server.token(), &scratch);
     for (code, retryable, words) in [
         (EnrollCode::TokenUsed, false, "create a new token"),
@@ -156,7 +164,11 @@ async fn refusal_says_what_to_do() {
 
 #[tokio::test]
 async fn answers_for_another_node_key_or_ca_are_not_stored() {
-    let (server, other, scratch) = (Server::start().await, Server::start().await, TempDir::new());
+    let (server, other, scratch) = (
+        Server::start().await,
+        Server::start().await,
+        ScratchDir::new().unwrap(),
+    );
     let enrollment = enrollment(&server, server.token(), &scratch);
     let foreign_key = KeyPair::generate().unwrap();
     let uri = "culvert://agent/worker-1";
@@ -177,7 +189,7 @@ async fn answers_for_another_node_key_or_ca_are_not_stored() {
 
 #[tokio::test]
 async fn lost_answer_is_asked_for_again_with_the_same_key() {
-    let (server, scratch) = (Server::start().await, TempDir::new());
+    let (server, scratch) = (Server::start().await, ScratchDir::new().unwrap());
     let enrollment = enrollment(&server, server.token(), &scratch);
     let serving = async {
         let read = || std::fs::read(scratch.path().join("agent.key")).unwrap();
@@ -201,7 +213,11 @@ async fn lost_answer_is_asked_for_again_with_the_same_key() {
 /// have another CA. Meanwhile an operator has replaced the file of the token.
 #[tokio::test]
 async fn each_attempt_uses_the_roots_and_the_token_of_its_time() {
-    let (server, old, scratch) = (Server::start().await, Server::start().await, TempDir::new());
+    let (server, old, scratch) = (
+        Server::start().await,
+        Server::start().await,
+        ScratchDir::new().unwrap(),
+    );
     let token_file = scratch.path().join("token");
     std::fs::write(&token_file, old.token().reveal()).unwrap();
     let source = TokenSource::File(token_file.clone());
@@ -233,7 +249,7 @@ async fn each_attempt_uses_the_roots_and_the_token_of_its_time() {
 
 /// Returns the certificate that the server issued to the agent before, for the key in the
 /// directory.
-fn ended(server: &Server, scratch: &TempDir) -> Credentials {
+fn ended(server: &Server, scratch: &ScratchDir) -> Credentials {
     let store = CredentialStore::open(scratch.path()).unwrap();
     let key = store.key().unwrap();
     let Some(EnrollReply::Issued { chain, roots }) = issue(server, scratch) else {
@@ -242,7 +258,7 @@ fn ended(server: &Server, scratch: &TempDir) -> Credentials {
     Credentials::issued(Arc::new(key), &chain, &roots).unwrap()
 }
 
-fn late(server: &Server, ended: Credentials, scratch: &TempDir) -> Enrollment {
+fn late(server: &Server, ended: Credentials, scratch: &ScratchDir) -> Enrollment {
     Enrollment {
         proof: ProofSource::ExpiredCertificate(Box::new(ended)),
         ..enrollment(server, server.token(), scratch)
@@ -252,7 +268,7 @@ fn late(server: &Server, ended: Credentials, scratch: &TempDir) -> Enrollment {
 /// The stored certificate is valid by the clock of this host, but the server reports it as expired.
 #[tokio::test]
 async fn ended_certificate_is_not_renewed_by_itself_but_by_one_that_ends_later() {
-    let (server, scratch) = (Server::start().await, TempDir::new());
+    let (server, scratch) = (Server::start().await, ScratchDir::new().unwrap());
     let mut ended = ended(&server, &scratch);
     let stored = ended.own.cert[0].clone();
     let store = CredentialStore::open(scratch.path()).unwrap();
@@ -275,7 +291,7 @@ async fn ended_certificate_is_not_renewed_by_itself_but_by_one_that_ends_later()
 
 #[tokio::test]
 async fn directory_that_cannot_be_used_stops_a_token_but_no_renewal() {
-    let (server, scratch) = (Server::start().await, TempDir::new());
+    let (server, scratch) = (Server::start().await, ScratchDir::new().unwrap());
     let ended = ended(&server, &scratch);
     let by_token = enrollment(&server, server.token(), &scratch);
     let late = late(&server, ended, &scratch);
@@ -293,7 +309,7 @@ async fn directory_that_cannot_be_used_stops_a_token_but_no_renewal() {
 /// A loss of power leaves empty files, files of zeros or parts of them.
 #[tokio::test]
 async fn stored_files_that_lost_their_content_are_replaced_by_the_token() {
-    let (server, scratch) = (Server::start().await, TempDir::new());
+    let (server, scratch) = (Server::start().await, ScratchDir::new().unwrap());
     let enrollment = enrollment(&server, server.token(), &scratch);
     let (enrolled, _) = once(&enrollment, &server, |_| issue(&server, &scratch)).await;
     enrolled.unwrap();
@@ -313,7 +329,11 @@ async fn stored_files_that_lost_their_content_are_replaced_by_the_token() {
 /// A rebuilt server has another CA, which only the token pins.
 #[tokio::test]
 async fn token_is_tried_when_the_server_has_another_ca() {
-    let (server, old, scratch) = (Server::start().await, Server::start().await, TempDir::new());
+    let (server, old, scratch) = (
+        Server::start().await,
+        Server::start().await,
+        ScratchDir::new().unwrap(),
+    );
     let ended = ended(&old, &scratch);
     let by_token = enrollment(&server, server.token(), &scratch);
     let late = late(&server, ended, &scratch);
@@ -333,7 +353,7 @@ async fn token_is_tried_when_the_server_has_another_ca() {
 
 #[tokio::test]
 async fn token_that_is_refused_does_not_end_a_renewal_that_may_still_work() {
-    let (server, scratch) = (Server::start().await, TempDir::new());
+    let (server, scratch) = (Server::start().await, ScratchDir::new().unwrap());
     let ended = ended(&server, &scratch);
     let by_token = enrollment(&server, server.token(), &scratch);
     let late = late(&server, ended, &scratch);
@@ -354,7 +374,7 @@ async fn token_that_is_refused_does_not_end_a_renewal_that_may_still_work() {
 /// Who has the certificate of one server, but not the CA, brings no CA of its own.
 #[tokio::test]
 async fn answer_with_a_root_that_no_trusted_ca_signed_is_refused_and_a_signed_one_is_taken() {
-    let (server, own, scratch) = (Server::start().await, Ca::new(), TempDir::new());
+    let (server, own, scratch) = (Server::start().await, Ca::new(), ScratchDir::new().unwrap());
     let by_token = enrollment(&server, server.token(), &scratch);
     let late = late(&server, ended(&server, &scratch), &scratch);
     let answer = |issuer: &Ca, roots: Vec<Vec<u8>>| {

@@ -3,7 +3,7 @@ use std::os::unix::fs::{MetadataExt as _, PermissionsExt as _};
 use tokio::runtime::Builder;
 
 use super::*;
-use crate::testing::TempDir;
+use crate::testing::ScratchDir;
 
 const CONFIG: &str = "etc/culvert/tunnel-agent.yaml";
 const TOKEN: &str = "etc/culvert/tunnel-agent.token";
@@ -11,13 +11,13 @@ const UNIT: &str = "etc/systemd/system/tunnel-agent.service";
 
 /// A host below a directory, and a file with a token outside of it.
 struct Host {
-    scratch: TempDir,
+    scratch: ScratchDir,
     root: PathBuf,
 }
 
 impl Host {
     fn new() -> Self {
-        let scratch = TempDir::new();
+        let scratch = ScratchDir::new().unwrap();
         let root = scratch.path().join("root");
         let host = Self { scratch, root };
         host.set_token(&token(1).reveal());

@@ -10,7 +10,7 @@ use super::testing::FakeProxy;
 use super::*;
 use crate::app::App;
 use crate::config::{Config, RawConfig};
-use crate::testing::TempDir;
+use crate::testing::ScratchDir;
 use crate::testing::server::Server;
 
 const LONG: Duration = Duration::from_secs(10);
@@ -308,7 +308,7 @@ async fn proxy_choice_connects_by_the_route_of_each_server() {
 
 #[tokio::test(flavor = "multi_thread")]
 async fn agent_behind_a_proxy_enrolls_and_connects_through_it() {
-    let (server, scratch) = (Server::start().await, TempDir::new());
+    let (server, scratch) = (Server::start().await, ScratchDir::new().unwrap());
     let fake_proxy = FakeProxy::start().await;
     let url = format!("http://me:hunter2@{}", fake_proxy.address());
     let settings = RawConfig {

@@ -123,6 +123,8 @@ const PORT: u16 = 53;
 
 #[cfg(test)]
 mod tests {
+    use tunnel_process::scratch::ScratchDir;
+
     use super::*;
 
     const EVERY: &str = "0.0.0.0:53";
@@ -131,15 +133,18 @@ mod tests {
     struct Fixture {
         path: PathBuf,
         resolvers: HostResolvers,
+        _scratch: ScratchDir,
     }
 
     impl Fixture {
-        fn new(name: &str, listen: &str, text: &str) -> Self {
-            let file = format!("culvert-resolv-{name}-{}", std::process::id());
-            let path = std::env::temp_dir().join(file);
-            std::fs::write(&path, text).unwrap();
-            let resolvers = HostResolvers::read(path.clone(), listen.parse().unwrap());
-            Self { path, resolvers }
+        fn new(listen: &str, text: &str) -> Self {
+            let scratch = ScratchDir::new().unwrap();
+            let path = scratch.file("resolv.conf", text).unwrap();
+            Self {
+                resolvers: HostResolvers::read(path.clone(), listen.parse().unwrap()),
+                path,
+                _scratch: scratch,
+            }
         }
 
         fn rewritten(&mut self, text: &str) -> bool {
@@ -162,17 +167,11 @@ mod tests {
         }
     }
 
-    impl Drop for Fixture {
-        fn drop(&mut self) {
-            let _absent = std::fs::remove_file(&self.path);
-        }
-    }
-
     #[test]
     fn resolvers_of_the_host_are_read_as_resolvers_do_and_without_this_server() {
         let text = "# nameserver 192.0.2.9\nsearch a b\nnameserver 192.0.2.1 \nnameserver\t2001:db8::1\nnameserver x\n\
                     nameserver\noptions ndots:5\n";
-        for (index, (listen, text, used, condition)) in [
+        for (listen, text, used, condition) in [
             (EVERY, text, "192.0.2.1:53 [2001:db8::1]:53", ""),
             (
                 EVERY,
@@ -210,11 +209,8 @@ mod tests {
                 "",
                 "FILE names no resolver: DNS queries for other names are refused",
             ),
-        ]
-        .into_iter()
-        .enumerate()
-        {
-            let fixture = Fixture::new(&format!("row{index}"), listen, text);
+        ] {
+            let fixture = Fixture::new(listen, text);
             let expected = (used.to_owned(), condition.to_owned());
             assert_eq!(fixture.state(), expected, "{listen} {text:?}");
         }
@@ -222,7 +218,7 @@ mod tests {
 
     #[test]
     fn a_changed_file_is_followed_and_one_without_resolver_changes_nothing() {
-        let mut fixture = Fixture::new("changed", "10.77.0.1:53", "nameserver 192.0.2.1\n");
+        let mut fixture = Fixture::new("10.77.0.1:53", "nameserver 192.0.2.1\n");
         assert!(!fixture.rewritten("nameserver 192.0.2.1\n# the same\n"));
         assert!(fixture.rewritten("nameserver 10.77.0.1\nnameserver 192.0.2.2\n"));
         assert_eq!(fixture.state(), ("192.0.2.2:53".into(), String::new()));

@@ -1,16 +1,15 @@
 //! Test support: data directories, and what most tests name or assert.
 
 use std::fmt::Display;
-use std::fs;
-use std::sync::atomic::{AtomicU32, Ordering};
 
+use tunnel_process::scratch::ScratchDir;
 use tunnel_proto::wire::name::NodeName;
 
 use crate::data_dir::DataDir;
 
 /// A data directory for a test, removed on drop.
 #[derive(Debug)]
-pub struct Scratch(pub DataDir);
+pub struct Scratch(pub DataDir, ScratchDir);
 
 impl Scratch {
     #[expect(
@@ -19,21 +18,8 @@ impl Scratch {
         reason = "a test fails without its directory"
     )]
     pub fn new() -> Self {
-        static COUNT: AtomicU32 = AtomicU32::new(0);
-        let name = format!(
-            "culvert-{}-{}",
-            std::process::id(),
-            COUNT.fetch_add(1, Ordering::Relaxed)
-        );
-        let path = std::env::temp_dir().join(name);
-        let _absent = fs::remove_dir_all(&path);
-        Self(DataDir::open(&path).unwrap())
-    }
-}
-
-impl Drop for Scratch {
-    fn drop(&mut self) {
-        let _best_effort = fs::remove_dir_all(self.0.path());
+        let scratch = ScratchDir::new().unwrap();
+        Self(DataDir::open(scratch.path()).unwrap(), scratch)
     }
 }
 

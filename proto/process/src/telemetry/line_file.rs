@@ -188,6 +188,7 @@ const FILE_MODE: u32 = 0o640;
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::scratch::ScratchDir;
 
     fn lines(path: &Path) -> String {
         fs::read_to_string(path).unwrap_or_default()
@@ -195,8 +196,8 @@ mod tests {
 
     #[test]
     fn full_files_are_retained_up_to_their_number_and_no_line_is_split() {
-        let dir = scratch("rotation");
-        let path = dir.join("audit.log");
+        let dir = ScratchDir::new().unwrap();
+        let path = dir.path().join("audit.log");
         let rotation = Some(Rotation {
             max_bytes: 20,
             backups: 2,
@@ -216,13 +217,13 @@ mod tests {
 
     #[test]
     fn file_that_others_moved_or_truncated_begins_again() {
-        let dir = scratch("follow");
-        let path = dir.join("access.log");
+        let dir = ScratchDir::new().unwrap();
+        let path = dir.path().join("access.log");
         fs::write(&path, "unfinished").unwrap();
         let mut file = LineFile::open("--x", &path, None).unwrap();
         file.write_all(b"1\n").unwrap();
         assert_eq!(lines(&path), "unfinished\n1\n");
-        fs::rename(&path, dir.join("moved")).unwrap();
+        fs::rename(&path, dir.path().join("moved")).unwrap();
         file.write_all(b"2\n").unwrap();
         assert_eq!(lines(&path), "2\n");
         File::options()
@@ -236,13 +237,5 @@ mod tests {
         fs::remove_file(&path).unwrap();
         file.write_all(b"4\n").unwrap();
         assert_eq!(lines(&path), "4\n");
-    }
-
-    fn scratch(name: &str) -> PathBuf {
-        let name = format!("culvert-line-file-{name}-{}", std::process::id());
-        let dir = std::env::temp_dir().join(name);
-        let _left_by_another_run = fs::remove_dir_all(&dir);
-        fs::create_dir(&dir).unwrap();
-        dir
     }
 }

@@ -8,13 +8,13 @@ use super::*;
 use tunnel_proto::tls::Trust;
 use tunnel_proto::transport::BufferPool;
 
-use crate::testing::{Ca, TempDir, credentials, stored};
+use crate::testing::{Ca, ScratchDir, credentials, stored};
 
 const LONG: Duration = Duration::from_secs(30 * 86400);
 const WORKER_1: &str = "culvert://agent/worker-1";
 
 struct Fixture {
-    scratch: TempDir,
+    scratch: ScratchDir,
     ca: Ca,
     signer: Arc<KeyPair>,
     rotating_credentials: Arc<RotatingCredentials>,
@@ -25,7 +25,7 @@ struct Fixture {
 impl Fixture {
     /// Creates a fixture with a certificate of this age and 30 days of lifetime.
     fn aged(age: Duration) -> Self {
-        let (scratch, ca) = (TempDir::new(), Ca::new());
+        let (scratch, ca) = (ScratchDir::new().unwrap(), Ca::new());
         let store = CredentialStore::open(scratch.path()).unwrap();
         let signer = Arc::new(store.key().unwrap());
         let (metrics, text) = Metrics::register(BufferPool::new(1));

@@ -7,6 +7,7 @@ use std::process::Command;
 use clap::Parser;
 use clap::error::ErrorKind;
 use serde_json::{Value, json};
+use tunnel_process::scratch::ScratchDir;
 
 use super::values::{shell, yaml};
 use super::*;
@@ -231,7 +232,8 @@ fn kubelet_gives_pods_the_address_of_the_cache_after_the_script() {
         "--cluster-dns=10.96.0.10",
         "--part=kubelet",
     ]);
-    let root = std::env::temp_dir().join(format!("culvert-kubelet-{}", std::process::id()));
+    let scratch = ScratchDir::new().unwrap();
+    let root = scratch.path();
     let file = root.join("var/lib/kubelet/config.yaml");
     let flags = root.join("etc/kubernetes/kubelet");
     for folder in [&file, &flags] {
@@ -240,7 +242,7 @@ fn kubelet_gives_pods_the_address_of_the_cache_after_the_script() {
     let run = || {
         let output = Command::new("sh")
             .args(["-c", &script])
-            .env("ROOT", &root)
+            .env("ROOT", root)
             .output();
         output.unwrap()
     };
@@ -278,7 +280,6 @@ fn kubelet_gives_pods_the_address_of_the_cache_after_the_script() {
         !output.status.success() && error.contains("cluster-dns"),
         "{error}"
     );
-    fs::remove_dir_all(&root).unwrap();
 }
 
 #[test]
@@ -342,9 +343,8 @@ fn every_object_of_prometheus_is_valid_yaml() {
 
 #[test]
 fn existing_file_is_overwritten_only_by_force_and_a_check_finds_differences() {
-    let folder = std::env::temp_dir().join(format!("culvert-render-{}", std::process::id()));
-    fs::create_dir_all(&folder).unwrap();
-    let file = folder.join("egress-selector.yaml");
+    let folder = ScratchDir::new().unwrap();
+    let file = folder.path().join("egress-selector.yaml");
     let run = |flags: &[&str]| {
         let line = ["render", "egress-selector"].iter().chain(flags);
         Line::try_parse_from(line).unwrap().verb.run()
@@ -360,8 +360,7 @@ fn existing_file_is_overwritten_only_by_force_and_a_check_finds_differences() {
     let error = run(&["--check", path]).unwrap_err();
     assert!(matches!(error, RenderError::Differs(_)) && error.exit_code() == 1);
     run(&["--check", path, "--uds", "/run/other.sock"]).unwrap();
-    assert_eq!(fs::read_dir(&folder).unwrap().count(), 1);
-    fs::remove_dir_all(&folder).unwrap();
+    assert_eq!(fs::read_dir(folder.path()).unwrap().count(), 1);
 }
 
 /// The command line of the verb.

@@ -5,6 +5,7 @@ use std::time::Duration;
 use base64::prelude::{BASE64_STANDARD, Engine as _};
 use tokio::io::{AsyncRead, AsyncReadExt, AsyncWrite, AsyncWriteExt};
 use tokio::net::{TcpListener, TcpStream};
+use tunnel_process::scratch::ScratchDir;
 use tunnel_proto::wire::code::RefusalCode;
 
 use super::DirectDialer;
@@ -37,10 +38,9 @@ fn connect_listener(passwords: Option<&str>, direct: &[&str]) -> Arc<HttpListene
     let listed = direct.iter().map(|text| text.parse().unwrap()).collect();
     let dial_policy = DialPolicy::Listed(listed, LiveClusterNetworks::default());
     let passwords = passwords.map(|text| {
-        let path = std::env::temp_dir().join(format!("culvert-auth-{:x}", rand::random::<u64>()));
-        std::fs::write(&path, text).unwrap();
+        let scratch = ScratchDir::new().unwrap();
+        let path = scratch.file("passwords", text).unwrap();
         let (_, passwords) = BasicAuthUsers::load(&path).unwrap();
-        std::fs::remove_file(path).unwrap();
         Arc::new(BasicAuth::new(passwords))
     });
     Fixture::connect_proxy(ConnectProxy {
