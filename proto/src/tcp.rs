@@ -162,15 +162,6 @@ pub fn configure_session(socket: &impl AsFd) -> io::Result<()> {
     Ok(())
 }
 
-/// Limits the bytes that wait in the kernel until the peer reads. The system doubles the number for
-/// its own overhead, and does not enlarge the buffer afterwards.
-///
-/// # Errors
-/// When the system refuses the option.
-pub fn limit_send_buffer(socket: &impl AsFd, bytes: usize) -> io::Result<()> {
-    SockRef::from(socket).set_send_buffer_size(bytes)
-}
-
 /// Shuts down the sending direction of a shared socket. TCP sends a FIN.
 ///
 /// # Errors

@@ -28,7 +28,6 @@ mod faults;
 mod fuzz;
 mod house;
 mod http;
-mod identity;
 mod limits;
 mod namespaces;
 mod policy;

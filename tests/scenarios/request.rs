@@ -7,9 +7,7 @@ use anyhow::{Result, ensure};
 use tokio::net::TcpListener;
 use tunnel_agent::config::NodeIpSetting;
 use tunnel_tests::checks::{ensure_contains, ensure_status, get_ok};
-use tunnel_tests::client::{
-    BodyEnd, ByteStream, Endpoint, Exchange, KeepAliveClient, RawRequest, request,
-};
+use tunnel_tests::client::{BodyEnd, Endpoint, KeepAliveClient, RawRequest, request};
 use tunnel_tests::env::{NodeEnv, TestEnv, WAIT_TIMEOUT};
 use tunnel_tests::eventually::eventually;
 use tunnel_tests::targets::{Exporter, FakeKubelet};
@@ -59,60 +57,6 @@ async fn bodies_arrive_whole_in_every_framing() -> Result<()> {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn followed_stream_passes_each_line_as_it_comes() -> Result<()> {
-    let site = NodeEnv::start().await?;
-    let follow = RawRequest::get(&site.host, "/follow");
-    let mut follow = Exchange::start(site.env.http(), &follow).await?;
-    assert_eq!(follow.status(), 200);
-    for index in 0..20 {
-        let line = format!("line {index}");
-        // The test sends the next line only after the previous one has arrived. No hop may wait for
-        // more bytes.
-        eventually("the follower is there", WAIT_TIMEOUT, async || {
-            (site.exporter.emit(&line) > 0).then_some(())
-        })
-        .await;
-        loop {
-            let got = follow.line().await.expect("stream goes on");
-            if got.trim() == line {
-                break;
-            }
-        }
-    }
-    site.exporter.end_follows();
-    while follow.line().await.is_some() {}
-    assert_eq!(follow.ended(), Some(&BodyEnd::CleanChunked));
-    Ok(())
-}
-
-#[tokio::test(flavor = "multi_thread")]
-async fn requests_on_one_connection_reach_nodes_with_one_address_by_name() -> Result<()> {
-    let env = TestEnv::start().await?;
-    let (one, two) = (
-        Exporter::start("worker-1").await?,
-        Exporter::start("worker-2").await?,
-    );
-    let _agents = (env.agent("worker-1").await?, env.agent("worker-2").await?);
-    let mut client = KeepAliveClient::connect(env.http()).await?;
-    let unknown = RawRequest::new("GET", "/", "nobody:9100");
-    for _ in 0..25 {
-        for (node, target) in [("worker-1", &one), ("worker-2", &two)] {
-            let host = format!("{node}:{}", target.addr().port());
-            let get = RawRequest::new("GET", "/metrics", &host);
-            let reply = client.request(&get).await?;
-            ensure_status(&reply, 200)?;
-            ensure_contains(&reply.text(), &[&format!("node=\"{node}\"")])?;
-            assert!(reply.ended.is_clean());
-            assert_eq!(reply.header("x-tunnel-error"), None);
-            // An answer by the server itself leaves the connection usable.
-            let reply = client.request(&unknown).await?;
-            assert_eq!(reply.header("x-tunnel-error"), Some("unknown_node"));
-        }
-    }
-    Ok(())
-}
-
-#[tokio::test(flavor = "multi_thread")]
 async fn target_sees_its_own_host_and_no_routing_or_hop_by_hop_fields() -> Result<()> {
     let site = NodeEnv::start().await?;
     let port = site.exporter.addr().port();
@@ -154,22 +98,6 @@ async fn loopback_class_reaches_what_listens_on_loopback_only() -> Result<()> {
     let host = format!("worker-1:{port}");
     let reply = get_ok(env.http(), &host, "/headers").await?;
     ensure_contains(&reply.text(), &[&format!("Host: 127.0.0.1:{port}")])
-}
-
-#[tokio::test(flavor = "multi_thread")]
-async fn caller_that_leaves_closes_the_targets_side() -> Result<()> {
-    let site = NodeEnv::start().await?;
-    for path in ["/follow", "/slow-head"] {
-        let get = RawRequest::new("GET", path, &site.host);
-        let mut stream = ByteStream::connect(site.env.http()).await?;
-        stream.send(&get.bytes()).await?;
-        let open = async || (site.exporter.traffic().open() == 1).then_some(());
-        eventually("target is reached", WAIT_TIMEOUT, open).await;
-        drop(stream);
-        let closed = async || (site.exporter.traffic().open() == 0).then_some(());
-        eventually("target's side closes", WAIT_TIMEOUT, closed).await;
-    }
-    Ok(())
 }
 
 #[tokio::test(flavor = "multi_thread")]

@@ -219,16 +219,22 @@ fn other_protocol_ids_fail_in_the_handshake() {
 #[test]
 fn sessions_are_never_resumed() {
     let ca = TestCa::new();
-    let server = session_server_of(&ca);
-    // A client that would resume if the server sent a ticket.
-    let mut eager = ClientConfig::clone(&session_client_of(&ca, ca.key(&agent())));
-    eager.resumption = Resumption::in_memory_sessions(8);
-    let eager = Arc::new(eager);
-    for _ in 0..2 {
-        let (client, server) = handshake(&eager, &server).unwrap();
-        assert_eq!(client.handshake_kind(), Some(rustls::HandshakeKind::Full));
-        assert!(server.peer_certificates().is_some());
-        assert_eq!(client.tls13_tickets_received(), 0);
+    let https = https_server(ca.resolver(&Role::Server), Some((ca.roots(), true))).unwrap();
+    for (server, alpn) in [
+        (session_server_of(&ca), ALPN_SESSION),
+        (https, b"http/1.1".as_slice()),
+    ] {
+        // A client that would resume if the server sent a ticket.
+        let mut eager = ClientConfig::clone(&session_client_of(&ca, ca.key(&agent())));
+        eager.resumption = Resumption::in_memory_sessions(8);
+        eager.alpn_protocols = vec![alpn.to_vec()];
+        let eager = Arc::new(eager);
+        for _ in 0..2 {
+            let (client, server) = handshake(&eager, &server).unwrap();
+            assert_eq!(client.handshake_kind(), Some(rustls::HandshakeKind::Full));
+            assert!(server.peer_certificates().is_some());
+            assert_eq!(client.tls13_tickets_received(), 0);
+        }
     }
 }
 

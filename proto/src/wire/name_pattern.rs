@@ -25,11 +25,6 @@ pub enum NamePatternError {
 }
 
 impl NamePattern {
-    /// Returns whether the pattern has a `*`.
-    pub fn has_star(&self) -> bool {
-        self.0.contains('*')
-    }
-
     /// Returns whether each label of the name matches its label of the pattern.
     pub fn matches(&self, name: &NodeName) -> bool {
         let (wanted, labels) = (self.0.split('.'), name.as_str().split('.'));

@@ -17,14 +17,16 @@ use tunnel_proto::tls::{self, Trust};
 use tunnel_proto::transport::Dialer as _;
 use tunnel_proto::transport::quic::QuicDialer;
 use tunnel_proto::wire::code::CloseCode;
+use tunnel_proto::wire::control::Hello;
 use tunnel_proto::wire::{ALPN_SESSION, ALPN_SESSION_TCP};
 use tunnel_tests::ca::{Leaf, TestCa};
+use tunnel_tests::checks::ensure_contains;
 use tunnel_tests::client::{ClientTls, Endpoint, RawRequest, request};
 use tunnel_tests::env::{TestEnv, WAIT_TIMEOUT};
 use tunnel_tests::eventually::{eventually, scaled};
 use tunnel_tests::targets::{Exporter, FakeKubelet};
 
-use super::super::scripted::{Admission, ScriptedAgent, agent_key, dial, remote, settings};
+use super::super::scripted::{Admission, ScriptedAgent, agent_key, dial, hello, remote, settings};
 use super::credential_files::Files;
 use super::{metric, metric_reaches};
 
@@ -211,16 +213,32 @@ async fn r01_certificate_of_one_node_serves_no_other() -> Result<()> {
     let impostor = agent_key(&env, "worker-2")?;
     for _ in 0..20 {
         let answer = ScriptedAgent::handshake(&env, impostor.clone(), "worker-1", [9; 16]).await?;
-        let Admission::Refused(code, _) = answer else {
+        let Admission::Refused(code, detail) = answer else {
             anyhow::bail!("admitted under another's name");
         };
         ensure!(code == CloseCode::NameNotInCredential);
+        ensure_contains(&detail, &["worker-1", "worker-2"])?;
         let reply = request(env.http(), &RawRequest::get(&host, "/metrics")).await?;
         ensure!(reply.status == 200 && reply.text().contains("worker-1"));
     }
     let refused = "tunnel_server_handshakes_total{result=\"name_not_in_credential\"}";
     metric_reaches(&env, refused, 20.0, WAIT_TIMEOUT).await;
     Ok(())
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn incompatible_version_is_refused_with_a_readable_line() -> Result<()> {
+    let env = TestEnv::start().await?;
+    let hello = Hello {
+        versions: (7, 9),
+        ..hello("worker-1", [1; 16])?
+    };
+    let key = agent_key(&env, "worker-1")?;
+    let answer = ScriptedAgent::handshake_with(&env, key, hello).await?;
+    let Admission::Refused(CloseCode::Version, detail) = answer else {
+        anyhow::bail!("{answer:?}");
+    };
+    ensure_contains(&detail, &["7 to 9", "upgrade"])
 }
 
 /// R09: opens sessions of one node one after another, and ends each old one after the next is

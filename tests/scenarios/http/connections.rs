@@ -103,6 +103,10 @@ async fn requests_of_one_connection_go_each_to_its_node_and_port() -> Result<()>
             "{}",
             reply.text()
         );
+        assert_eq!(reply.header("x-tunnel-error"), None);
+        // An answer of the server itself leaves the connection usable.
+        let unknown = caller.request(&get("nobody", 9100, "/")).await?;
+        assert_eq!(unknown.header("x-tunnel-error"), Some("unknown_node"));
     }
     let arrived: usize = targets
         .iter()

@@ -16,10 +16,9 @@ use super::member_addresses::ServerPolicy;
 use super::*;
 use crate::config::Limits;
 use crate::credentials::{CaFile, CredentialStore, Credentials, RotatingCredentials};
-use crate::handover::LockState;
 use crate::metrics::{ConnectResult, Metrics};
 use crate::proxy::ProxyChoice;
-use crate::testing::net::{AGES, Busy, FakeNetwork, Peer, reject, welcome};
+use crate::testing::net::{AGES, Busy, FakeNetwork, Peer, welcome};
 use crate::testing::{Ca, ScratchDir, context, credentials, stored};
 
 /// Two servers with addresses of their own. The agent is configured with the first.
@@ -349,24 +348,4 @@ async fn one_session_of_two_is_ready_and_a_condition_says_why_the_other_is_missi
     env.until(|env| !env.is_ready()).await;
     let missing = "0 of 2 sessions; none with server-";
     assert!(env.condition().starts_with(missing), "{}", env.condition());
-}
-
-#[tokio::test(start_paused = true)]
-async fn standby_is_ready_and_dials_at_once_when_it_has_the_lock() {
-    let mut env = TestEnv::start();
-    env.context.host_lock.set(LockState::Standby(Some(7)));
-    reject(env.net.arrival().await, CloseCode::NameInUse).await;
-    env.until(|env| env.is_ready()).await;
-    let (_, condition) = env.readiness.conditions().remove(0);
-    assert!(condition.contains("standby: another agent"), "{condition}");
-    env.lap();
-    env.context.host_lock.set(LockState::Held(Instant::now()));
-    for _ in 0..3 {
-        // The server has not read yet that the other agent withdrew.
-        reject(env.net.arrival().await, CloseCode::NameInUse).await;
-        assert!(env.is_ready());
-    }
-    let _peer = env.peer(TransportKind::Quic).await;
-    env.expect_lap(..1.0);
-    env.until(|env| env.readiness.conditions().is_empty()).await;
 }

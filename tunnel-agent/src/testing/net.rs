@@ -59,14 +59,6 @@ impl FakeNetwork {
     }
 }
 
-/// Rejects the agent on its connection.
-pub(crate) async fn reject(connection: MemoryConnection, code: CloseCode) {
-    let (_, mut reader, mut writer) = hello(&*connection.server).await;
-    let message = ControlMessage::NotAdmitted(code, "not now".into());
-    writer.send(&message).await.unwrap();
-    while let Ok(Some(_)) = reader.receive().await {}
-}
-
 /// An admitted agent's connection, and the server's end of its control stream.
 pub(crate) struct Peer {
     pub(crate) connection: MemoryConnection,
