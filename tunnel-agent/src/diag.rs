@@ -1,7 +1,6 @@
 //! Facts about an agent: the verb `diag`, which collects them on its host for a bug report, and the
 //! document that a running agent sends to a server that asks for it.
 
-use std::fmt;
 use std::time::SystemTime;
 
 use serde_json::{Value, json};
@@ -26,11 +25,7 @@ pub(crate) struct AgentFacts {
     sessions: SessionsAt,
 }
 
-impl fmt::Debug for AgentFacts {
-    fn fmt(&self, formatter: &mut fmt::Formatter<'_>) -> fmt::Result {
-        formatter.write_str("AgentFacts(..)")
-    }
-}
+tunnel_process::partial_debug!(AgentFacts);
 
 impl AgentFacts {
     pub(crate) fn new(config: &Config, readiness: Readiness, sessions: SessionsAt) -> Self {

@@ -102,14 +102,7 @@ pub enum NoRotation {
     OwnCertificates,
 }
 
-impl fmt::Debug for AdminState {
-    fn fmt(&self, formatter: &mut fmt::Formatter<'_>) -> fmt::Result {
-        formatter
-            .debug_struct("AdminState")
-            .field("advertised", &self.advertised)
-            .finish_non_exhaustive()
-    }
-}
+tunnel_process::partial_debug!(AdminState { advertised });
 
 /// Serves the admin socket of a data directory until `stop`, then removes it. A socket left behind
 /// by a dead server is replaced. Where nothing can be written, the socket is created as soon as that

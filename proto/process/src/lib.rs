@@ -38,3 +38,19 @@ pub mod wakeups;
 pub mod yaml;
 
 pub use tunnel_networks as networks;
+
+/// Implements `Debug` for a type with these fields alone. The others have no `Debug`, are long, or are
+/// secrets.
+#[macro_export]
+macro_rules! partial_debug {
+    ($type:ident $(<$param:ident>)? $({ $($field:ident),+ })?) => {
+        impl $(<$param>)? std::fmt::Debug for $type $(<$param>)? {
+            fn fmt(&self, formatter: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+                formatter
+                    .debug_struct(stringify!($type))
+                    $($(.field(stringify!($field), &self.$field))+)?
+                    .finish_non_exhaustive()
+            }
+        }
+    };
+}

@@ -120,14 +120,7 @@ pub struct Meta {
     endpoints: Vec<(&'static str, EndpointHandler)>,
 }
 
-impl fmt::Debug for Meta {
-    fn fmt(&self, formatter: &mut fmt::Formatter<'_>) -> fmt::Result {
-        formatter
-            .debug_struct("Meta")
-            .field("readiness", &self.readiness)
-            .finish_non_exhaustive()
-    }
-}
+crate::partial_debug!(Meta { readiness });
 
 impl Meta {
     /// Creates a meta port for the readiness and metrics of a process. The metrics get one of the

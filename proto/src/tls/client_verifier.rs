@@ -175,11 +175,7 @@ impl ChainVerifier {
     }
 }
 
-impl fmt::Debug for AgentTrust {
-    fn fmt(&self, formatter: &mut fmt::Formatter<'_>) -> fmt::Result {
-        formatter.write_str("AgentTrust(..)")
-    }
-}
+tunnel_process::partial_debug!(AgentTrust);
 
 impl ClientTrust for AgentTrust {
     fn verify_client(

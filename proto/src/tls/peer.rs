@@ -1,7 +1,6 @@
 //! Verification of other servers' certificates: both ends of a connection between servers present a
 //! certificate with the role of a peer.
 
-use std::fmt;
 use std::sync::Arc;
 
 use arc_swap::ArcSwap;
@@ -70,11 +69,7 @@ impl PeerTrust {
     }
 }
 
-impl fmt::Debug for PeerTrust {
-    fn fmt(&self, formatter: &mut fmt::Formatter<'_>) -> fmt::Result {
-        formatter.write_str("PeerTrust(..)")
-    }
-}
+tunnel_process::partial_debug!(PeerTrust);
 
 fn require_peer(leaf: &CertificateDer<'_>) -> Result<(), Error> {
     require_role(leaf, |role| matches!(role, Role::Peer(_))).map(drop)

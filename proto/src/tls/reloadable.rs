@@ -1,6 +1,5 @@
 //! Credentials that are replaced while they are in use. Each handshake uses the latest ones.
 
-use std::fmt;
 use std::sync::Arc;
 
 use arc_swap::ArcSwap;
@@ -43,11 +42,7 @@ impl ReloadableIdentity {
     }
 }
 
-impl fmt::Debug for ReloadableIdentity {
-    fn fmt(&self, formatter: &mut fmt::Formatter<'_>) -> fmt::Result {
-        formatter.write_str("ReloadableIdentity(..)")
-    }
-}
+tunnel_process::partial_debug!(ReloadableIdentity);
 
 impl ResolvesClientCert for ReloadableIdentity {
     fn resolve(
@@ -78,11 +73,7 @@ impl ReloadableKey {
     }
 }
 
-impl fmt::Debug for ReloadableKey {
-    fn fmt(&self, formatter: &mut fmt::Formatter<'_>) -> fmt::Result {
-        formatter.write_str("ReloadableKey(..)")
-    }
-}
+tunnel_process::partial_debug!(ReloadableKey);
 
 impl ResolvesServerCert for ReloadableKey {
     fn resolve(&self, _hello: ClientHello<'_>) -> Option<Arc<CertifiedKey>> {

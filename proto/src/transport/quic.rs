@@ -104,11 +104,7 @@ impl QuicKeys {
     }
 }
 
-impl std::fmt::Debug for QuicKeys {
-    fn fmt(&self, formatter: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        formatter.write_str("QuicKeys(..)")
-    }
-}
+tunnel_process::partial_debug!(QuicKeys);
 
 /// An acceptor of QUIC sessions on one UDP socket.
 #[derive(Debug)]
@@ -237,14 +233,7 @@ pub struct QuicDialer {
     rtt_cache: RttCache,
 }
 
-impl std::fmt::Debug for QuicDialer {
-    fn fmt(&self, formatter: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        formatter
-            .debug_struct("QuicDialer")
-            .field("endpoints", &self.endpoints)
-            .finish_non_exhaustive()
-    }
-}
+tunnel_process::partial_debug!(QuicDialer { endpoints });
 
 impl QuicDialer {
     /// Creates a dialer with the credential in `tls`.

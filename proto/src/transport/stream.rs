@@ -670,16 +670,11 @@ impl Drop for Stream {
     }
 }
 
-impl std::fmt::Debug for Stream {
-    fn fmt(&self, formatter: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        formatter
-            .debug_struct("Stream")
-            .field("bytes", &self.bytes)
-            .field("shut_down", &self.shut_down)
-            .field("read_ended", &self.read_ended)
-            .finish_non_exhaustive()
-    }
-}
+tunnel_process::partial_debug!(Stream {
+    bytes,
+    shut_down,
+    read_ended
+});
 
 #[cfg(test)]
 mod tests;

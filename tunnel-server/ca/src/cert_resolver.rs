@@ -2,7 +2,6 @@
 //! and reissued at half of their lifetime and after a change of the CA or the names.
 
 use std::collections::{HashMap, VecDeque};
-use std::fmt;
 use std::sync::Arc;
 use std::time::SystemTime;
 
@@ -97,15 +96,7 @@ impl RoleCertResolver {
     }
 }
 
-impl fmt::Debug for RoleCertResolver {
-    fn fmt(&self, formatter: &mut fmt::Formatter<'_>) -> fmt::Result {
-        formatter
-            .debug_struct("RoleCertResolver")
-            .field("peer", &self.peer)
-            .field("cached", &self.cached)
-            .finish_non_exhaustive()
-    }
-}
+tunnel_process::partial_debug!(RoleCertResolver { peer, cached });
 
 impl ResolvesServerCert for RoleCertResolver {
     fn resolve(&self, _hello: ClientHello<'_>) -> Option<Arc<CertifiedKey>> {
@@ -230,14 +221,7 @@ impl ResolvesServerCert for ServingCertResolver {
     }
 }
 
-impl fmt::Debug for ServingCertResolver {
-    fn fmt(&self, formatter: &mut fmt::Formatter<'_>) -> fmt::Result {
-        formatter
-            .debug_struct("RoleCertResolver")
-            .field("own", &self.own)
-            .finish_non_exhaustive()
-    }
-}
+tunnel_process::partial_debug!(ServingCertResolver { own });
 
 #[derive(Debug)]
 struct CachedCert {

@@ -1,7 +1,6 @@
 //! The client CA: signs the certificates of callers. The local CA signs those of agents and servers,
 //! so a listener that trusted it for callers would admit every agent.
 
-use std::fmt;
 use std::str::FromStr;
 use std::time::{Duration, SystemTime};
 
@@ -33,14 +32,7 @@ pub struct ClientCertificate {
     pub not_after: SystemTime,
 }
 
-impl fmt::Debug for ClientCertificate {
-    fn fmt(&self, formatter: &mut fmt::Formatter<'_>) -> fmt::Result {
-        formatter
-            .debug_struct("ClientCertificate")
-            .field("not_after", &self.not_after)
-            .finish_non_exhaustive()
-    }
-}
+tunnel_process::partial_debug!(ClientCertificate { not_after });
 
 /// The CA of callers' certificates, in the data directory.
 #[derive(Debug)]

@@ -56,11 +56,7 @@ pub struct Enrollment {
     pub peers: Option<Arc<dyn EnrollmentPeers>>,
 }
 
-impl std::fmt::Debug for Enrollment {
-    fn fmt(&self, formatter: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        formatter.debug_struct("Enrollment").finish_non_exhaustive()
-    }
-}
+tunnel_process::partial_debug!(Enrollment);
 
 impl Enrollment {
     /// Serves one request and closes the stream. `exported` is the exporter value of the TLS connection,

@@ -1,7 +1,6 @@
 //! The persisted rotation: both CAs with their keys and the stage, in one file or in one key of a
 //! Secret. The functions that write expect the caller to hold the lock of the directory's files.
 
-use std::fmt;
 use std::fs;
 use std::io;
 use std::path::Path;
@@ -137,15 +136,7 @@ impl Rotation {
     }
 }
 
-impl fmt::Debug for Rotation {
-    fn fmt(&self, formatter: &mut fmt::Formatter<'_>) -> fmt::Result {
-        formatter
-            .debug_struct("Rotation")
-            .field("stage", &self.stage)
-            .field("since", &self.since)
-            .finish_non_exhaustive()
-    }
-}
+tunnel_process::partial_debug!(Rotation { stage, since });
 
 fn damaged(name: &str, problem: String) -> CaError {
     CaError::Damaged {

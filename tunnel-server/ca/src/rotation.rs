@@ -16,7 +16,6 @@
 //! and every server follows the Secret.
 
 use std::collections::{BTreeMap, BTreeSet};
-use std::fmt;
 use std::sync::Arc;
 use std::time::{Duration, SystemTime};
 
@@ -435,15 +434,7 @@ impl CaRotator {
     }
 }
 
-impl fmt::Debug for CaRotator {
-    fn fmt(&self, formatter: &mut fmt::Formatter<'_>) -> fmt::Result {
-        formatter
-            .debug_struct("CaRotator")
-            .field("ca", &self.ca)
-            .field("store", &self.store)
-            .finish_non_exhaustive()
-    }
-}
+tunnel_process::partial_debug!(CaRotator { ca, store });
 
 /// What an action does.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]

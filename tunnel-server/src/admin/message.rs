@@ -258,15 +258,7 @@ impl CreatedToken {
     }
 }
 
-impl fmt::Debug for CreatedToken {
-    fn fmt(&self, formatter: &mut fmt::Formatter<'_>) -> fmt::Result {
-        formatter
-            .debug_struct("CreatedToken")
-            .field("id", &self.id)
-            .field("expires", &self.expires)
-            .finish_non_exhaustive()
-    }
-}
+tunnel_process::partial_debug!(CreatedToken { id, expires });
 
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct ErrorBody {

@@ -2,7 +2,6 @@
 //! throughput, errors and history, and other servers the rows of this server's nodes.
 
 use std::collections::{BTreeMap, HashMap, HashSet};
-use std::fmt;
 use std::sync::Arc;
 use std::time::{Duration, SystemTime, UNIX_EPOCH};
 
@@ -59,11 +58,7 @@ struct State {
     reports: BTreeMap<ReplicaId, ServerReport>,
 }
 
-impl fmt::Debug for Traffic {
-    fn fmt(&self, formatter: &mut fmt::Formatter<'_>) -> fmt::Result {
-        formatter.debug_struct("Traffic").finish_non_exhaustive()
-    }
-}
+tunnel_process::partial_debug!(Traffic);
 
 impl Traffic {
     pub(crate) fn new(

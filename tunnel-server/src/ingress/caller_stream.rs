@@ -2,7 +2,6 @@
 //! that a caller never takes an aborted response for a complete one. The socket also reports that
 //! the caller has disconnected, even while input is unread.
 
-use std::fmt;
 use std::io;
 use std::os::fd::AsFd as _;
 use std::pin::Pin;
@@ -446,15 +445,7 @@ impl AsyncWrite for CallerStream {
     }
 }
 
-impl fmt::Debug for CallerStream {
-    fn fmt(&self, formatter: &mut fmt::Formatter<'_>) -> fmt::Result {
-        formatter
-            .debug_struct("CallerStream")
-            .field("socket", &self.socket)
-            .field("close_mode", &self.close_mode)
-            .finish_non_exhaustive()
-    }
-}
+tunnel_process::partial_debug!(CallerStream { socket, close_mode });
 
 impl Drop for CallerStream {
     fn drop(&mut self) {

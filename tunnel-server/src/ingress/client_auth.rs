@@ -2,7 +2,6 @@
 //! at run time, and the callers that have client-certificate delegation.
 
 use std::collections::BTreeSet;
-use std::fmt;
 use std::sync::Arc;
 
 use arc_swap::ArcSwap;
@@ -57,11 +56,7 @@ impl ListenerTls {
     }
 }
 
-impl fmt::Debug for ListenerTls {
-    fn fmt(&self, formatter: &mut fmt::Formatter<'_>) -> fmt::Result {
-        formatter.write_str("ListenerTls(..)")
-    }
-}
+tunnel_process::partial_debug!(ListenerTls);
 
 /// The callers that have client-certificate delegation: callers with a certificate of `--client-ca`
 /// whose common name is in this set.

@@ -2,7 +2,6 @@
 //! certificate that the server uses on behalf of callers with delegation. Both can be replaced at
 //! run time. Each connection uses the values that are current when the connection begins.
 
-use std::fmt;
 use std::sync::Arc;
 
 use arc_swap::ArcSwap;
@@ -163,11 +162,7 @@ pub fn server_name(node: &NodeName) -> Result<ServerName<'static>, InvalidDnsNam
 /// Server name for nodes whose names are too long for TLS. It appears in the errors of TLS.
 const LONG_NAME: &str = "the-name-of-the-node-is-too-long-for-dns.invalid";
 
-impl fmt::Debug for TargetTls {
-    fn fmt(&self, formatter: &mut fmt::Formatter<'_>) -> fmt::Result {
-        formatter.write_str("TargetTls(..)")
-    }
-}
+tunnel_process::partial_debug!(TargetTls);
 
 #[cfg(test)]
 mod tests {

@@ -57,11 +57,7 @@ impl WeakStore {
     }
 }
 
-impl fmt::Debug for WeakStore {
-    fn fmt(&self, formatter: &mut fmt::Formatter<'_>) -> fmt::Result {
-        formatter.debug_struct("WeakStore").finish_non_exhaustive()
-    }
-}
+tunnel_process::partial_debug!(WeakStore);
 
 /// What happens to a file that is damaged as a whole.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]

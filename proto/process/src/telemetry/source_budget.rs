@@ -2,7 +2,7 @@
 //! others, and does not fill the storage of the log.
 
 use std::collections::BTreeMap;
-use std::fmt::{self, Display};
+use std::fmt::Display;
 use std::time::{Duration, Instant};
 
 use parking_lot::Mutex;
@@ -72,14 +72,7 @@ impl LineForm {
     }
 }
 
-impl<K> fmt::Debug for SourceBudget<K> {
-    fn fmt(&self, formatter: &mut fmt::Formatter<'_>) -> fmt::Result {
-        formatter
-            .debug_struct("SourceBudget")
-            .field("kind", &self.kind)
-            .finish_non_exhaustive()
-    }
-}
+crate::partial_debug!(SourceBudget<K> { kind });
 
 impl<K: Ord + Clone + Display + Send + 'static> SourceBudget<K> {
     /// Creates a budget. `kind` names the lines in the report of suppressed lines.

@@ -1,7 +1,7 @@
 //! The lines of one kind of streams in the access log. A stream that reached no target costs its
 //! opener nothing, so the lines of such streams are limited.
 
-use std::fmt::{self, Display};
+use std::fmt::Display;
 
 use super::{LineForm, LogRateLimit, SourceBudget, admits_access};
 
@@ -25,14 +25,7 @@ pub struct StreamLines<K> {
     refused: SourceBudget<K>,
 }
 
-impl<K> fmt::Debug for StreamLines<K> {
-    fn fmt(&self, formatter: &mut fmt::Formatter<'_>) -> fmt::Result {
-        formatter
-            .debug_struct("StreamLines")
-            .field("refused", &self.refused)
-            .finish_non_exhaustive()
-    }
-}
+crate::partial_debug!(StreamLines<K> { refused });
 
 impl<K: Ord + Clone + Display + Send + 'static> StreamLines<K> {
     /// Creates the limits. `unknown` and `refused` name the lines in the reports of suppressed

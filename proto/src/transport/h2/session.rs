@@ -238,15 +238,7 @@ pub(super) struct H2Session {
     pub(super) _driver: AbortOnDropHandle<()>,
 }
 
-impl std::fmt::Debug for H2Session {
-    fn fmt(&self, formatter: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        formatter
-            .debug_struct("H2Session")
-            .field("peer", &self.peer)
-            .field("remote", &self.remote)
-            .finish_non_exhaustive()
-    }
-}
+tunnel_process::partial_debug!(H2Session { peer, remote });
 
 /// URI of the requests that carry streams.
 pub(super) const STREAM_URI: &str = "https://culvert/stream";

@@ -28,14 +28,7 @@ pub(super) struct SessionSampler {
     delivery_clock: Arc<DeliveryClock>,
 }
 
-impl std::fmt::Debug for SessionSampler {
-    fn fmt(&self, formatter: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        formatter
-            .debug_struct("SessionSampler")
-            .field("connection_id", &self.connection_id)
-            .finish_non_exhaustive()
-    }
-}
+tunnel_process::partial_debug!(SessionSampler { connection_id });
 
 impl SessionSampler {
     /// Calls `create`, which creates a connection. Returns the sampler of the connection's task and

@@ -57,14 +57,7 @@ pub(super) struct QuicSession {
     rtt_cache: Option<RttCache>,
 }
 
-impl std::fmt::Debug for QuicSession {
-    fn fmt(&self, formatter: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        formatter
-            .debug_struct("QuicSession")
-            .field("peer", &self.peer)
-            .finish_non_exhaustive()
-    }
-}
+tunnel_process::partial_debug!(QuicSession { peer });
 
 fn chain_of(connection: &Connection) -> Vec<CertificateDer<'static>> {
     let any = connection.peer_identity();

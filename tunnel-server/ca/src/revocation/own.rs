@@ -55,16 +55,6 @@ pub(super) struct AnnouncedOrders(pub(super) Box<DigestOf>);
 
 type DigestOf = dyn Fn(&ReplicaId) -> Option<OrdersDigest> + Send + Sync;
 
-impl std::fmt::Debug for AnnouncedOrders {
-    fn fmt(&self, formatter: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        formatter
-            .debug_struct("AnnouncedOrders")
-            .finish_non_exhaustive()
-    }
-}
+tunnel_process::partial_debug!(AnnouncedOrders);
 
-impl std::fmt::Debug for PeerCheck {
-    fn fmt(&self, formatter: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        formatter.debug_struct("PeerCheck").finish_non_exhaustive()
-    }
-}
+tunnel_process::partial_debug!(PeerCheck);

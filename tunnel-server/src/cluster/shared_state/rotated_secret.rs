@@ -1,7 +1,6 @@
 //! Access of `ca rotate` to the CA Secret. The [`CaReconciler`](super::ca::CaReconciler) of every
 //! server follows what is written here.
 
-use std::fmt;
 use std::io;
 use std::sync::Arc;
 
@@ -84,11 +83,4 @@ impl CaStore for RotatedSecret {
     }
 }
 
-impl fmt::Debug for RotatedSecret {
-    fn fmt(&self, formatter: &mut fmt::Formatter<'_>) -> fmt::Result {
-        formatter
-            .debug_struct("RotatedSecret")
-            .field("name", &self.name)
-            .finish_non_exhaustive()
-    }
-}
+tunnel_process::partial_debug!(RotatedSecret { name });

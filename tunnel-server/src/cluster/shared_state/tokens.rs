@@ -174,14 +174,7 @@ impl TokenObjects for TokenSecrets {
     }
 }
 
-impl std::fmt::Debug for TokenSecrets {
-    fn fmt(&self, formatter: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        formatter
-            .debug_struct("TokenSecrets")
-            .field("namespace", &self.namespace)
-            .finish_non_exhaustive()
-    }
-}
+tunnel_process::partial_debug!(TokenSecrets { namespace });
 
 /// Returns the condition for a namespace or Role that the manifests have and the cluster lacks.
 fn missing(namespace: &str, error: &ApiError) -> String {

@@ -1,7 +1,6 @@
 //! Responses to callers: their bodies, which are short texts of the server or come from targets,
 //! and the responses for failures. A body detects that it was not forwarded completely.
 
-use std::fmt;
 use std::pin::Pin;
 use std::sync::Arc;
 use std::task::{Context, Poll, ready};
@@ -248,14 +247,7 @@ impl TargetBody {
     }
 }
 
-impl fmt::Debug for TargetBody {
-    fn fmt(&self, formatter: &mut fmt::Formatter<'_>) -> fmt::Result {
-        formatter
-            .debug_struct("TargetBody")
-            .field("exchange_guard", &self.exchange_guard)
-            .finish_non_exhaustive()
-    }
-}
+tunnel_process::partial_debug!(TargetBody { exchange_guard });
 
 impl Drop for TargetBody {
     fn drop(&mut self) {

@@ -1,6 +1,5 @@
 //! This server's end of the connections to the others: what dialing and accepting share.
 
-use std::fmt;
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -56,11 +55,4 @@ pub struct PeerEndpoint {
     pub on_enroll: Option<OnEnroll>,
 }
 
-impl fmt::Debug for PeerEndpoint {
-    fn fmt(&self, formatter: &mut fmt::Formatter<'_>) -> fmt::Result {
-        formatter
-            .debug_struct("PeerEndpoint")
-            .field("peers", &self.peers)
-            .finish_non_exhaustive()
-    }
-}
+tunnel_process::partial_debug!(PeerEndpoint { peers });
