@@ -4,22 +4,21 @@
 use std::path::Path;
 use std::sync::Arc;
 
+pub use tunnel_process::config_file::LoadError;
 use tunnel_process::config_file::{ConfigFile, config_path};
 use tunnel_proto::identity::sha256;
 
 mod checked;
 mod cloud;
-mod error;
 mod identity;
 mod limits;
 mod raw;
 mod token;
 
 pub(crate) use checked::DEFAULT_DATA_DIR;
-pub use checked::{Config, RawSettings, TransportChoice, meta_address, meta_endpoint};
+pub use checked::{Config, TransportChoice, meta_address, meta_endpoint, meta_listen_error};
 pub use cloud::CloudListener;
 pub(crate) use cloud::is_local;
-pub use error::LoadError;
 pub use identity::{CredentialFiles, NodeIpSetting};
 pub use limits::{LIMITS, Limit, Limits, RawLimits};
 pub use raw::RawConfig;

@@ -218,7 +218,7 @@ fn meta_address(arguments: MetaArgs) -> anyhow::Result<MetaAddress> {
     let settings = config::layers(flags, arguments.config.as_deref(), |_| None)?;
     let off = "is off; set an address to ask the agent";
     let address = config::meta_endpoint(&settings)?;
-    Ok(address.ok_or_else(|| config::LoadError::meta_listen(off.to_owned()))?)
+    Ok(address.ok_or_else(|| config::meta_listen_error(off))?)
 }
 
 /// Returns a runtime for a verb that asks the agent.

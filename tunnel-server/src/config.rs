@@ -2,14 +2,14 @@
 //! (`Config`).
 
 use std::collections::BTreeSet;
-use std::fmt;
 use std::net::{Ipv4Addr, SocketAddr};
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::time::Duration;
 
 use tracing::level_filters::LevelFilter;
-use tunnel_process::config_file::{ConfigFile, ConfigFileError, config_path};
+pub use tunnel_process::config_file::LoadError;
+use tunnel_process::config_file::{ConfigFile, RawSettings, config_path};
 use tunnel_process::settings::{ConfigError, ConfigErrors, parse_address, parse_duration};
 use tunnel_process::telemetry::{AccessLogSettings, AuditSettings, LogFormat, RawAudit};
 use tunnel_proto::identity::sha256;
@@ -132,36 +132,7 @@ pub struct Config {
     /// The file that the settings come from, if there is one.
     pub file: Option<Arc<ConfigFile<RawConfig>>>,
     /// The settings before the checks.
-    pub raw: RawSettings,
-}
-
-/// The settings of all layers before the checks, which `Debug` leaves out.
-#[derive(Clone)]
-pub struct RawSettings(pub Box<RawConfig>);
-
-impl fmt::Debug for RawSettings {
-    fn fmt(&self, formatter: &mut fmt::Formatter<'_>) -> fmt::Result {
-        formatter.write_str("..")
-    }
-}
-
-/// The reason why there are no settings.
-#[derive(Debug, thiserror::Error)]
-pub enum LoadError {
-    #[error(transparent)]
-    File(#[from] ConfigFileError),
-    #[error(transparent)]
-    Invalid(#[from] ConfigError),
-}
-
-impl LoadError {
-    /// Returns whether the settings are wrong in every environment. An absent file may appear later.
-    pub fn is_usage(&self) -> bool {
-        match self {
-            Self::File(error) => error.is_usage(),
-            Self::Invalid(error) => error.is_usage(),
-        }
-    }
+    pub raw: RawSettings<RawConfig>,
 }
 
 /// Loads the YAML file, if one is named or a default one exists, and applies flags and environment

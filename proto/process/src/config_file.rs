@@ -39,6 +39,37 @@ impl ConfigFileError {
     }
 }
 
+/// The reason why a process has no settings.
+#[derive(Debug, thiserror::Error)]
+pub enum LoadError {
+    /// The file has none.
+    #[error(transparent)]
+    File(#[from] ConfigFileError),
+    /// They cannot be used.
+    #[error(transparent)]
+    Invalid(#[from] ConfigError),
+}
+
+impl LoadError {
+    /// Returns whether the settings are wrong in every environment. An absent file may appear later.
+    pub fn is_usage(&self) -> bool {
+        match self {
+            Self::File(error) => error.is_usage(),
+            Self::Invalid(error) => error.is_usage(),
+        }
+    }
+}
+
+/// The settings of all layers before the checks, which `Debug` leaves out.
+#[derive(Clone)]
+pub struct RawSettings<T>(pub Box<T>);
+
+impl<T> fmt::Debug for RawSettings<T> {
+    fn fmt(&self, formatter: &mut fmt::Formatter<'_>) -> fmt::Result {
+        formatter.write_str("..")
+    }
+}
+
 /// A file of settings as it was read, with the layer over it.
 #[derive(Clone)]
 pub struct ConfigFile<T> {

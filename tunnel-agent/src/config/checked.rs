@@ -1,7 +1,7 @@
 //! The typed configuration. All settings are checked together, so that all errors are reported at
 //! once.
 
-use std::fmt;
+use std::fmt::Display;
 use std::net::SocketAddr;
 use std::path::PathBuf;
 use std::str::FromStr;
@@ -10,15 +10,15 @@ use std::time::Duration;
 
 use rustls_pki_types::CertificateDer;
 use tracing::level_filters::LevelFilter;
-use tunnel_process::config_file::ConfigFile;
+use tunnel_process::config_file::{ConfigFile, RawSettings};
 use tunnel_process::host::Resources;
+use tunnel_process::limits::count;
 use tunnel_process::meta::{self, MetaAddress};
 use tunnel_process::settings::{ConfigError, ConfigErrors, optional, parse_duration};
 use tunnel_process::telemetry::{AccessLogSettings, AuditSettings, LogFormat, RawAudit};
 use tunnel_proto::transport::{BufferPool, CongestionControl, SessionSettings};
 use tunnel_proto::wire::name::NodeName;
 
-use super::error::LoadError;
 use super::limits::Limits;
 use super::{
     CloudListener, CredentialFiles, NodeIpSetting, RawConfig, ServerAddress, TokenSource, cloud,
@@ -74,17 +74,7 @@ pub struct Config {
     /// The file that the settings come from, if there is one.
     pub file: Option<Arc<ConfigFile<RawConfig>>>,
     /// The settings before the checks. `Debug` leaves them out.
-    pub raw: RawSettings,
-}
-
-/// The settings of all layers before the checks.
-#[derive(Clone)]
-pub struct RawSettings(pub Box<RawConfig>);
-
-impl fmt::Debug for RawSettings {
-    fn fmt(&self, formatter: &mut fmt::Formatter<'_>) -> fmt::Result {
-        formatter.write_str("..")
-    }
+    pub raw: RawSettings<RawConfig>,
 }
 
 /// The transports that sessions may use.
@@ -142,7 +132,7 @@ impl Config {
             "--replicas",
             settings.replicas.as_deref(),
             DEFAULT_REPLICAS,
-            replicas,
+            count(REPLICAS_MAX),
         );
         let transport = errors.parse(
             "--transport",
@@ -180,7 +170,7 @@ impl Config {
             "--worker-threads",
             settings.worker_threads.as_deref(),
             DEFAULT_WORKER_THREADS,
-            worker_threads,
+            count(WORKER_THREADS_MAX),
         );
         let (log_level, log_format, access_log) = logging(&settings, &mut errors);
         let raw_audit = RawAudit {
@@ -277,28 +267,19 @@ pub fn meta_address(setting: Option<&str>) -> Result<Option<SocketAddr>, String>
 /// Unix socket, or else the address of its port.
 ///
 /// # Errors
-/// Returns a [`LoadError`] about `--meta-listen`.
-pub fn meta_endpoint(settings: &RawConfig) -> Result<Option<MetaAddress>, LoadError> {
+/// Returns a [`ConfigError`] about `--meta-listen`.
+pub fn meta_endpoint(settings: &RawConfig) -> Result<Option<MetaAddress>, ConfigError> {
     let socket = settings.meta_socket.clone();
     if let Some(socket) = socket.filter(|path| !path.as_os_str().is_empty()) {
         return Ok(Some(MetaAddress::Unix(socket)));
     }
-    let address = meta_address(settings.meta_listen.as_deref()).map_err(LoadError::meta_listen)?;
+    let address = meta_address(settings.meta_listen.as_deref()).map_err(meta_listen_error)?;
     Ok(address.map(|address| meta::dialable(address).into()))
 }
 
-fn worker_threads(text: &str) -> Result<usize, String> {
-    let count = text.parse::<usize>().ok();
-    count
-        .filter(|count| (1..=WORKER_THREADS_MAX).contains(count))
-        .ok_or_else(|| format!("{text:?} is not a number from 1 to {WORKER_THREADS_MAX}"))
-}
-
-fn replicas(text: &str) -> Result<usize, String> {
-    let count = text.parse::<usize>().ok();
-    count
-        .filter(|count| (1..=REPLICAS_MAX).contains(count))
-        .ok_or_else(|| format!("{text:?} is not a number from 1 to {REPLICAS_MAX}"))
+/// Returns the error of verbs that check no other setting than `--meta-listen`.
+pub fn meta_listen_error(problem: impl Display) -> ConfigError {
+    ConfigError::mistake(format!("--meta-listen: {problem}"))
 }
 
 fn servers(texts: &[String], errors: &mut ConfigErrors) -> Vec<ServerAddress> {
@@ -381,12 +362,12 @@ const DEFAULT_META_LISTEN: &str = "127.0.0.1:10266";
 /// One session may be lost with its server while the other one serves.
 const DEFAULT_REPLICAS: usize = 2;
 /// Each session costs memory at both ends, and one hop reaches the other servers.
-const REPLICAS_MAX: usize = 8;
+const REPLICAS_MAX: u64 = 8;
 /// On one thread no task wakes another one across threads, and a thread carries more than the link of
 /// an edge node. Lookups and files, which can block, have threads of their own.
 const DEFAULT_WORKER_THREADS: usize = 1;
 /// More threads than a machine has cores are never useful.
-const WORKER_THREADS_MAX: usize = 64;
+const WORKER_THREADS_MAX: u64 = 64;
 const DEFAULT_DRAIN_TIMEOUT: Duration = Duration::from_secs(30);
 
 /// Extra time of the transport's own idle timeout, which is only a backstop behind the session's

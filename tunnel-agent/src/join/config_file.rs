@@ -4,6 +4,7 @@ use std::fmt::Write as _;
 use std::path::PathBuf;
 
 use serde_json::Value;
+use tunnel_process::config_file::ConfigFileError;
 use tunnel_process::yaml;
 
 use super::error::JoinCommandError;
@@ -105,9 +106,9 @@ impl JoinSettings {
 }
 
 pub(super) fn parse(text: &str) -> Result<RawConfig, LoadError> {
-    let settings = yaml::parse(text).map_err(|error| LoadError::Syntax {
+    let settings = yaml::parse(text).map_err(|error| ConfigFileError::Syntax {
         path: PathBuf::from(CONFIG),
-        problems: error.to_string(),
+        mistake: error.to_string(),
     })?;
     Ok(settings.unwrap_or_default())
 }
