@@ -11,7 +11,7 @@ use rustls::RootCertStore;
 use tokio_util::task::AbortOnDropHandle;
 use tunnel_agent::config::{
     Config as AgentConfig, RawConfig as AgentRawConfig, RawLimits as AgentRawLimits, ServerAddress,
-    TokenSource,
+    TokenSource, TransportChoice,
 };
 use tunnel_ca::LocalCa;
 use tunnel_ca::revocation::Revocations;
@@ -383,10 +383,22 @@ impl NodeEnv {
 
     /// Like [`NodeEnv::start`], with changed settings of the server.
     pub async fn start_with(change: impl FnOnce(&mut RawConfig)) -> Result<Self> {
-        let env = TestEnv::start_with(change).await?;
+        Self::start_both(change, |_| {}).await
+    }
+
+    /// Like [`NodeEnv::start`], with sessions over this transport.
+    pub async fn start_over(transport: TransportChoice) -> Result<Self> {
+        Self::start_both(|_| {}, |config| config.transport = transport).await
+    }
+
+    async fn start_both(
+        server: impl FnOnce(&mut RawConfig),
+        agent: impl FnOnce(&mut AgentConfig),
+    ) -> Result<Self> {
+        let env = TestEnv::start_with(server).await?;
         let exporter = Exporter::start("worker-1").await?;
         Ok(Self {
-            agent: env.agent("worker-1").await?,
+            agent: env.agent_with("worker-1", agent).await?,
             host: format!("worker-1:{}", exporter.addr().port()),
             exporter,
             env,

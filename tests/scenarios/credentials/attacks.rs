@@ -22,9 +22,9 @@ use tunnel_proto::wire::{ALPN_SESSION, ALPN_SESSION_TCP};
 use tunnel_tests::ca::{Leaf, TestCa};
 use tunnel_tests::checks::ensure_contains;
 use tunnel_tests::client::{ClientTls, Endpoint, RawRequest, request};
-use tunnel_tests::env::{TestEnv, WAIT_TIMEOUT};
+use tunnel_tests::env::{NodeEnv, TestEnv, WAIT_TIMEOUT};
 use tunnel_tests::eventually::{eventually, scaled};
-use tunnel_tests::targets::{Exporter, FakeKubelet};
+use tunnel_tests::targets::FakeKubelet;
 
 use super::super::scripted::{Admission, ScriptedAgent, agent_key, dial, hello, remote, settings};
 use super::credential_files::Files;
@@ -206,23 +206,21 @@ pub(crate) async fn over_quic(env: &TestEnv, key: Arc<CertifiedKey>, trust: Trus
 /// refuses it, and the named node keeps its traffic.
 #[tokio::test(flavor = "multi_thread")]
 async fn r01_certificate_of_one_node_serves_no_other() -> Result<()> {
-    let env = TestEnv::start().await?;
-    let exporter = Exporter::start("worker-1").await?;
-    let _agent = env.agent("worker-1").await?;
-    let host = format!("worker-1:{}", exporter.addr().port());
-    let impostor = agent_key(&env, "worker-2")?;
+    let site = NodeEnv::start().await?;
+    let env = &site.env;
+    let impostor = agent_key(env, "worker-2")?;
     for _ in 0..20 {
-        let answer = ScriptedAgent::handshake(&env, impostor.clone(), "worker-1", [9; 16]).await?;
+        let answer = ScriptedAgent::handshake(env, impostor.clone(), "worker-1", [9; 16]).await?;
         let Admission::Refused(code, detail) = answer else {
             anyhow::bail!("admitted under another's name");
         };
         ensure!(code == CloseCode::NameNotInCredential);
         ensure_contains(&detail, &["worker-1", "worker-2"])?;
-        let reply = request(env.http(), &RawRequest::get(&host, "/metrics")).await?;
+        let reply = site.get("/metrics").await?;
         ensure!(reply.status == 200 && reply.text().contains("worker-1"));
     }
     let refused = "tunnel_server_handshakes_total{result=\"name_not_in_credential\"}";
-    metric_reaches(&env, refused, 20.0, WAIT_TIMEOUT).await;
+    metric_reaches(env, refused, 20.0, WAIT_TIMEOUT).await;
     Ok(())
 }
 

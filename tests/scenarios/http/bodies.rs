@@ -6,38 +6,11 @@ use tokio::io::{AsyncReadExt, AsyncWriteExt};
 use tokio::time::timeout;
 use tunnel_agent::config::TransportChoice;
 use tunnel_tests::client::{BodyEnd, ByteStream, Exchange, KeepAliveClient, RawRequest, request};
-use tunnel_tests::env::{Agent, TestEnv, WAIT_TIMEOUT};
+use tunnel_tests::env::{NodeEnv, TestEnv, WAIT_TIMEOUT};
 use tunnel_tests::eventually::scaled;
-use tunnel_tests::targets::{
-    Exporter, HostileAction, HostileTarget, RecordingTarget, deterministic_bytes,
-};
+use tunnel_tests::targets::{HostileAction, HostileTarget, RecordingTarget, deterministic_bytes};
 
 use crate::scripted::ScriptedAgent;
-
-struct Site {
-    env: TestEnv,
-    exporter: Exporter,
-    host: String,
-    _agent: Agent,
-}
-
-impl Site {
-    async fn start() -> Result<Self> {
-        Self::start_over(TransportChoice::Auto).await
-    }
-
-    async fn start_over(transport: TransportChoice) -> Result<Self> {
-        let env = TestEnv::start().await?;
-        let exporter = Exporter::start("worker-1").await?;
-        let agent = env.agent_with("worker-1", |config| config.transport = transport);
-        Ok(Self {
-            _agent: agent.await?,
-            host: format!("worker-1:{}", exporter.addr().port()),
-            env,
-            exporter,
-        })
-    }
-}
 
 /// Reads until the bytes end with `end`, and returns all of them.
 async fn read_until(stream: &mut ByteStream, end: &[u8]) -> Result<Vec<u8>> {
@@ -51,7 +24,7 @@ async fn read_until(stream: &mut ByteStream, end: &[u8]) -> Result<Vec<u8>> {
 #[tokio::test(flavor = "multi_thread")]
 async fn bodies_pass_both_ways_at_once() -> Result<()> {
     for transport in [TransportChoice::Quic, TransportChoice::H2] {
-        let site = Site::start_over(transport).await?;
+        let site = NodeEnv::start_over(transport).await?;
         let mut stream = ByteStream::connect(site.env.http()).await?;
         let host = &site.host;
         let fields = "Transfer-Encoding: chunked\r\nConnection: close";
@@ -79,7 +52,7 @@ async fn bodies_pass_both_ways_at_once() -> Result<()> {
 
 #[tokio::test(flavor = "multi_thread")]
 async fn continue_is_answered_hop_by_hop() -> Result<()> {
-    let site = Site::start().await?;
+    let site = NodeEnv::start().await?;
     let upload = |host: &str| {
         RawRequest::new("POST", "/upload", host)
             .expecting_continue()
@@ -111,7 +84,7 @@ async fn continue_is_answered_hop_by_hop() -> Result<()> {
 
 #[tokio::test(flavor = "multi_thread")]
 async fn answers_without_a_body_leave_the_connection_usable() -> Result<()> {
-    let site = Site::start().await?;
+    let site = NodeEnv::start().await?;
     let mut caller = KeepAliveClient::connect(site.env.http()).await?;
     for _ in 0..5 {
         for (method, path, status, length) in [
@@ -138,7 +111,7 @@ async fn answers_without_a_body_leave_the_connection_usable() -> Result<()> {
 
 #[tokio::test(flavor = "multi_thread")]
 async fn content_codings_pass_untouched() -> Result<()> {
-    let site = Site::start().await?;
+    let site = NodeEnv::start().await?;
     // The body is not valid gzip. A proxy that inspects or decodes the body fails.
     let body = deterministic_bytes(7, 100_000);
     let head = "HTTP/1.1 200 OK\r\nContent-Encoding: gzip\r\nVary: Accept-Encoding\r\nETag: \"1\"\r\nContent-Length: 100000\r\n\r\n";
