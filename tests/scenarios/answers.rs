@@ -7,12 +7,10 @@ use anyhow::Result;
 use tokio::net::{TcpSocket, TcpStream};
 use tokio::time::timeout;
 use tunnel_tests::checks::{ensure_refused, ensure_status};
-use tunnel_tests::client::{ByteStream, Endpoint, Exchange, HttpReply, RawRequest, request};
+use tunnel_tests::client::{Endpoint, Exchange, HttpReply, RawRequest, request};
 use tunnel_tests::env::{NodeEnv, TestEnv, WAIT_TIMEOUT};
-use tunnel_tests::eventually::{eventually, scaled};
-use tunnel_tests::targets::{
-    EchoTarget, Exporter, FakeKubelet, HostileAction, HostileTarget, SilentTarget,
-};
+use tunnel_tests::eventually::eventually;
+use tunnel_tests::targets::{EchoTarget, Exporter, FakeKubelet, HostileAction, HostileTarget};
 
 use super::scripted::ScriptedAgent;
 
@@ -213,35 +211,6 @@ async fn address_that_an_agent_claims_never_counts() -> Result<()> {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn full_agent_answers_503_and_recovers() -> Result<()> {
-    let limits = TestEnv::limits("streamsPerAgent: 6");
-    let site = NodeEnv::start_with(|settings| settings.limits = limits).await?;
-    let silent = SilentTarget::start().await?;
-    let host = format!("worker-1:{}", silent.addr().port());
-    let mut open_conns = Vec::new();
-    for _ in 0..3 {
-        let mut stream = ByteStream::connect(site.env.http()).await?;
-        stream.send(&RawRequest::get(&host, "/").bytes()).await?;
-        open_conns.push(stream);
-    }
-    eventually("three streams are open", WAIT_TIMEOUT, async || {
-        (silent.traffic().open() == 3).then_some(())
-    })
-    .await;
-    let full = get(&site.env, &host, "/").await?;
-    // One source address may use half of `limits.streamsPerAgent`.
-    let hints = ["worker-1", "3 streams", "half of limits.streamsPerAgent"];
-    check(&full, 503, "too_many_streams", &hints);
-    assert!(full.header("retry-after").is_some());
-    drop(open_conns);
-    eventually("the agent takes streams again", WAIT_TIMEOUT, async || {
-        ensure_status(&site.get("/metrics").await?, 200)
-    })
-    .await;
-    Ok(())
-}
-
-#[tokio::test(flavor = "multi_thread")]
 async fn draining_agent_answers_503_and_keeps_its_streams() -> Result<()> {
     let site = NodeEnv::start().await?;
     let follow = RawRequest::get(&site.host, "/follow");
@@ -292,21 +261,5 @@ async fn silent_ends_answer_504() -> Result<()> {
     let _frozen = ScriptedAgent::connect(&env, "worker-2").await?;
     let reply = get(&env, "worker-2:9100", "/").await?;
     check(&reply, 504, "agent_timeout", &["worker-2", "9100"]);
-    Ok(())
-}
-
-#[tokio::test(flavor = "multi_thread")]
-async fn lost_agent_answers_502() -> Result<()> {
-    let env = TestEnv::start().await?;
-    let agent = ScriptedAgent::connect(&env, "worker-1").await?;
-    let lost = async {
-        let _stream = agent.next_stream().await?;
-        agent.close().await;
-        anyhow::Ok(())
-    };
-    let both = async { tokio::join!(get(&env, "worker-1:9100", "/"), lost) };
-    let (reply, lost) = timeout(scaled(Duration::from_secs(60)), both).await?;
-    lost?;
-    check(&reply?, 502, "agent_lost", &["worker-1", "9100"]);
     Ok(())
 }

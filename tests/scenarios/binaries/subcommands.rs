@@ -273,19 +273,6 @@ async fn check_config_reads_the_files_of_the_settings_as_run_does() -> Result<()
 }
 
 #[tokio::test]
-async fn good_file_passes_check_config() -> Result<()> {
-    let scratch = ScratchDir::new()?;
-    let server = "agentListen: 127.0.0.1:0\nhttpProxyPorts: \"9100\"\nlimits: {openTimeout: 3s}\n";
-    let agent = "server: [\"cloud:10262\"]\nnodeName: worker-1\nlimits: {keepAlive: 3s}\n";
-    for (binary, content) in [(SERVER, server), (AGENT, agent)] {
-        let file = scratch.file("good.yaml", content)?;
-        let check = Program::ours(binary)?.args(["check-config", "--settings-only", "--config"]);
-        check.arg(&file).run().await?.ok()?;
-    }
-    Ok(())
-}
-
-#[tokio::test]
 async fn variable_of_the_environment_loses_against_the_flag() -> Result<()> {
     let check = |variable: &str, value: &str| -> Result<Program> {
         let program = Program::ours(SERVER)?.args(["check-config", "--settings-only"]);
