@@ -125,12 +125,6 @@ impl HostLock {
         self.state.subscribe()
     }
 
-    /// Sets the state, as a test does in place of a task.
-    #[cfg(test)]
-    pub(crate) fn set(&self, state: LockState) {
-        self.state.send_replace(state);
-    }
-
     /// Returns whether another agent of this user serves the node on this host.
     pub(crate) fn is_standby(&self) -> bool {
         self.state.borrow().is_standby()

@@ -9,7 +9,10 @@ use crate::data_dir::DataDir;
 
 /// A data directory for a test, removed on drop.
 #[derive(Debug)]
-pub struct Scratch(pub DataDir, ScratchDir);
+pub struct Scratch(
+    pub DataDir,
+    #[expect(dead_code, reason = "its drop removes the directory")] ScratchDir,
+);
 
 impl Scratch {
     #[expect(
