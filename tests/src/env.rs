@@ -256,7 +256,6 @@ impl TestEnv {
         self.scratch.path()
     }
 
-    /// Creates a join token for a node with addresses.
     pub fn token(&self, node: &str, addresses: &[IpAddr]) -> Result<JoinToken> {
         let name: NodeName = node.parse()?;
         self.nodes().record(&name, addresses);

@@ -111,7 +111,6 @@ pub fn set_address(objects: &mut [Value], address: &str) -> Result<()> {
     Ok(())
 }
 
-/// Returns the object of a kind and name.
 pub fn find<'a>(objects: &'a [Value], kind: &str, name: &str) -> Result<&'a Value> {
     objects
         .iter()

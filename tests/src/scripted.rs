@@ -178,7 +178,6 @@ async fn dial_server(
     Ok((session, dialer))
 }
 
-/// Returns a Hello of `name`.
 pub fn hello(name: &str, instance: [u8; 16]) -> Result<Hello> {
     let node_name: NodeName = name.parse()?;
     Ok(Hello {

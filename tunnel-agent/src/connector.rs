@@ -221,7 +221,6 @@ impl ConnectorSet {
         }
     }
 
-    /// Returns the event for the end of a task.
     fn ended(&mut self, joined: Result<(task::Id, SessionExit), JoinError>) -> Option<Event> {
         let (task_id, exit) = joined.unwrap_or_else(|panic| {
             error!(node = %self.context.node, error = %panic, "session task panicked");

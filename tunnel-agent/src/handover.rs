@@ -172,7 +172,6 @@ impl HostLock {
     }
 }
 
-/// The task of a lock.
 struct LockTask {
     lock: Arc<HostLock>,
     node: NodeName,

@@ -76,7 +76,6 @@ pub struct AdminState {
     pub revocations: Arc<Revocations>,
     /// Other servers, at which orders are in force, too.
     pub peers: Arc<Peers>,
-    /// Rotation of the CA.
     pub rotator: Result<Arc<CaRotator>, NoRotation>,
     /// The status of nodes.
     pub sources: NodeSources,

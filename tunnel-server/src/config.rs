@@ -119,7 +119,6 @@ pub struct Config {
     /// Minimum level of log messages.
     pub log_level: LevelFilter,
     pub log_format: LogFormat,
-    /// Settings of the access log.
     pub access_log: AccessLogSettings,
     /// Settings of the audit log.
     pub audit: AuditSettings,

@@ -230,7 +230,6 @@ impl DemoEnv {
         self.network.exporter_port
     }
 
-    /// Returns the port of the kubelets.
     pub(super) fn kubelet_port(&self) -> u16 {
         self.network.kubelet_port
     }

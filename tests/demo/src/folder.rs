@@ -103,7 +103,6 @@ pub(super) fn binary(name: &str) -> String {
     file.display().to_string()
 }
 
-/// Returns the shell line of these words.
 pub(super) fn shell_line<W: AsRef<str>>(words: impl IntoIterator<Item = W>) -> String {
     let words: Vec<_> = words.into_iter().map(|arg| quote(arg.as_ref())).collect();
     words.join(" ")

@@ -134,7 +134,6 @@ fn sections(demo_env: &DemoEnv) -> Vec<Section> {
     sections
 }
 
-/// Returns the steps of an operator.
 fn operating(demo_env: &DemoEnv) -> Vec<TourStep> {
     let doctor = demo_env.server_verb(&["doctor", "--only", "D09"]);
     let url = format!("{}nodes", demo_env.console());

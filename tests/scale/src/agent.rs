@@ -59,7 +59,6 @@ pub(super) struct Plan {
 pub(super) enum Address {
     /// The address of one replica.
     Own(ReplicaId),
-    /// The configured address.
     Configured,
 }
 

@@ -151,7 +151,6 @@ impl Measures {
         }
     }
 
-    /// Records whether an agent has a session.
     pub(super) fn record_session(&mut self, agent: usize, has_session: bool, now: Duration) {
         let lost_since = &mut self.lost_since[agent];
         match *lost_since {

@@ -180,7 +180,6 @@ impl Simulation {
         Ok(simulation)
     }
 
-    /// Starts all agents.
     pub(super) fn start_agents(&mut self) {
         for agent in 0..self.agents.len() {
             let wait = START_WITHIN.mul_f64(self.random.random());

@@ -305,7 +305,6 @@ fn known_names() -> impl Iterator<Item = String> {
     (0..KNOWN).map(|number| name(&format!("known-{number}")))
 }
 
-/// Returns the name of a Service.
 fn name(service: &str) -> String {
     format!("{service}.default.svc.cluster.local")
 }

@@ -188,7 +188,6 @@ impl Installation {
         self.agent_setup(node).await?.args(arguments).start()
     }
 
-    /// Returns the setup of an agent of a new node.
     pub(super) async fn agent_setup(&mut self, node: &str) -> Result<AgentSetup> {
         let object = edge(node).addressed("Hostname", node);
         self.cluster_env.objects().add(&object).await?;

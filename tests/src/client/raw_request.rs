@@ -67,7 +67,6 @@ impl RawRequest {
         }
     }
 
-    /// Returns all bytes of the request.
     pub fn bytes(&self) -> Vec<u8> {
         [self.head_bytes().as_slice(), &self.body].concat()
     }

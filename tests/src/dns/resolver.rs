@@ -50,7 +50,6 @@ impl FakeResolver {
         anyhow::bail!("no port is free for UDP and TCP")
     }
 
-    /// Starts a resolver on `bind`.
     pub async fn start_on(bind: SocketAddr, behavior: Behavior) -> Result<Self> {
         let udp = UdpSocket::bind(bind).await.context("bind UDP")?;
         let address = udp.local_addr()?;

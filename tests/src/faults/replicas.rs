@@ -133,7 +133,6 @@ impl Replicas {
         }))
     }
 
-    /// Returns the link of a server.
     pub fn link(&self, server: usize) -> Result<&Link> {
         let own = self.links.get(server).or_else(|| self.links.first());
         own.context("no link")
@@ -175,7 +174,6 @@ impl Replicas {
         .await
     }
 
-    /// Kills a server with KILL.
     pub async fn kill(&mut self, server: usize) -> Result<()> {
         let process = self.servers[server].process();
         process.signal(Signal::Kill)?;

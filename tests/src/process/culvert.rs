@@ -193,7 +193,6 @@ impl Server {
         *self.addresses.get(&listener).expect("one of the listeners")
     }
 
-    /// Returns the setup for a restart.
     pub fn setup_for_restart(&self) -> ServerSetup {
         self.setup.clone()
     }

@@ -52,7 +52,6 @@ impl Program {
         Ok(program)
     }
 
-    /// Returns a program by its file.
     pub fn at(file: &Path) -> Self {
         let name = file.file_name().unwrap_or(file.as_os_str());
         Self::new(&name.to_string_lossy(), file)

@@ -144,7 +144,6 @@ impl Request {
     }
 }
 
-/// Returns the segments of a path.
 pub(crate) fn segments(path: &str) -> Vec<&str> {
     path.split('/')
         .filter(|segment| !segment.is_empty())

@@ -66,7 +66,6 @@ pub struct Config {
     pub worker_threads: usize,
     pub log_level: LevelFilter,
     pub log_format: LogFormat,
-    /// Settings of the access log.
     pub access_log: AccessLogSettings,
     /// Settings of the audit log.
     pub audit: AuditSettings,

@@ -63,7 +63,6 @@ pub(super) enum Event {
     Drain,
 }
 
-/// The settings of a [`Plan`].
 pub(super) struct PlanSettings {
     pub(super) node: NodeName,
     pub(super) server_policy: Arc<ServerPolicy>,

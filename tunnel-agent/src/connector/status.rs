@@ -53,7 +53,6 @@ pub(crate) struct SessionReport {
 }
 
 impl SessionReport {
-    /// Returns whether the session is live.
     pub(crate) fn is_live(&self) -> bool {
         self.transport.is_some()
     }

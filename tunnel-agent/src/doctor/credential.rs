@@ -30,7 +30,6 @@ pub(super) struct CredentialFacts {
     pub(super) location: String,
 }
 
-/// The state of a credential.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum CredentialState {
     Certificate {

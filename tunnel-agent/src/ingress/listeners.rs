@@ -48,7 +48,6 @@ pub(crate) fn start(
     addresses
 }
 
-/// The task of one listener.
 struct ListenerTask {
     listener: CloudListener,
     ingress: Arc<Ingress>,

@@ -29,7 +29,6 @@ pub struct SourceNames<'a> {
     pub key: &'a str,
 }
 
-/// A CA as PEM.
 #[derive(Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "camelCase")]
 pub struct CaPem {

@@ -109,7 +109,6 @@ enum Pending {
     Own,
 }
 
-/// A revocation that is in force.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct RevocationInForce {
     pub node: NodeName,

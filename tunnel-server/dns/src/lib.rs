@@ -86,7 +86,6 @@ struct NameTotals {
     bytes: usize,
 }
 
-/// The record of a name.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 struct Record {
     addresses: Addresses,

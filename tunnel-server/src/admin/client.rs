@@ -108,7 +108,6 @@ impl AdminClient {
         self.delete(&format!("/tokens/{id}")).await
     }
 
-    /// Returns a page of all nodes.
     pub async fn nodes(&self, query: &PageQuery) -> Result<NodesPage, AdminError> {
         let target = query.target("nodes");
         parse(&self.call(Method::GET, &target, Vec::new()).await?)

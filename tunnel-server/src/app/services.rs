@@ -69,7 +69,6 @@ struct OpenService {
 }
 
 impl ServiceListeners {
-    /// Starts the listeners of `sockets`.
     pub(super) fn start(
         sockets: Vec<ServiceSocket>,
         ingress: Arc<IngressContext>,

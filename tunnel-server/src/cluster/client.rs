@@ -80,7 +80,6 @@ impl ClusterHandle {
         }
     }
 
-    /// Returns the clock of the API server.
     pub(crate) fn clock(&self) -> ApiServerClock {
         self.connection.clock.clone()
     }

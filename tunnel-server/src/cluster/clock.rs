@@ -27,7 +27,6 @@ impl ApiServerClock {
         *self.0.lock()
     }
 
-    /// Returns the time of the API server.
     pub(super) fn time(&self) -> Option<SystemTime> {
         self.reading()?.time(Instant::now())
     }

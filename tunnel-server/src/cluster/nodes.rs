@@ -435,7 +435,6 @@ impl ClusterNode {
             .collect()
     }
 
-    /// Returns the addresses of a node in the cloud.
     pub(super) fn cloud_addresses(&self) -> Option<Vec<IpAddr>> {
         (!self.facts.is_edge).then(|| self.facts.addresses().collect())
     }

@@ -154,7 +154,6 @@ impl SharedLimits {
         limits
     }
 
-    /// Replaces the limits.
     pub fn replace(&self, limits: Limits) {
         self.limits.store(Arc::new(limits));
     }

@@ -20,7 +20,6 @@ pub(super) struct CloudTargets {
     labeled_nodes: LabeledNodes,
 }
 
-/// A target of the cloud.
 #[derive(Debug)]
 pub(super) struct Target {
     settings: CloudTargetSettings,

@@ -43,7 +43,6 @@ impl Routes {
         self.0.is_starting.send_replace(false);
     }
 
-    /// Returns whether the routes are known.
     pub fn are_known(&self) -> bool {
         !*self.0.is_starting.borrow()
     }

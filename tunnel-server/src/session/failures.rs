@@ -39,9 +39,7 @@ pub struct Failure {
     pub node: FailedNode,
     /// Number of failures.
     pub count: u64,
-    /// Time of the first one.
     pub first: SystemTime,
-    /// Time of the last one.
     pub last: SystemTime,
     /// Address of the last one.
     pub address: SocketAddr,
@@ -100,7 +98,6 @@ impl Failures {
 struct Key {
     code: &'static str,
     owner: Owner,
-    /// A claimed name.
     claimed: Option<NodeName>,
     /// The /24 or /64 of the source, unless the owner is a node.
     network: Option<IpAddr>,

@@ -55,7 +55,6 @@ pub struct CompareAndSwap {
     pub done: SyncSender<CasOutcome>,
 }
 
-/// The outcome of a [`CompareAndSwap`].
 #[derive(Debug)]
 pub enum CasOutcome {
     /// The content was written, and the observation with this number contains it.

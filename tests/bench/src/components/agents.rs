@@ -134,7 +134,6 @@ impl Agents {
     }
 }
 
-/// Returns the name of the node of an agent.
 pub(crate) fn node_name(number: usize) -> String {
     format!("sim-{number}")
 }

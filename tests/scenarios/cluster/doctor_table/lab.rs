@@ -266,7 +266,6 @@ fn slice(service: &str) -> Value {
     })
 }
 
-/// Sets the target of a port of a Service.
 pub(super) fn set_target(service: &mut Value, port: u16, target: u16) {
     let ports = service["spec"]["ports"].as_array_mut();
     for entry in ports.into_iter().flatten() {

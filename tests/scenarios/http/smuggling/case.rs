@@ -79,7 +79,6 @@ impl Case {
         Self::new(name, bytes, Expect::Refused(400))
     }
 
-    /// Returns the bytes of the case with these ports.
     pub(super) fn bytes(&self, ports: Ports) -> Vec<u8> {
         ports.fill(&self.bytes)
     }

@@ -257,7 +257,6 @@ fn counts_are_by_the_issue_time_of_the_certificate_that_was_presented() {
     assert_eq!(agents, expected);
 }
 
-/// A Secret in memory.
 #[derive(Debug)]
 struct MemorySecret {
     material: Mutex<Arc<CaMaterial>>,

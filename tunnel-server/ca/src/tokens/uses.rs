@@ -26,7 +26,6 @@ pub(super) struct TokenUse<'a> {
     pub(super) key: &'a str,
 }
 
-/// The uses of tokens for patterns.
 #[derive(Debug)]
 pub(super) struct PatternUses {
     objects: Arc<dyn TokenObjects>,

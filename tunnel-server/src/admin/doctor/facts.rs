@@ -55,7 +55,6 @@ pub(super) struct Facts {
 /// The answer of the running server.
 #[expect(clippy::large_enum_variant, reason = "there is one")]
 pub(super) enum ServerAnswer {
-    /// The nodes of the server.
     Nodes(NodeSurvey),
     /// There is no data directory.
     NotRunning,

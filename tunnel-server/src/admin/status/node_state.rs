@@ -34,7 +34,6 @@ impl NodeState {
         Self::NotEdge,
     ];
 
-    /// Returns the state that a status has.
     pub fn of(status: &NodeStatus) -> Self {
         match status.state.as_deref() {
             Some("suspect") => Self::Suspect,

@@ -2,7 +2,6 @@
 
 use serde_json::Value;
 
-/// The kind of a monitor.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum MonitorKind {
     Service,
@@ -20,7 +19,6 @@ pub(crate) struct MonitorFacts {
     pub(crate) endpoints: Vec<EndpointFacts>,
 }
 
-/// An endpoint of a monitor.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub(crate) struct EndpointFacts {
     pub(crate) has_proxy: bool,

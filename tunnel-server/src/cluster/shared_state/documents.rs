@@ -31,7 +31,6 @@ const RACE_MAX: Duration = Duration::from_secs(30);
 /// Maximum number of pending changes. Further changes are refused.
 const SWAPS_MAX: usize = 64;
 
-/// A Secret with documents.
 #[derive(Debug, Clone)]
 pub(super) struct DocumentsSecret {
     pub(super) name: String,

@@ -18,7 +18,6 @@ use tunnel_ca::{CaError, CaMaterial};
 /// The CA Secret, for a thread that may block.
 pub(super) struct RotatedSecret {
     pub(super) cluster_objects: ClusterObjects,
-    /// Name of the Secret.
     pub(super) name: String,
     /// Runs the calls to the API server.
     pub(super) shutdown: Shutdown,

@@ -184,7 +184,6 @@ fn missing(namespace: &str, error: &ApiError) -> String {
     )
 }
 
-/// Returns the Secret of a token.
 fn secret(id: &str, token: &StoredToken) -> io::Result<Secret> {
     let content = serde_json::to_vec(token).map_err(io::Error::other)?;
     let (label, value) = JOIN_TOKEN_LABEL.split_once('=').unwrap_or_default();
@@ -219,7 +218,6 @@ fn parse(secret: &Secret) -> Result<StoredToken, ApiError> {
     Ok(token)
 }
 
-/// Key of the token in its Secret.
 const TOKEN_KEY: &str = "token.json";
 /// Limit for a list of all tokens, of which there may be thousands.
 const LIST_LIMIT: Duration = Duration::from_secs(10);
