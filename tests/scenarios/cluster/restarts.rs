@@ -21,7 +21,7 @@ use tunnel_tests::netns::{CLOUD_ADDRESS, in_service_namespace, service_address};
 use tunnel_tests::process::{AgentSetup, Listener, ServerSetup, Signal, next_loopback};
 
 use super::authority::Exec;
-use super::replicas::{AGENTS, Installation, Moment, Plan, Replica, VirtualPorts, on_own_address};
+use super::replicas::{Installation, Moment, Plan, Replica, VirtualPorts, on_own_address};
 use super::{ClusterEnv, FIRST};
 
 #[tokio::test(flavor = "multi_thread")]
@@ -85,46 +85,6 @@ async fn servers_whose_endpoints_are_deleted_serve_on_and_say_so() -> Result<()>
     Ok(())
 }
 
-/// The path of the second server to the API server is cut, its connection to the first one is not.
-#[tokio::test(flavor = "multi_thread")]
-async fn revocation_reaches_a_server_without_the_api_server_within_2_s() -> Result<()> {
-    let cluster_env = ClusterEnv::fake().await?;
-    let (path, kubeconfig) = own_path(&cluster_env, "second")?;
-    let plan = Plan {
-        cluster_env,
-        servers: 2,
-        agents: 0,
-        virtual_ports: None,
-        launch: Box::new(move |cluster_env: &ClusterEnv, number: usize, name: &str| {
-            let folder = cluster_env.scratch.path().join(name);
-            let setup = match number {
-                1 => ServerSetup::in_cluster(&folder, &kubeconfig)
-                    .args(&["--namespace", "kube-system"]),
-                _ => cluster_env.setup(name)?,
-            };
-            Ok(setup.args(&["--peer-listen", "127.0.0.1:0"]))
-        }),
-    };
-    let mut site = Installation::start(plan).await?;
-    let _agent = site.agent("worker-1", &["--replicas", "1"]).await?;
-    site.wait_until_served("worker-1").await;
-    let [first, second] = [0, 1].map(|number| &site.replicas[number].server);
-    ensure!(second.metric(AGENTS).await? == 1, "the agent is elsewhere");
-    drop(path);
-    let revoke = first.verb(&["nodes", "revoke", "worker-1"])?;
-    revoke.run().await?.ok()?;
-    let revoked = Instant::now();
-    eventually("the session to end", FIRST, async || {
-        let agents = second.metric(AGENTS).await?;
-        ensure!(agents == 0, "{agents} agents");
-        Ok(())
-    })
-    .await;
-    let took = revoked.elapsed();
-    ensure!(took <= scaled(Duration::from_secs(2)), "{took:?}");
-    Ok(())
-}
-
 /// Returns a path to the API server, and a kubeconfig that leads over it, for the server `name`.
 pub(super) fn own_path(cluster_env: &ClusterEnv, name: &str) -> Result<(Link, PathBuf)> {
     let kubeconfig = std::fs::read_to_string(cluster_env.cluster.server_kubeconfig()?)?;
@@ -139,40 +99,9 @@ pub(super) fn own_path(cluster_env: &ClusterEnv, name: &str) -> Result<(Link, Pa
     Ok((link, path))
 }
 
-/// Restarts each of three servers while callers send requests, on new and on reused connections.
-#[tokio::test(flavor = "multi_thread")]
-async fn rolling_restart_of_three_servers_fails_no_request() -> Result<()> {
-    let mut site = Installation::start(on_loopback(3, agents()).await?).await?;
-    site.settle().await;
-    let callers = site.start_callers();
-    let mut execs = Vec::new();
-    for _ in 0..Gear::current().pick(2, 20) {
-        let endpoint = site.replicas[0].server.address(Listener::Http);
-        let mut exec = Exec::start(endpoint.into(), site.kubelet.addr().port()).await?;
-        exec.goes_on().await?;
-        execs.push(exec);
-    }
-    let mut is_first = true;
-    site.restart_all(async |_, moment| match moment {
-        Moment::Stopping => all_go_on(&mut execs).await,
-        Moment::Ended(old) => {
-            // The execs of the first server end with the drain, and its log has the reason.
-            let is_over = old.server.log().contains(DRAIN_IS_OVER);
-            ensure!(is_over || !is_first, "{}", old.server.log());
-            is_first = false;
-            for mut exec in execs.drain(..) {
-                ensure_reset(&exec.ended().await)?;
-            }
-            Ok(())
-        }
-    })
-    .await?;
-    site.wait_for_sessions(2 * agents() as u64).await;
-    callers.end(100).await?.ensure_served()
-}
-
-/// The same restart behind one virtual address, which nft spreads over the servers for callers and
-/// agents. Agents reach their second server by chance.
+/// Restarts each of three servers behind one virtual address, which nft spreads over them for
+/// callers and agents, while callers send requests on new and on reused connections. Agents reach
+/// their second server by chance.
 #[tokio::test(flavor = "multi_thread")]
 async fn rolling_restart_behind_a_virtual_address_fails_no_request() -> Result<()> {
     let test = "cluster::restarts::rolling_restart_behind_a_virtual_address_fails_no_request";
