@@ -52,14 +52,16 @@ async fn answer_that_ends_as_the_server_is_stopped_is_whole() -> Result<()> {
 async fn second_signal_ends_the_agent_at_once() -> Result<()> {
     let mut stack = Stack::start(&[], &[]).await?;
     let _following = follow(&stack).await?;
-    second_signal_ends(&mut stack.agent).await
-}
-
-#[tokio::test(flavor = "multi_thread")]
-async fn second_signal_ends_the_server_at_once() -> Result<()> {
-    let mut stack = Stack::start(&[], &[]).await?;
-    let _following = follow(&stack).await?;
-    second_signal_ends(stack.server.process()).await
+    let agent = &mut stack.agent;
+    agent.signal(Signal::Term)?;
+    let early = agent.end(Duration::from_millis(500)).await;
+    ensure!(
+        early.is_err(),
+        "the agent did not wait for the open stream: {early:?}"
+    );
+    agent.signal(Signal::Term)?;
+    agent.end(AT_ONCE).await?;
+    Ok(())
 }
 
 #[tokio::test(flavor = "multi_thread")]
@@ -152,18 +154,6 @@ async fn follow(stack: &Stack) -> Result<Exchange> {
     })
     .await;
     Ok(exchange)
-}
-
-async fn second_signal_ends(process: &mut Process) -> Result<()> {
-    process.signal(Signal::Term)?;
-    let early = process.end(Duration::from_millis(500)).await;
-    ensure!(
-        early.is_err(),
-        "the process did not wait for the open stream: {early:?}"
-    );
-    process.signal(Signal::Term)?;
-    process.end(AT_ONCE).await?;
-    Ok(())
 }
 
 const BYTES: u64 = 1024 * 1024;
