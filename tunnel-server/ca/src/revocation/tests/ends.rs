@@ -164,7 +164,9 @@ async fn connected_servers_renew_revocations_and_a_lone_one_does() {
     }
     // A clock before any release gives a revocation without an end none that is over.
     let server = Server::new();
-    order(&server.revocations, Revoke, 5);
+    let without_end = Order::default().with_revoked(true, MADE);
+    assert_eq!(without_end.ends_at, 0);
+    server.receives(without_end);
     server.observes(Alone, 10 * DAY, 0);
     server.observes(Confirmed, MADE, 1);
     assert!(server.announced().unwrap().is_revoked);
