@@ -13,7 +13,7 @@ use tunnel_server::config::EDGE_LABEL;
 use tunnel_tests::cluster::{Cluster, Kind, Node, Objects};
 use tunnel_tests::eventually::{eventually, scaled};
 use tunnel_tests::fakes::edge_sites;
-use tunnel_tests::guides::{blocks, links, page, pages, script};
+use tunnel_tests::guides::{Block, blocks, links, page, pages, script};
 use tunnel_tests::manifests::{documents, repository};
 use tunnel_tests::netns::{Namespace, Topology};
 use tunnel_tests::process::{AgentSetup, Listener, Piped, Program, ScratchDir, ServerSetup};
@@ -28,12 +28,8 @@ const GUIDES: &[&str] = &[
     "docs/explanation/cluster.md",
     "docs/explanation/comparison.md",
     "docs/explanation/faq.md",
-    "docs/explanation/from-dns-mode.md",
-    "docs/explanation/from-edge-pods.md",
-    "docs/explanation/from-karmada-names.md",
-    "docs/explanation/from-nodelocal-dns.md",
-    "docs/explanation/from-openyurt-settings.md",
     "docs/explanation/how-it-works.md",
+    OLD_SETUPS,
     "docs/explanation/performance.md",
     "docs/explanation/promises.md",
     "docs/explanation/scale.md",
@@ -80,18 +76,15 @@ const STANDALONE: &str = "docs/tutorials/standalone.md";
 const TWO_MACHINES: &str = "docs/tutorials/two-machines.md";
 
 const LISTED: Duration = Duration::from_secs(20);
-/// The pages that follow an old set-up, and the number of its steps.
-const OLD_SETUPS: [(&str, u32); 5] = [
-    ("docs/explanation/from-dns-mode.md", 46),
-    ("docs/explanation/from-openyurt-settings.md", 13),
-    ("docs/explanation/from-karmada-names.md", 23),
-    ("docs/explanation/from-edge-pods.md", 13),
-    ("docs/explanation/from-nodelocal-dns.md", 12),
-];
+/// The page that follows old set-ups, and the number of steps of each.
+const OLD_SETUPS: &str = "docs/explanation/old-setups.md";
+const OLD_STEPS: [u32; 5] = [47, 13, 23, 13, 12];
 
 /// What the same takes with yurt-tunnel's DNS mode, for `kubectl logs` alone.
 const OLD_ACTIONS: usize = 16;
 const ACTIONS: usize = 4;
+/// Programs whose commands guides have.
+const PROGRAMS: [&str; 3] = ["tunnel-server", "tunnel-agent", "kubectl"];
 
 /// Where the count of actions is stated.
 const STATED: [(&str, &str); 3] = [
@@ -129,13 +122,16 @@ fn links_of_all_pages_lead_to_files() -> Result<()> {
 
 #[test]
 fn every_step_of_an_old_setup_has_an_answer_in_its_order() -> Result<()> {
-    for (guide, steps) in OLD_SETUPS {
+    let text = page(OLD_SETUPS)?;
+    let commands = script(&blocks(&text));
+    let mut sections = text.split("\n## ").skip(1);
+    for (number, steps) in (1..).zip(OLD_STEPS) {
+        let section = sections.next().context("a section")?;
+        ensure!(section.starts_with(&format!("{number}. ")), "{section}");
         let mut next = 1;
-        for line in page(guide)?.lines() {
-            let Some(row) = line
-                .strip_prefix("| ")
-                .and_then(|row| row.strip_suffix(" |"))
-            else {
+        for line in section.lines() {
+            let row = line.strip_prefix("| ");
+            let Some(row) = row.and_then(|row| row.strip_suffix(" |")) else {
                 continue;
             };
             let cells: Vec<_> = row.split(" | ").collect();
@@ -144,15 +140,21 @@ fn every_step_of_an_old_setup_has_an_answer_in_its_order() -> Result<()> {
                 continue;
             };
             let [_, step, answer] = cells[..] else {
-                anyhow::bail!("{guide}: {line}");
+                anyhow::bail!("{number}: {line}");
             };
-            ensure!(step.len() > 3 && answer.len() > 3, "{guide}: {line}");
-            for number in numbers {
-                ensure!(number == next, "{guide}: {number} in place of {next}");
+            ensure!(step.len() > 3 && answer.len() > 3, "{number}: {line}");
+            for found in numbers {
+                ensure!(found == next, "{number}: {found} in place of {next}");
                 next += 1;
             }
+            // What an answer says to run, the test of the blocks runs.
+            for code in answer.split('`').skip(1).step_by(2) {
+                let program = code.split_once(' ').map(|(program, _)| program);
+                let is_command = program.is_some_and(|program| PROGRAMS.contains(&program));
+                ensure!(!is_command || commands.contains(code), "{number}: {code}");
+            }
         }
-        ensure!(next == steps + 1, "{guide}: {} of {steps} steps", next - 1);
+        ensure!(next == steps + 1, "{number}: {} of {steps} steps", next - 1);
     }
     Ok(())
 }
@@ -393,15 +395,19 @@ async fn openyurt_and_prometheus_guides_run_against_an_api_server() -> Result<()
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn commands_on_the_pages_of_old_setups_run() -> Result<()> {
+async fn commands_on_the_page_of_old_setups_run() -> Result<()> {
     let Some(fixture) = ShipFixture::start().await? else {
         return Ok(());
     };
-    let mut prologue = OLD_OBJECTS;
-    for (guide, _steps) in OLD_SETUPS {
-        let printed = fixture.run_aside(guide, prologue).await?;
-        ensure!(!printed.is_empty(), "{guide} has no command");
-        prologue = "";
+    let printed = fixture.run_aside(OLD_SETUPS, OLD_OBJECTS).await?;
+    let blocks = blocks(&page(OLD_SETUPS)?);
+    let run = blocks.iter().filter(|block| block.is_run());
+    let commands = run.flat_map(|block| block.text.lines());
+    let commands = commands.filter(|line| !line.starts_with(' ')).count();
+    report_figure(&format!("old set-ups: {commands} commands run"));
+    ensure!(blocks.iter().all(Block::is_run), "a block that is not run");
+    for kind in ["DaemonSet", "ServiceMonitor", "EgressSelectorConfiguration"] {
+        ensure!(printed.contains(&format!("kind: {kind}\n")), "{printed}");
     }
     Ok(())
 }
@@ -447,33 +453,39 @@ async fn names_guide(kind: Kind) -> Result<()> {
     fixture.run_aside(guide, KUBE_DNS).await?;
     let file = fixture.scratch.path().join("node-local-dns.yaml");
     let rendered = documents(&std::fs::read_to_string(file)?)?;
-    let path = Objects::path("configmaps", "node-local-dns");
-    let applied = fixture.object(&path).await?;
-    ensure!(applied["data"] == rendered[2]["data"], "{applied}");
-    let path = "/apis/apps/v1/namespaces/kube-system/daemonsets/node-local-dns";
-    let applied = fixture.object(path).await?;
-    let (applied, rendered) = (
-        &applied["spec"]["template"],
-        &rendered[3]["spec"]["template"],
-    );
-    for field in ["args", "image", "securityContext", "volumeMounts"] {
-        let of = |pod: &Value| {
-            let mut value = pod["spec"]["containers"][0][field].clone();
-            let mounts = value.as_array_mut().into_iter().flatten();
-            for mount in mounts.filter_map(Value::as_object_mut) {
-                // The default, which kube-apiserver does not store.
-                if mount.get("readOnly") == Some(&json!(false)) {
-                    mount.remove("readOnly");
-                }
+    ensure!(rendered.len() == 5, "{rendered:?}");
+    for object in rendered {
+        let name = object["metadata"]["name"].as_str().context("a name")?;
+        let path = match object["kind"].as_str() {
+            Some("DaemonSet") => {
+                format!("/apis/apps/v1/namespaces/kube-system/daemonsets/{name}")
             }
-            value
+            kind => Objects::path(
+                &format!("{}s", kind.context("a kind")?.to_lowercase()),
+                name,
+            ),
         };
-        let (applied, rendered) = (of(applied), of(rendered));
-        ensure!(applied == rendered, "{field}: {applied}\n{rendered}");
+        ensure_applied(&fixture.object(&path).await?, &object, &path)?;
     }
-    for field in ["nodeSelector", "tolerations", "hostNetwork", "dnsPolicy"] {
-        let (applied, rendered) = (&applied["spec"][field], &rendered["spec"][field]);
-        ensure!(applied == rendered, "{field}: {applied}\n{rendered}");
+    Ok(())
+}
+
+/// Checks that an object has all that was applied. kube-apiserver adds defaults, and does not store
+/// `false`.
+fn ensure_applied(object: &Value, applied: &Value, path: &str) -> Result<()> {
+    match (object, applied) {
+        (Value::Object(object), Value::Object(applied)) => {
+            for (key, value) in applied.iter().filter(|(_, value)| **value != json!(false)) {
+                let path = format!("{path}.{key}");
+                ensure_applied(object.get(key).unwrap_or(&Value::Null), value, &path)?;
+            }
+        }
+        (Value::Array(object), Value::Array(applied)) if object.len() == applied.len() => {
+            for (object, applied) in object.iter().zip(applied) {
+                ensure_applied(object, applied, path)?;
+            }
+        }
+        (object, applied) => ensure!(object == applied, "{path}: {object} in place of {applied}"),
     }
     Ok(())
 }
@@ -714,8 +726,10 @@ fn path_with<'a>(folders: impl IntoIterator<Item = &'a Path>) -> Result<OsString
     )?)
 }
 
-/// Objects that the pages of old set-ups change.
+/// Objects and a file that the page of old set-ups reads and changes.
 const OLD_OBJECTS: &str = r"
+tunnel-server render coredns --hosts -f Corefile
+kubectl -n kube-system create configmap kube-proxy --from-literal=config.conf=
 kubectl -n kube-system create configmap yurt-tunnel-server-cfg --from-literal=http-proxy-ports=
 kubectl -n kube-system create deployment coredns --image=example.com/coredns
 ";
