@@ -100,15 +100,17 @@ impl NodeLocalDnsArgs {
         }
         let local: Vec<_> = local.iter().map(IpAddr::to_string).collect();
         let bind = local.join(" ");
-        let cluster = format!("{CLUSTER_CACHE}    health {}:8080\n", host(self.local_ip));
-        let block = |zone: &str, plugins: &str, forward: &str| {
+        let block = |zone: &str, cache: &str, forward: &str| {
             format!(
-                "{zone}:53 {{\n    errors\n{plugins}    reload\n    loop\n    bind {bind}\n    \
+                "{zone}:53 {{\n    errors\n{cache}    reload\n    loop\n    bind {bind}\n    \
                  forward . {forward}\n    prometheus :9253\n}}\n"
             )
         };
         let cloud = format!("{} {{\n        force_tcp\n    }}", self.cloud_dns);
-        let mut corefile = block(self.cluster_domain.as_str(), &cluster, &cloud);
+        let mut corefile = block(self.cluster_domain.as_str(), CLUSTER_CACHE, &cloud);
+        // One block has the health check.
+        corefile.truncate(corefile.len() - 2);
+        corefile.push_str(&format!("    health {}:8080\n}}\n", host(self.local_ip)));
         for zone in ["in-addr.arpa", "ip6.arpa"] {
             corefile.push_str(&block(zone, CACHE, &cloud));
         }

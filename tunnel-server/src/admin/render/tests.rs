@@ -197,6 +197,40 @@ fn node_local_dns_asks_the_agent_for_names_of_the_cluster_and_the_node_for_other
 }
 
 #[test]
+fn node_local_dns_differs_from_the_published_objects_in_what_the_guide_lists() {
+    let guide = include_str!("../../../../docs/how-to/node-local-dns.md");
+    let (_, listed) = guide.split_once("\n## Differences").unwrap();
+    let mut expected = PUBLISHED.to_owned();
+    for (row, published, here) in [
+        ("`forward`", "CLUSTER_DNS {", "169.254.20.11:1053 {"),
+        ("`cache`", "9984 5\n", "9984 5\n    serve_stale 24h\n"),
+        (
+            "`cache`",
+            "cache 30\n",
+            "cache 30 {\n    serve_stale 24h\n    }\n",
+        ),
+        (
+            "image",
+            "image: any",
+            "image: registry.k8s.io/dns/k8s-dns-node-cache:1.26.7",
+        ),
+        (
+            "nodes",
+            "hostNetwork:",
+            "nodeSelector: { openyurt.io/is-edge-worker: 'true' }\n      hostNetwork:",
+        ),
+    ] {
+        assert!(listed.contains(&format!("\n| {row}")), "{row}");
+        assert!(expected.contains(published), "{published}");
+        expected = expected.replace(published, here);
+    }
+    let expected = expected.split("\n---\n").map(parsed).map(trimmed);
+    let rendered = documents(&["node-local-dns", "--cluster-dns=10.96.0.10"]);
+    let rendered = rendered.into_iter().map(trimmed);
+    assert_eq!(rendered.collect::<Vec<_>>(), expected.collect::<Vec<_>>());
+}
+
+#[test]
 fn flags_of_node_local_dns_that_contradict_each_other_are_errors() {
     for (flags, hint) in [
         (
@@ -395,6 +429,158 @@ fn documents(words: &[&str]) -> Vec<Value> {
 fn parsed(text: &str) -> Value {
     serde_saphyr::from_str(text).unwrap_or_else(|error| panic!("{error}:\n{text}"))
 }
+
+/// Returns an object with a Corefile without its indentation.
+fn trimmed(mut object: Value) -> Value {
+    if let Some(corefile) = object.pointer_mut("/data/Corefile") {
+        let lines = corefile.as_str().unwrap().lines().map(str::trim);
+        *corefile = lines.collect::<Vec<_>>().join("\n").into();
+    }
+    object
+}
+
+/// The objects of NodeLocal DNSCache as they are published, for IPVS and with the addresses and the
+/// domain filled in.
+const PUBLISHED: &str = r#"
+apiVersion: v1
+kind: ServiceAccount
+metadata:
+  name: node-local-dns
+  namespace: kube-system
+  labels: { kubernetes.io/cluster-service: "true", addonmanager.kubernetes.io/mode: Reconcile }
+---
+apiVersion: v1
+kind: Service
+metadata:
+  name: kube-dns-upstream
+  namespace: kube-system
+  labels:
+    k8s-app: kube-dns
+    kubernetes.io/cluster-service: "true"
+    addonmanager.kubernetes.io/mode: Reconcile
+    kubernetes.io/name: KubeDNSUpstream
+spec:
+  ports:
+    - { name: dns, port: 53, protocol: UDP, targetPort: 53 }
+    - { name: dns-tcp, port: 53, protocol: TCP, targetPort: 53 }
+  selector: { k8s-app: kube-dns }
+---
+apiVersion: v1
+kind: ConfigMap
+metadata:
+  name: node-local-dns
+  namespace: kube-system
+  labels: { addonmanager.kubernetes.io/mode: Reconcile }
+data:
+  Corefile: |
+    cluster.local:53 {
+    errors
+    cache {
+    success 9984 30
+    denial 9984 5
+    }
+    reload
+    loop
+    bind 169.254.20.10
+    forward . CLUSTER_DNS {
+    force_tcp
+    }
+    prometheus :9253
+    health 169.254.20.10:8080
+    }
+    in-addr.arpa:53 {
+    errors
+    cache 30
+    reload
+    loop
+    bind 169.254.20.10
+    forward . CLUSTER_DNS {
+    force_tcp
+    }
+    prometheus :9253
+    }
+    ip6.arpa:53 {
+    errors
+    cache 30
+    reload
+    loop
+    bind 169.254.20.10
+    forward . CLUSTER_DNS {
+    force_tcp
+    }
+    prometheus :9253
+    }
+    .:53 {
+    errors
+    cache 30
+    reload
+    loop
+    bind 169.254.20.10
+    forward . __PILLAR__UPSTREAM__SERVERS__
+    prometheus :9253
+    }
+---
+apiVersion: apps/v1
+kind: DaemonSet
+metadata:
+  name: node-local-dns
+  namespace: kube-system
+  labels:
+    k8s-app: node-local-dns
+    kubernetes.io/cluster-service: "true"
+    addonmanager.kubernetes.io/mode: Reconcile
+spec:
+  updateStrategy: { rollingUpdate: { maxUnavailable: 10% } }
+  selector: { matchLabels: { k8s-app: node-local-dns } }
+  template:
+    metadata:
+      labels: { k8s-app: node-local-dns }
+      annotations: { prometheus.io/port: "9253", prometheus.io/scrape: "true" }
+    spec:
+      priorityClassName: system-node-critical
+      serviceAccountName: node-local-dns
+      hostNetwork: true
+      dnsPolicy: Default
+      tolerations:
+        - { key: CriticalAddonsOnly, operator: Exists }
+        - { effect: NoExecute, operator: Exists }
+        - { effect: NoSchedule, operator: Exists }
+      containers:
+        - name: node-cache
+          image: any
+          resources: { requests: { cpu: 25m, memory: 5Mi } }
+          args: [-localip, 169.254.20.10, -conf, /etc/Corefile, -upstreamsvc, kube-dns-upstream]
+          securityContext: { privileged: true }
+          ports:
+            - { containerPort: 53, name: dns, protocol: UDP }
+            - { containerPort: 53, name: dns-tcp, protocol: TCP }
+            - { containerPort: 9253, name: metrics, protocol: TCP }
+          livenessProbe:
+            httpGet: { host: 169.254.20.10, path: /health, port: 8080 }
+            initialDelaySeconds: 60
+            timeoutSeconds: 5
+          volumeMounts:
+            - { mountPath: /run/xtables.lock, name: xtables-lock, readOnly: false }
+            - { name: config-volume, mountPath: /etc/coredns }
+            - { name: kube-dns-config, mountPath: /etc/kube-dns }
+      volumes:
+        - { name: xtables-lock, hostPath: { path: /run/xtables.lock, type: FileOrCreate } }
+        - { name: kube-dns-config, configMap: { name: kube-dns, optional: true } }
+        - name: config-volume
+          configMap: { name: node-local-dns, items: [{ key: Corefile, path: Corefile.base }] }
+---
+apiVersion: v1
+kind: Service
+metadata:
+  name: node-local-dns
+  namespace: kube-system
+  labels: { k8s-app: node-local-dns }
+  annotations: { prometheus.io/port: "9253", prometheus.io/scrape: "true" }
+spec:
+  clusterIP: None
+  ports: [{ name: metrics, port: 9253, targetPort: 9253 }]
+  selector: { k8s-app: node-local-dns }
+"#;
 
 /// Values with a meaning for YAML, the shell, a Corefile or a reader. None is a name of a host, an
 /// address or a plain absolute path.
