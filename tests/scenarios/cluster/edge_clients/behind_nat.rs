@@ -1,10 +1,13 @@
 //! kubectl in the cloud reaches an API server on an edge node by the rendered kubeconfig, through a
 //! CONNECT listener.
 
+use std::net::SocketAddr;
 use std::path::Path;
 
 use anyhow::{Context, Result, ensure};
 use serde_json::{Value, json};
+use tunnel_tests::checks::ensure_contains;
+use tunnel_tests::client::EgressDialer;
 use tunnel_tests::cluster::{Cluster, Kind, Real, SERVICE_ACCOUNT, egress_flag};
 use tunnel_tests::eventually::eventually;
 use tunnel_tests::netns::in_service_namespace;
@@ -72,8 +75,13 @@ async fn behind_nat(kind: Kind) -> Result<()> {
                 .with_context(|| format!("{} over {transport}", file.display()))?;
             let kubectl = Kubectl::new(file.clone(), refused.clone())?;
             let finished = kubectl.program("get configmaps").run().await?;
-            finished.ensure_failed(1, &["not allowed", CLOSED_PORT])?;
+            finished.ensure_failed(1, &["not allowed", CLOSED_PORT, "--connect-ports"])?;
         }
+        // kubectl prints the text of the status line, and not its number.
+        let dialer = EgressDialer::tcp(listener.parse::<SocketAddr>()?);
+        let target = format!("{NODE}:{CLOSED_PORT}");
+        let error = dialer.dial(&target).await.err().context("it was dialed")?;
+        ensure_contains(&error.to_string(), &["code 403", "not allowed"])?;
     }
     Ok(())
 }
