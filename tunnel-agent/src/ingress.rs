@@ -2,8 +2,8 @@
 //! live session and relays.
 //!
 //! No byte of a connection is sent before the server has accepted the stream. A stream that a
-//! server refuses because it stops, or that is lost with its session before that, is opened over
-//! another session. A connection without a stream is reset at once: its client dials again.
+//! server refuses because it stops, or whose session is lost or becomes suspect before that, is opened
+//! over another session. A connection without a stream is reset at once: its client dials again.
 
 use std::net::{IpAddr, SocketAddr};
 use std::sync::Arc;

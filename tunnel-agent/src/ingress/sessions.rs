@@ -1,10 +1,11 @@
 //! The live sessions with servers that have targets of the cloud, and streams over them.
 
+use std::future::pending;
 use std::sync::Arc;
 use std::time::Duration;
 
 use parking_lot::Mutex;
-use tokio::sync::Notify;
+use tokio::sync::{Notify, watch};
 use tunnel_proto::stream_record::StreamEnd;
 use tunnel_proto::transport::{Session, SessionError, Stream, StreamCut, find_cause};
 use tunnel_proto::wire::code::RefusalCode;
@@ -29,7 +30,7 @@ struct Registrations {
 #[derive(Debug)]
 struct Registration {
     key: u64,
-    is_live: bool,
+    is_live: watch::Sender<bool>,
     session: CloudSession,
 }
 
@@ -39,6 +40,7 @@ pub(super) struct CloudSession {
     id: SessionId,
     session: Arc<dyn Session>,
     opened: Arc<Notify>,
+    is_live: watch::Receiver<bool>,
 }
 
 /// The registration of a session, which ends when the value is dropped.
@@ -78,16 +80,18 @@ impl CloudSessions {
         session: Arc<dyn Session>,
     ) -> CloudSessionGuard {
         let opened = Arc::new(Notify::new());
+        let (live_sender, is_live) = watch::channel(true);
         let mut registrations = self.registrations.lock();
         let key = registrations.next_key;
         registrations.next_key += 1;
         registrations.sessions.push(Registration {
             key,
-            is_live: true,
+            is_live: live_sender,
             session: CloudSession {
                 id,
                 session,
                 opened: opened.clone(),
+                is_live,
             },
         });
         CloudSessionGuard {
@@ -100,7 +104,8 @@ impl CloudSessions {
     /// Returns the sessions that are live, the newest first.
     pub(super) fn newest_first(&self) -> Vec<CloudSession> {
         let registrations = self.registrations.lock();
-        let live = registrations.sessions.iter().filter(|entry| entry.is_live);
+        let sessions = registrations.sessions.iter();
+        let live = sessions.filter(|entry| *entry.is_live.borrow());
         live.rev().map(|entry| entry.session.clone()).collect()
     }
 
@@ -126,10 +131,10 @@ impl CloudSessions {
 impl CloudSessionGuard {
     /// Sets whether new streams may be opened over the session.
     pub(crate) fn set_live(&self, is_live: bool) {
-        let mut registrations = self.sessions.registrations.lock();
-        let sessions = registrations.sessions.iter_mut();
+        let registrations = self.sessions.registrations.lock();
+        let sessions = registrations.sessions.iter();
         for registration in sessions.filter(|entry| entry.key == self.key) {
-            registration.is_live = is_live;
+            registration.is_live.send_replace(is_live);
         }
     }
 
@@ -151,9 +156,28 @@ impl CloudSession {
         self.id
     }
 
-    /// Opens a stream and waits until the server has accepted it. Cancel-safe: the stream is reset
-    /// if the future is dropped.
+    /// Opens a stream and waits until the server has accepted it, unless the session becomes suspect
+    /// before that. Cancel-safe: the stream is reset if the future is dropped.
     pub(super) async fn open(
+        &self,
+        header: &StreamHeader,
+        reply_timeout: Duration,
+    ) -> Result<OpenedStream, OpenError> {
+        let mut is_live = self.is_live.clone();
+        let suspect = async {
+            if is_live.wait_for(|is_live| !is_live).await.is_err() {
+                // A session that is not registered any more keeps the streams that it has.
+                pending().await
+            }
+        };
+        tokio::select! {
+            biased;
+            opened = self.open_accepted(header, reply_timeout) => opened,
+            () = suspect => Err(OpenError::Lost(SUSPECT.to_owned())),
+        }
+    }
+
+    async fn open_accepted(
         &self,
         header: &StreamHeader,
         reply_timeout: Duration,
@@ -207,3 +231,5 @@ impl OpenError {
         }
     }
 }
+
+const SUSPECT: &str = "nothing arrives from the server";

@@ -156,6 +156,27 @@ async fn stream_goes_to_another_session_if_a_server_stops_or_its_session_is_lost
 }
 
 #[tokio::test]
+async fn connection_that_waits_for_a_suspect_session_goes_to_another_one_or_is_reset() {
+    let mut agent = Agent::start(8);
+    let (older, newest) = (agent.server(1), agent.server(2));
+    let client = agent.client().await;
+    let _silent = newest.stream().await;
+    newest.guard.set_live(false);
+    let _also_silent = older.stream().await;
+    older.guard.set_live(false);
+    expect_reset(client).await;
+    agent.expect_end(StreamEnd::CutByPeer).await;
+    // An end of the registration alone leaves it waiting.
+    let retired = agent.server(3);
+    let mut client = agent.client().await;
+    let mut stream = retired.stream().await;
+    drop(retired.guard);
+    stream.accept("").await.unwrap();
+    stream.write_all(b"answer").await.unwrap();
+    client.read_exact(&mut [0; 6]).await.unwrap();
+}
+
+#[tokio::test]
 async fn other_refusals_are_final() {
     let mut agent = Agent::start(8);
     let (_older, newest) = (agent.server(1), agent.server(2));
