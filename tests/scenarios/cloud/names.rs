@@ -3,18 +3,22 @@
 
 use std::cell::Cell;
 use std::collections::BTreeMap;
-use std::net::IpAddr;
+use std::fmt;
+use std::net::{IpAddr, Ipv4Addr};
 use std::time::Duration;
 
 use anyhow::{Context, Result, ensure};
 use hickory_proto::op::ResponseCode;
 use hickory_proto::rr::RecordType;
+use tokio::task::JoinSet;
 use tokio::time::{Instant, MissedTickBehavior, interval};
+use tunnel_proto::calibration::recalibrate;
 use tunnel_tests::dns::{Behavior, DnsClient, FakeResolver, addresses};
 use tunnel_tests::eventually::{eventually, scaled};
 use tunnel_tests::gear::Gear;
 use tunnel_tests::link::{Impairment, Link, TrafficClass};
 use tunnel_tests::manifests::documents;
+use tunnel_tests::metrics::{meta_page, value};
 use tunnel_tests::netns::in_service_namespace;
 use tunnel_tests::process::{
     AgentSetup, Listener, Process, Program, ScratchDir, Server, ServerSetup,
@@ -82,7 +86,8 @@ impl Edge {
         }
         let folder = scratch.path().join("agent");
         let token = server.token("worker-1", None).await?;
-        let agent = AgentSetup::on_loopback("worker-1", link.addr(), &folder)
+        let loopback = Ipv4Addr::LOCALHOST;
+        let agent = AgentSetup::on_address("worker-1", link.addr(), &folder, loopback)
             .args(&["--token", &token, "--transport", transport])
             .args(&["--cloud-listen", &format!("dns={LISTENER}:1053")]);
         let agent = agent.start()?;
@@ -118,63 +123,7 @@ impl Edge {
             eventually(&name, LONG, async || self.ensure_fresh(&name, 1).await).await;
         }
         self.link.set(TrafficClass::ALL, Impairment::black_hole());
-        let (began, cut_for) = (Instant::now(), cut_for());
-        let (mut known, mut unknown) = (Tally::new(), Tally::new());
-        let (mut noticed, mut slowest, mut slowest_known) = (None, Duration::ZERO, Duration::ZERO);
-        let mut ticks = interval(Duration::from_secs(1) / PER_SECOND);
-        ticks.set_missed_tick_behavior(MissedTickBehavior::Delay);
-        let mut waiting = tokio::task::JoinSet::new();
-        let client = self.client;
-        for number in 0_u32.. {
-            ticks.tick().await;
-            if began.elapsed() >= cut_for {
-                break;
-            }
-            // One name in ten is new.
-            let is_known = number % 10 != 0;
-            let name = if is_known {
-                name(&format!("known-{}", number % KNOWN))
-            } else {
-                name(&format!("unknown-{number}"))
-            };
-            waiting.spawn(async move {
-                let asked = Instant::now();
-                let answer = client.ask(&name, RecordType::A).await;
-                let code = answer.map_or_else(
-                    |error| format!("{error:#}"),
-                    |answer| format!("{:?}", answer.metadata.response_code),
-                );
-                (is_known, code, asked, asked.elapsed())
-            });
-            while let Some(answered) = waiting.try_join_next() {
-                let (is_known, code, asked, elapsed) = answered?;
-                if is_known {
-                    slowest_known = slowest_known.max(elapsed);
-                    *known.entry(code).or_default() += 1;
-                    continue;
-                }
-                let is_quick = code == SERVFAIL && elapsed < scaled(AT_ONCE);
-                if noticed.is_none() && is_quick {
-                    noticed = Some(asked);
-                }
-                // Until then the agent does not know that the link is down.
-                if noticed.is_some_and(|noticed| asked > noticed + SETTLE) {
-                    slowest = slowest.max(elapsed);
-                    *unknown.entry(code).or_default() += 1;
-                }
-            }
-        }
-        let noticed = noticed.context("no answer at once for a name that is not known")?;
-        report_figure(&format!(
-            "{} over {}: cut noticed after {:.1?}; {known:?}, the slowest {slowest_known:.0?}; \
-             {unknown:?}, the slowest {slowest:.0?}",
-            self.cache.name(),
-            self.transport,
-            noticed - began,
-        ));
-        ensure!(known.keys().eq([NOERROR]), "{known:?}");
-        ensure!(unknown.keys().eq([SERVFAIL]), "{unknown:?}");
-        ensure!(slowest < scaled(AT_ONCE), "{slowest:?}");
+        self.ask_while_the_link_is_down().await?;
         self.resolver.behave(Behavior::Answers(2));
         let healed = Instant::now();
         self.link.heal();
@@ -187,6 +136,66 @@ impl Edge {
         let elapsed = healed.elapsed();
         report_figure(&format!("fresh {elapsed:.1?} after the link is back"));
         Ok(())
+    }
+
+    async fn ask_while_the_link_is_down(&self) -> Result<()> {
+        let (began, cut_for) = (Instant::now(), cut_for());
+        let (mut seen, mut settled) = (Seen::default(), None);
+        let mut ticks = interval(Duration::from_secs(1) / PER_SECOND);
+        ticks.set_missed_tick_behavior(MissedTickBehavior::Delay);
+        let mut waiting = JoinSet::new();
+        let mut number = 0_u32;
+        while began.elapsed() < cut_for {
+            ticks.tick().await;
+            number += 1;
+            // One name in ten is new.
+            let is_known = number % 10 != 0;
+            let name = if is_known {
+                name(&format!("known-{}", number % KNOWN))
+            } else {
+                name(&format!("unknown-{number}"))
+            };
+            waiting.spawn(Answer::to(self.client, name, is_known));
+            while let Some(answer) = waiting.try_join_next() {
+                seen.add(answer?);
+            }
+            if settled.is_none() && seen.is_settled(Instant::now()) {
+                settled = Some((number, self.connections().await?));
+            }
+        }
+        let noticed = seen.noticed.context("no answer at once for a new name")?;
+        let (since, before) = settled.context("the cut was too short")?;
+        let after = self.connections().await?;
+        let reset = after.reset - before.reset;
+        let queries = number - since;
+        report_figure(&format!(
+            "{} over {}: cut noticed after {:.1?}; {seen}; of {queries} queries {reset} led to a \
+             connection, which the agent reset; load {}",
+            self.cache.name(),
+            self.transport,
+            noticed - began,
+            std::fs::read_to_string("/proc/loadavg")?.trim(),
+        ));
+        // Without a session no connection waits for one: answers wait for the processor alone.
+        ensure!(reset > 0, "the cache asks on");
+        ensure!(after.others - before.others <= before.open, "{after:?}");
+        ensure!(seen.known.keys().eq([NOERROR]), "{seen}");
+        ensure!(seen.unknown.keys().eq([SERVFAIL]), "{seen}");
+        // The machine may have become slower since the factor was measured.
+        ensure!(seen.slowest < AT_ONCE.mul_f64(recalibrate()), "{seen}");
+        Ok(())
+    }
+
+    /// Returns what became of the connections to the agent's listener.
+    async fn connections(&self) -> Result<Connections> {
+        let page = meta_page(Listener::Meta.on(Ipv4Addr::LOCALHOST), "/metrics").await?;
+        let ended = "tunnel_agent_cloud_streams_total";
+        let reset = value(&page, &format!("{ended}{{result=\"no_session\"}}")).unwrap_or(0);
+        Ok(Connections {
+            reset,
+            others: value(&page, ended).unwrap_or(0) - reset,
+            open: value(&page, "tunnel_agent_cloud_streams_open").unwrap_or(0),
+        })
     }
 
     /// A cache that starts while the link is down has nothing.
@@ -226,8 +235,88 @@ impl Edge {
     }
 }
 
+/// Connections to the agent's listener.
+#[derive(Debug)]
+struct Connections {
+    /// Reset because no session was live.
+    reset: u64,
+    /// Ended otherwise.
+    others: u64,
+    open: u64,
+}
+
+/// An answer of the cache.
+struct Answer {
+    is_known: bool,
+    code: String,
+    asked: Instant,
+    elapsed: Duration,
+}
+
+impl Answer {
+    async fn to(client: DnsClient, name: String, is_known: bool) -> Self {
+        let asked = Instant::now();
+        let answer = client.ask(&name, RecordType::A).await;
+        let code = answer.map_or_else(
+            |error| format!("{error:#}"),
+            |answer| format!("{:?}", answer.metadata.response_code),
+        );
+        Self {
+            is_known,
+            code,
+            asked,
+            elapsed: asked.elapsed(),
+        }
+    }
+}
+
+/// The answers of an outage.
+#[derive(Debug, Default)]
+struct Seen {
+    known: Tally,
+    slowest_known: Duration,
+    /// Answers for new names once it is known that the link is down.
+    unknown: Tally,
+    slowest: Duration,
+    /// When the first new name was asked that failed at once.
+    noticed: Option<Instant>,
+}
+
 /// Number of answers by code.
 type Tally = BTreeMap<String, u64>;
+
+impl Seen {
+    fn add(&mut self, answer: Answer) {
+        let Answer { code, elapsed, .. } = answer;
+        if answer.is_known {
+            self.slowest_known = self.slowest_known.max(elapsed);
+            *self.known.entry(code).or_default() += 1;
+            return;
+        }
+        if self.noticed.is_none() && code == SERVFAIL && elapsed < scaled(AT_ONCE) {
+            self.noticed = Some(answer.asked);
+        }
+        if self.is_settled(answer.asked) {
+            self.slowest = self.slowest.max(elapsed);
+            *self.unknown.entry(code).or_default() += 1;
+        }
+    }
+
+    /// Returns whether agent and cache know that the link is down.
+    fn is_settled(&self, now: Instant) -> bool {
+        self.noticed.is_some_and(|noticed| now > noticed + SETTLE)
+    }
+}
+
+impl fmt::Display for Seen {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(
+            f,
+            "{:?}, the slowest {:.0?}; {:?}, the slowest {:.0?}",
+            self.known, self.slowest_known, self.unknown, self.slowest
+        )
+    }
+}
 
 /// The cache of the test: node-cache itself where it is installed, else unbound, which can be had
 /// from Debian and answers from expired entries, too.
