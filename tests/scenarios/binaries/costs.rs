@@ -16,6 +16,7 @@ use tokio::net::{TcpSocket, TcpStream};
 use tokio::sync::Mutex;
 use tokio::task::JoinSet;
 use tokio::time::{Instant, sleep};
+use tunnel_tests::client::{ByteStream, ClientTls, Endpoint};
 use tunnel_tests::eventually::eventually;
 use tunnel_tests::gear::Gear;
 use tunnel_tests::metrics::meta_page;
@@ -209,33 +210,31 @@ async fn deaf_reader(meta: SocketAddr, number: u16, port: u16) -> Result<TcpStre
     Ok(reader)
 }
 
-/// A caller floods the HTTP listener with requests that reach no node, and with requests that the
-/// node's agent refuses.
+/// A caller floods the listeners with requests that reach no node, and with requests that the node's
+/// agent refuses.
 #[tokio::test(flavor = "multi_thread")]
 async fn t23_refused_requests_of_a_caller_fill_no_log_and_delay_nobody() -> Result<()> {
     let mut site = Site::build(&SiteShape::new(&NODES[..1], "{}")).await?;
     let before = Figures::measure(&site, window()).await?;
-    for (subject, host) in [
-        ("server", "nobody:9100".to_owned()),
-        ("agent", format!("{}:10249", NODES[0])),
+    let http = Endpoint::plain(site.server.address(Listener::Http));
+    let https = site.server.address(Listener::Https);
+    let https = Endpoint::tls(https, ClientTls::insecure("localhost", None)?);
+    for (subject, endpoint, host) in [
+        ("server", &http, "nobody:9100".to_owned()),
+        ("server over TLS", &https, "nobody:9100".to_owned()),
+        ("agent", &http, format!("{}:10249", NODES[0])),
     ] {
-        let http = site.server.address(Listener::Http);
-        let log = if subject == "server" {
-            site.server.log().clone()
+        let (log, result) = if subject == "agent" {
+            (site.agents[0].log().clone(), "refused_by_policy")
         } else {
-            site.agents[0].log().clone()
-        };
-        let result = if subject == "server" {
-            "unknown_node"
-        } else {
-            "refused_by_policy"
+            (site.server.log().clone(), "unknown_node")
         };
         let series = format!("tunnel_server_streams_total{{result=\"{result}\"}}");
         let (first, began) = (log.lines().len(), Instant::now());
         let refused = site.server.metric(&series).await?;
         let during = tokio::select! {
             during = Figures::measure(&site, window()) => during?,
-            failed = flood(http, &host) => return Err(failed),
+            failed = flood(endpoint, &host) => return Err(failed),
         };
         let seconds = began.elapsed().as_secs() + 2;
         let refused = usize::try_from(site.server.metric(&series).await? - refused)?;
@@ -257,17 +256,18 @@ async fn t23_refused_requests_of_a_caller_fill_no_log_and_delay_nobody() -> Resu
 }
 
 /// Sends requests over a few connections until the future is dropped, or one fails.
-async fn flood(http: SocketAddr, host: &str) -> anyhow::Error {
+async fn flood(endpoint: &Endpoint, host: &str) -> anyhow::Error {
     let mut callers = JoinSet::new();
     for _ in 0..FLOODING {
-        callers.spawn(TcpStream::connect(http));
+        let endpoint = endpoint.clone();
+        callers.spawn(async move { endpoint.connect().await });
     }
     let request = format!("GET /refused HTTP/1.1\r\nHost: {host}\r\n\r\n");
     let mut sockets = Vec::new();
     while let Some(connected) = callers.join_next().await {
         match connected {
             Ok(Ok(socket)) => sockets.push(socket),
-            Ok(Err(error)) => return error.into(),
+            Ok(Err(error)) => return error,
             Err(panic) => return panic.into(),
         }
     }
@@ -277,8 +277,8 @@ async fn flood(http: SocketAddr, host: &str) -> anyhow::Error {
 }
 
 /// Sends a request again and again, and reads the answers without a look at them.
-async fn flood_connection(socket: TcpStream, request: &str) -> anyhow::Error {
-    let (mut reader, mut writer) = socket.into_split();
+async fn flood_connection(socket: ByteStream, request: &str) -> anyhow::Error {
+    let (mut reader, mut writer) = tokio::io::split(socket);
     let sending = async {
         let requests = request.repeat(64);
         loop {

@@ -4,11 +4,11 @@
 use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result, ensure};
-use serde_json::json;
+use serde_json::{Value, json};
 use tunnel_tests::apiserver::{Cut, FakeApiServer, Fault, Presence, RecordedRequest, Status};
 use tunnel_tests::cluster::{Cluster, Kind, Objects, edge};
 use tunnel_tests::eventually::{eventually, scaled};
-use tunnel_tests::process::{Server, Signal, stored_text};
+use tunnel_tests::process::{Server, ServerSetup, Signal, stored_text};
 
 use super::{
     ClusterEnv, FIRST, GUIDE_RECORDS, READYZ, Site, WITH_WORKER_2, fetch_text, wait_for_text,
@@ -312,4 +312,62 @@ async fn f22_a_map_that_is_changed_all_the_time_neither_stops_nor_floods_the_wri
     let count = writes.count();
     ensure!(count <= 20, "{count} writes against {edits} edits in 4 s");
     running.site.serves(&running.server).await
+}
+
+/// An operator replaces the token in the kubeconfig, at first by one that has ended.
+#[tokio::test(flavor = "multi_thread")]
+async fn replaced_kubeconfig_is_in_use_and_a_token_that_has_ended_is_named() -> Result<()> {
+    let cluster_env = ClusterEnv::fake().await?;
+    cluster_env.guide().await?;
+    let good = std::fs::read_to_string(cluster_env.cluster.server_kubeconfig()?)?;
+    let mut ended: Value = serde_json::from_str(&good)?;
+    ended["users"][0]["user"]["token"] = "ended".into();
+    let kubeconfig = cluster_env.scratch.file("own.kubeconfig", &good)?;
+    let folder = cluster_env.scratch.path().join("a");
+    let setup = ServerSetup::in_cluster(&folder, &kubeconfig);
+    let mut server = setup.args(&["--namespace", "kube-system"]).start().await?;
+    cluster_env.wait_for_records(FIRST, GUIDE_RECORDS).await;
+    let site = Site::serving(&cluster_env, &server).await?;
+    std::fs::write(&kubeconfig, ended.to_string())?;
+    server.process().signal(Signal::Hangup)?;
+    cluster_env.fake_api()?.cut_watches(Cut::Ended);
+    let hint = "(401); the API server does not accept";
+    wait_for_text(&server, READYZ, FIRST, hint).await;
+    let readiness = fetch_text(&server, READYZ).await?;
+    ensure!(!readiness.contains("grant"), "{readiness}");
+    site.serves(&server).await?;
+    cluster_env.objects().add(&edge("worker-2")).await?;
+    std::fs::write(&kubeconfig, good)?;
+    server.process().signal(Signal::Hangup)?;
+    // The pause after a refusal has to end first.
+    let patience = Duration::from_secs(30);
+    cluster_env.wait_for_records(patience, WITH_WORKER_2).await;
+    wait_until_gone(&server, READYZ, patience, "(401)").await;
+    Ok(())
+}
+
+/// No API server should have such an object. It ends no task for good, and not silently.
+#[tokio::test(flavor = "multi_thread")]
+async fn service_whose_spec_is_a_list_is_named_and_followed_once_it_is_repaired() -> Result<()> {
+    let running = Running::start().await?;
+    let namespace = Some("kube-system");
+    let service = running.cluster_env.objects().service().await?;
+    let mut odd = service.clone();
+    odd["spec"] = json!([]);
+    running.fake_api()?.put("services", namespace, odd)?;
+    running.add_behind("worker-2")?;
+    let is_named = async || {
+        let readiness = fetch_text(&running.server, READYZ).await?;
+        ensure!(readiness.contains("[!]"), "{readiness}");
+        anyhow::Ok(())
+    };
+    eventually("a condition", FIRST, is_named).await;
+    running.serves_for(Duration::from_secs(3)).await?;
+    running.fake_api()?.put("services", namespace, service)?;
+    let patience = Duration::from_secs(30);
+    running.wait_for_records(patience, WITH_WORKER_2).await;
+    let leader = "\ntunnel_server_kubernetes_leader 1\n";
+    wait_for_text(&running.server, "/metrics", FIRST, leader).await;
+    wait_until_gone(&running.server, READYZ, patience, "[!]").await;
+    Ok(())
 }

@@ -10,12 +10,13 @@ use futures_util::future::try_join_all;
 use rand::rngs::StdRng;
 use rand::{RngExt as _, SeedableRng as _};
 use tokio::time::sleep;
+use tunnel_tests::apiserver::{Fault, Status};
 use tunnel_tests::eventually::eventually;
 use tunnel_tests::gear::Gear;
-use tunnel_tests::process::{AgentSetup, Listener, Process, ScratchDir, Signal};
+use tunnel_tests::process::{AgentSetup, Listener, Process, ScratchDir, Signal, next_loopback};
 
-use super::FIRST;
 use super::revocations::Three;
+use super::{ClusterEnv, FIRST};
 use crate::credentials::ca_rotation::{STAGES, is_of, rotation_status};
 
 /// What happens to a server in a stage.
@@ -46,6 +47,31 @@ async fn no_agent_is_cut_off_whatever_happens_to_a_server_in_each_stage() -> Res
         rotated.with_context(|| format!("seed {seed}"))
     });
     try_join_all(rotations).await.map(drop)
+}
+
+/// A server that may not list the servers does not take their absence for none.
+#[tokio::test(flavor = "multi_thread")]
+async fn stage_is_refused_while_the_servers_cannot_be_listed() -> Result<()> {
+    let cluster_env = ClusterEnv::fake().await?;
+    let forbidden = Status::new(403, "Forbidden", "endpointslices is forbidden");
+    let fault = Fault::answer(forbidden).of("endpointslices");
+    cluster_env.fake_api()?.fault(fault);
+    let peers = Listener::Peers.on(next_loopback()).to_string();
+    let setup = cluster_env.setup("a")?.args(&["--peer-listen", &peers]);
+    let server = setup.start().await?;
+    cluster_env.wait_for_bundle().await;
+    server.verb(&["ca", "rotate"])?.run().await?.ok()?;
+    let next = server.verb(&["ca", "rotate", "--next"])?.run().await?;
+    next.ensure_failed(1, &["endpointslices is forbidden", "--force"])?;
+    cluster_env.fake_api()?.clear_faults();
+    let [_, (next, stage), _] = STAGES;
+    eventually("the next stage", STAGE, async || {
+        let entering = server.verb(next)?.run().await?;
+        ensure!(entering.out.contains(stage), "{entering}");
+        anyhow::Ok(())
+    })
+    .await;
+    Ok(())
 }
 
 async fn rotate(seed: u64) -> Result<()> {
