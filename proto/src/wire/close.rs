@@ -14,7 +14,7 @@ use super::pb;
 pub enum SessionMessage {
     /// The sender has no memory for more of what the sources with the most unread data send.
     Short,
-    /// The sender has refused a stream, because the receiver has no memory for it.
+    /// A stream waits or was refused at the sender, because the receiver has no memory for it.
     Waiting,
     /// The session ends, for this reason.
     Close(SessionClose),

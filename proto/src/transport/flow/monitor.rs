@@ -284,6 +284,11 @@ impl StreamUsage {
         self.activity.writer.set_held(is_held);
     }
 
+    /// Returns whether a write waits for nothing else than the end of the peer's shortage.
+    pub(super) fn has_held_write(&self) -> bool {
+        self.activity.writer.has_held_write()
+    }
+
     /// Returns the activity while the stream has not been chosen to end.
     pub(super) fn activity(&self) -> Option<&Arc<StreamActivity>> {
         (!self.must_end()).then_some(&self.activity)

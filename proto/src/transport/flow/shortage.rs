@@ -7,19 +7,20 @@
 //! others, whose small requests pass again and again. When the reserve is used up, because of
 //! streams that had not stalled before, it grows, as far as memory permits.
 //!
-//! The peer reports in turn that it has refused a stream. So streams wait at the end that is short,
-//! too, and a reader that has been stalled for long ends there (`flow/stalled.rs`).
+//! The peer reports in turn that it has refused a stream, or that a write waits for the end of the
+//! shortage. So streams wait at the end that is short, too, and a reader that has been stalled for long ends there (`flow/stalled.rs`).
 //!
 //! ```text
 //! receiver:  stalled streams hold all --> reports --> 100 ms later: reserve --> ... --> has room
 //! sender:                                 sources that hold the most wait             they go on
-//!                                         new streams of theirs are refused: report
+//!                                         new streams and writes of theirs: report
 //! ```
 
 use std::collections::HashSet;
 use std::sync::Weak;
 use std::sync::atomic::Ordering;
 
+use super::monitor::StreamUsage;
 use super::shortage_state::REPORT_SAMPLES;
 use super::sources::SourceTotals;
 use super::{BufferPool, FlowState, SHORT_SHARE, SPARE_MIN, SessionFlow};
@@ -48,7 +49,7 @@ impl SessionFlow {
         }
     }
 
-    /// Records the peer's report that it has refused a stream, because this end is short.
+    /// Records the peer's report that a stream waits there, because this end is short.
     pub(in crate::transport) fn set_peer_waits(&self) {
         let state = &mut *self.lock();
         if state.shortage.is_short() {
@@ -142,6 +143,13 @@ impl SessionFlow {
         let samples = &mut state.shortage.waiting_report_samples;
         *samples = samples.saturating_sub(1);
         self.hold_writers(state);
+        // A request over a connection that was opened before waits like a new stream. Over a hop, its
+        // server cannot refuse it.
+        let is_waiting = state.shortage.has_held_streams
+            && state.streams.iter().any(StreamUsage::has_held_write);
+        if is_waiting && state.shortage.begin_waiting_report() {
+            self.transport.report_waiting();
+        }
     }
 }
 

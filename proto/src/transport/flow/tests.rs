@@ -538,6 +538,39 @@ async fn stream_that_is_refused_because_the_peer_is_short_ends_a_stalled_one_the
     assert!(!blocked.must_end());
 }
 
+/// A request over a connection that was opened before opens no stream.
+#[tokio::test(start_paused = true)]
+async fn write_that_waits_because_the_peer_is_short_is_reported_like_a_refused_stream() {
+    let pool = BufferPool::new(1 << 30);
+    let (flow, reports) = session(&pool);
+    let (blocked, kept) = (flow.open(1).unwrap(), flow.open(1).unwrap());
+    blocked.end_write(Some(1 << 20));
+    blocked.end_write(None);
+    kept.end_write(Some(100));
+    let waits = |stream: &ReadMonitor| {
+        let cx = Context::from_waker(std::task::Waker::noop());
+        stream.poll_writable(&cx).is_pending()
+    };
+    let sample_short = || {
+        for _ in 0..40 {
+            flow.set_peer_short();
+            sample(&pool, 1);
+        }
+    };
+    sample_short();
+    assert!(waits(&blocked));
+    sample_short();
+    assert_eq!(reports.waiting_reports(), 0, "it holds the peer's memory");
+    assert!(waits(&kept));
+    sample_short();
+    // One report in 200 ms.
+    assert_eq!(reports.waiting_reports(), 10);
+    sample(&pool, 20);
+    assert!(!waits(&kept));
+    sample_short();
+    assert_eq!(reports.waiting_reports(), 10, "nothing is written");
+}
+
 #[tokio::test(start_paused = true)]
 async fn full_pool_ends_a_stalled_stream_of_the_source_that_holds_most_in_all_sessions() {
     let pool = BufferPool::new(64 << 20);

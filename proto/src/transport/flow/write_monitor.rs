@@ -17,6 +17,8 @@ pub(super) struct WriteMonitor {
     is_pending: AtomicBool,
     /// Whether the writer must wait.
     is_held: AtomicBool,
+    /// Whether it waits with something to write.
+    is_writing: AtomicBool,
     writer: AtomicWaker,
     /// The task of the transport that sends what the writer has written.
     sender: AtomicWaker,
@@ -36,7 +38,11 @@ impl WriteMonitor {
 
     /// Waits until the writer may write. One task at a time can wait.
     pub(super) fn poll_writable(&self, cx: &Context<'_>) -> Poll<()> {
-        poll_released(&self.is_held, &self.writer, cx)
+        let released = poll_released(&self.is_held, &self.writer, cx);
+        if released.is_pending() {
+            self.is_writing.store(true, Ordering::Relaxed);
+        }
+        released
     }
 
     /// Waits until the transport may send what was written. One task at a time can wait. A task that
@@ -50,7 +56,17 @@ impl WriteMonitor {
         self.is_held.load(Ordering::Acquire)
     }
 
+    /// Returns whether a write waits for nothing else than its release: the transport has taken all that
+    /// was written before.
+    pub(super) fn has_held_write(&self) -> bool {
+        let is_blocked = self.is_pending.load(Ordering::Relaxed);
+        self.is_held() && self.is_writing.load(Ordering::Relaxed) && !is_blocked
+    }
+
     pub(super) fn set_held(&self, is_held: bool) {
+        if !is_held {
+            self.is_writing.store(false, Ordering::Relaxed);
+        }
         if self.is_held.swap(is_held, Ordering::AcqRel) != is_held {
             self.writer.wake();
             self.sender.wake();
