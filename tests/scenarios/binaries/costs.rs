@@ -255,6 +255,52 @@ async fn t23_refused_requests_of_a_caller_fill_no_log_and_delay_nobody() -> Resu
     Ok(())
 }
 
+/// Callers send heads that two parsers may read differently, behind a chunked request.
+#[tokio::test(flavor = "multi_thread")]
+async fn t23_heads_with_two_framings_fill_no_log_and_delay_nobody() -> Result<()> {
+    let site = Site::build(&SiteShape::new(&NODES[..1], "{}")).await?;
+    let before = Figures::measure(&site, window()).await?;
+    let http = site.server.address(Listener::Http);
+    let log = site.server.log().clone();
+    let (first, began, refused) = (log.lines().len(), Instant::now(), AtomicUsize::new(0));
+    let callers = futures_util::future::join_all((0..FLOODING).map(|_| ambiguous(http, &refused)));
+    let during = tokio::select! {
+        during = Figures::measure(&site, window()) => during?,
+        _ = callers => unreachable!("the callers do not end"),
+    };
+    let refused = refused.into_inner();
+    ensure!(refused > 0, "no head was refused");
+    let lines = log.lines();
+    let lines = lines.iter().skip(first);
+    let lines = lines
+        .filter(|line| line.contains("\"bad_request\""))
+        .count();
+    let budget = 50 * usize::try_from(began.elapsed().as_secs() + 2)?;
+    during.compare(&format!("T23: {refused} heads with two framings"), &before)?;
+    ensure!(lines <= budget, "{lines} lines for {refused} heads");
+    Ok(())
+}
+
+/// Sends such a head on one connection after the other, and counts those that are refused.
+async fn ambiguous(http: SocketAddr, refused: &AtomicUsize) {
+    const BOTH: &str = "POST / HTTP/1.1\r\nHost: nobody:9100\r\nTransfer-Encoding: chunked\r\n\r\n0\r\n\r\n\
+                        POST / HTTP/1.1\r\nHost: nobody:9100\r\nTransfer-Encoding: chunked\r\n\
+                        Content-Length: 5\r\n\r\n0\r\n\r\n";
+    loop {
+        let mut answers = Vec::new();
+        let asked = async {
+            let mut caller = TcpStream::connect(http).await?;
+            caller.write_all(BOTH.as_bytes()).await?;
+            caller.read_to_end(&mut answers).await
+        };
+        // A reset may follow the answers.
+        let _ended = asked.await;
+        let answers = String::from_utf8_lossy(&answers);
+        let count = answers.matches("HTTP/1.1 400 ").count();
+        refused.fetch_add(usize::from(count == 2), Ordering::Relaxed);
+    }
+}
+
 /// Sends requests over a few connections until the future is dropped, or one fails.
 async fn flood(endpoint: &Endpoint, host: &str) -> anyhow::Error {
     let mut callers = JoinSet::new();
