@@ -283,6 +283,9 @@ async fn machines_join_by_one_token_as_the_guide_says() -> Result<()> {
     };
     let _joined = join("cam-17", "cam.token")?;
     server.wait_until_connected(&["cam-17"]).await;
+    let selected = server.verb(&["nodes", "-l", "site=north", "-o", "name"])?;
+    let selected = selected.run().await?.ok()?;
+    ensure!(selected == "cam-17\n", "{selected}");
     let create = "token create --node cam-* --uses 5 --approve";
     let create = create.split(' ').collect::<Vec<_>>();
     let token = server.verb(&create)?.run().await?.ok()?;

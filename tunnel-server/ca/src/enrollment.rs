@@ -307,6 +307,7 @@ impl Enrollment {
         let issued = renewals.issue(&certificate_request, &grant.node, order, now)?;
         self.nodes
             .record_enrollment(&grant.node, EnrollmentKind::JoinToken);
+        self.nodes.record_labels(&grant.node, &grant.labels);
         Ok((EnrolledBy::Token(grant.id), issued.reply))
     }
 }

@@ -4,7 +4,7 @@
 //! whose names match a pattern, and then each use is an object, too. Only the hash of its secret is
 //! stored.
 
-use std::collections::HashMap;
+use std::collections::{BTreeMap, HashMap};
 use std::io;
 use std::net::IpAddr;
 use std::sync::Arc;
@@ -100,6 +100,8 @@ pub struct NewNodes {
     pub uses_max: u32,
     /// Whether an operator has to approve each.
     pub needs_approval: bool,
+    /// Labels that each of them gets.
+    pub labels: BTreeMap<Box<str>, Box<str>>,
 }
 
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -110,6 +112,8 @@ pub struct TokenGrant {
     pub node: NodeName,
     /// What was ordered about the node when the token was created: its counter and generation.
     pub order: Order,
+    /// Labels of a node that a token for a pattern enrolls.
+    pub labels: BTreeMap<Box<str>, Box<str>>,
 }
 
 #[derive(Debug, thiserror::Error)]
@@ -250,6 +254,7 @@ impl TokenStore {
             uses_max: nodes.uses_max,
             uses: 0,
             needs_approval: nodes.needs_approval,
+            labels: nodes.labels,
         };
         self.insert(scope, Order::default(), ttl, Vec::new(), ca_hash, now)
     }
@@ -385,7 +390,9 @@ impl TokenStore {
                     return Err((EnrollCode::WrongNode, detail));
                 }
                 TokenScope::Node(_) => {}
-                TokenScope::Pattern { pattern, .. } => {
+                TokenScope::Pattern {
+                    pattern, labels, ..
+                } => {
                     if !pattern.matches(node) || node.as_str().parse::<IpAddr>().is_ok() {
                         let detail = format!("the token is for nodes {pattern}, not {node}");
                         return Err((EnrollCode::WrongNode, detail));
@@ -395,8 +402,9 @@ impl TokenStore {
                         node,
                         key: &key,
                     };
+                    let labels = labels.clone();
                     self.uses.take(&token_use, object, is_known(node), now)?;
-                    return self.granted(token.id(), node, order);
+                    return self.granted(token.id(), node, order, labels);
                 }
             }
             if object.token.used_by.is_none() {
@@ -406,7 +414,7 @@ impl TokenStore {
                     continue;
                 }
             }
-            return self.granted(token.id(), node, order);
+            return self.granted(token.id(), node, order, BTreeMap::new());
         }
         Err(unavailable(&io::Error::other("the token keeps changing")))
     }
@@ -418,6 +426,7 @@ impl TokenStore {
         id: &str,
         node: &NodeName,
         order: Order,
+        labels: BTreeMap<Box<str>, Box<str>>,
     ) -> Result<TokenGrant, EnrollRefusal> {
         let confirmed = self.objects.confirm();
         confirmed.map_err(|error| unavailable(&error))?;
@@ -425,6 +434,7 @@ impl TokenStore {
             id: id.to_owned(),
             node: node.clone(),
             order,
+            labels,
         })
     }
 }

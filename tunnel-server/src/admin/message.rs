@@ -37,7 +37,7 @@ pub struct CreateToken {
     /// Addresses of the node, if requests by address should select it.
     #[serde(default)]
     pub ips: Vec<IpAddr>,
-    /// Labels of the node, which replace earlier ones.
+    /// Labels of the node, which replace earlier ones, or of each node that a token for a pattern enrolls.
     #[serde(default)]
     pub labels: BTreeMap<Box<str>, Box<str>>,
 }
@@ -63,9 +63,6 @@ impl CreateToken {
             TokenNodes::Pattern(_) if !self.ips.is_empty() => {
                 return Err(CreateTokenError::Options(NO_ADDRESSES));
             }
-            TokenNodes::Pattern(_) if !self.labels.is_empty() => {
-                return Err(CreateTokenError::Options(NO_LABELS));
-            }
             TokenNodes::Pattern(pattern) => pattern,
             TokenNodes::Node(_) if self.uses.is_some() || self.needs_approval => {
                 return Err(CreateTokenError::Options(ONE_NODE));
@@ -82,6 +79,7 @@ impl CreateToken {
             pattern: pattern.clone(),
             uses_max: self.uses.unwrap_or(1),
             needs_approval: self.needs_approval,
+            labels: self.labels.clone(),
         };
         tokens.create_for_pattern(new_nodes, self.ttl(), ca_hash, now)
     }
@@ -301,8 +299,6 @@ pub fn agent_command(advertised: &[String], node: &TokenNodes) -> AgentCommand {
 
 /// The reason why a token for a pattern has no addresses.
 const NO_ADDRESSES: &str = "--ip is for a token of one node";
-/// The reason why a token for a pattern has no labels.
-const NO_LABELS: &str = "--label is for a token of one node";
 /// The reason why a token for one node has no number of uses.
 const ONE_NODE: &str = "--uses and --approve are for a pattern of names, as in --node 'cam-*'; a token for one node is bound to the first key";
 

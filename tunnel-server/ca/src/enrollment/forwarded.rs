@@ -315,6 +315,7 @@ mod tests {
             pattern: "worker-*".parse().unwrap(),
             uses_max: 2,
             needs_approval: false,
+            labels: [("site".into(), "north".into())].into(),
         };
         let (minute, now) = (Duration::from_secs(60), SystemTime::now());
         let token = tokens.create_for_pattern(nodes, minute, ca.spki_sha256(), now);
@@ -325,6 +326,8 @@ mod tests {
         request.is_known = false;
         let reply = forwarded(&fixture, &request).await;
         assert!(matches!(reply, EnrollReply::Issued { .. }), "{reply:?}");
+        let recorded = fixture.enrollment.nodes.get(&node()).unwrap();
+        assert_eq!(recorded.labels, [("site".into(), "north".into())].into());
     }
 
     #[tokio::test]

@@ -1,5 +1,6 @@
 //! The object of a join token, and the trait of their stores.
 
+use std::collections::BTreeMap;
 use std::fmt;
 use std::io;
 use std::net::IpAddr;
@@ -77,6 +78,9 @@ pub(super) enum TokenScope {
         uses: u32,
         /// Whether an operator has to approve each node.
         needs_approval: bool,
+        /// Labels of the nodes.
+        #[serde(default, skip_serializing_if = "BTreeMap::is_empty")]
+        labels: BTreeMap<Box<str>, Box<str>>,
     },
     /// The use of a token for a pattern by one node. Nobody can present it.
     Use {

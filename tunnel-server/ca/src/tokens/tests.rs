@@ -287,6 +287,7 @@ fn for_cams(store: &TokenStore, uses_max: u32, needs_approval: bool) -> JoinToke
         pattern: "cam-*".parse().unwrap(),
         uses_max,
         needs_approval,
+        labels: BTreeMap::new(),
     };
     let hour = Duration::from_secs(3600);
     store.create_for_pattern(nodes, hour, CA, at(0)).unwrap()
@@ -355,6 +356,7 @@ fn address_matches_no_pattern_and_use_is_no_token() {
         pattern: "*.1.1.*".parse().unwrap(),
         uses_max: 5,
         needs_approval: false,
+        labels: BTreeMap::new(),
     };
     let hour = Duration::from_secs(3600);
     let store = &fixture.store;

@@ -111,8 +111,8 @@ pub enum TokenVerb {
         /// Address by which requests may name the node; repeatable
         #[arg(long = "ip", value_name = "IP")]
         ips: Vec<IpAddr>,
-        /// Label of the node, by which nodes --selector selects; repeatable. Replaces the labels of
-        /// an earlier token; no rule depends on it
+        /// Label of the node, by which nodes --selector selects, or of each node that a token for a
+        /// pattern enrolls; repeatable. Replaces the labels of an earlier token; no rule depends on it
         #[arg(long = "label", value_name = "KEY=VALUE", value_parser = parse_label)]
         labels: Vec<(LabelKey, Box<str>)>,
         /// Without a running server, create the CA if the data directory has none
