@@ -310,9 +310,7 @@ impl TokenStore {
     /// Returns an error if the tokens cannot be read.
     pub fn list(&self, now: SystemTime) -> io::Result<Vec<TokenInfo>> {
         let tokens = self.objects.list()?.into_iter();
-        let mut tokens: Vec<_> = tokens
-            .filter_map(|(id, stored)| stored.info(&id, now))
-            .collect();
+        let mut tokens: Vec<_> = tokens.map(|(id, stored)| stored.info(&id, now)).collect();
         tokens.sort_by(|one, other| (one.created, &one.id).cmp(&(other.created, &other.id)));
         Ok(tokens)
     }
@@ -461,12 +459,11 @@ impl Failures {
 }
 
 impl StoredToken {
-    /// Returns the token for a list. A use has no line, unless it waits for an approval.
-    fn info(&self, id: &str, now: SystemTime) -> Option<TokenInfo> {
+    /// Returns the token, or the use that waits for an approval, for a list.
+    fn info(&self, id: &str, now: SystemTime) -> TokenInfo {
         let is_spent = match &self.scope {
             TokenScope::Node(_) => self.used_by.is_some(),
             TokenScope::Pattern { uses, uses_max, .. } => uses >= uses_max,
-            TokenScope::Use { is_approved, .. } if *is_approved => return None,
             TokenScope::Use { .. } => false,
         };
         let state = if self.revoked {
@@ -484,7 +481,7 @@ impl StoredToken {
             TokenScope::Pattern { uses, uses_max, .. } => Some((*uses, *uses_max)),
             TokenScope::Node(_) | TokenScope::Use { .. } => None,
         };
-        Some(TokenInfo {
+        TokenInfo {
             id: id.to_owned(),
             node: match &self.scope {
                 TokenScope::Node(node) | TokenScope::Use { node, .. } => node.to_string(),
@@ -497,7 +494,7 @@ impl StoredToken {
             expires: self.expires(),
             used_by: self.used_by.clone(),
             state,
-        })
+        }
     }
 }
 

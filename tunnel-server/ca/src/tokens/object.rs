@@ -31,7 +31,7 @@ pub trait TokenObjects: fmt::Debug + Send + Sync {
         Ok(())
     }
 
-    /// Returns all tokens with their ids.
+    /// Returns the tokens and the uses that wait for an approval, with their ids.
     fn list(&self) -> io::Result<Vec<(String, StoredToken)>>;
 }
 
@@ -133,6 +133,17 @@ impl StoredToken {
             return Err((EnrollCode::TokenUsed, detail));
         }
         Ok(())
+    }
+
+    /// Returns whether this is the use of a token for a pattern that waits for nobody.
+    pub fn is_settled_use(&self) -> bool {
+        matches!(
+            self.scope,
+            TokenScope::Use {
+                is_approved: true,
+                ..
+            }
+        )
     }
 
     pub fn expires(&self) -> SystemTime {

@@ -111,7 +111,7 @@ impl TokenObjects for TokenRows {
 
     fn list(&self) -> io::Result<Vec<(String, StoredToken)>> {
         let tokens = self.tokens.lock();
-        let tokens = tokens.iter();
+        let tokens = tokens.iter().filter(|(_, token)| !token.is_settled_use());
         Ok(tokens
             .map(|(id, token)| (id.clone(), token.clone()))
             .collect())

@@ -192,7 +192,7 @@ impl PatternUses {
 
 impl TokenUse<'_> {
     /// Returns the id of the object. No token has such an id.
-    fn id(&self) -> String {
+    pub(super) fn id(&self) -> String {
         let node = hex(&sha256(self.node.as_str().as_bytes()));
         format!("use-{}", node.get(..NODE_HASH_LEN).unwrap_or(&node))
     }

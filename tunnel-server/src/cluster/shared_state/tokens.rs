@@ -3,7 +3,7 @@
 //! leader removes old ones.
 
 use std::io;
-use std::time::Duration;
+use std::time::{Duration, SystemTime};
 
 use k8s_openapi::ByteString;
 use k8s_openapi::api::core::v1::Secret;
@@ -18,7 +18,9 @@ use super::super::client::ClusterHandle;
 use super::super::conditions::Condition;
 use super::super::failure::{ApiError, ApiErrorKind};
 use super::super::leader_election::Leadership;
-use super::super::objects::{JOIN_TOKEN_LABEL, Object, join_token_name, tokens_namespace};
+use super::super::objects::{
+    COMPONENT_LABEL, JOIN_TOKEN, JOIN_TOKEN_USE, Object, join_token_name, tokens_namespace,
+};
 use super::cluster_objects::wait;
 use tunnel_ca::tokens::{StoredToken, TokenObject, TokenObjects};
 
@@ -73,25 +75,49 @@ impl TokenSecrets {
         self.cluster.conditions.set(Condition::Tokens, lines);
     }
 
-    async fn all(&self) -> Result<Vec<(Secret, StoredToken)>, ApiError> {
-        let parameters = ListParams::default().labels(JOIN_TOKEN_LABEL);
+    /// Returns the tokens and the uses with a label, page by page.
+    async fn page(&self, component: &str, after: Option<String>) -> Result<Page, ApiError> {
+        let parameters = ListParams {
+            continue_token: after,
+            ..ListParams::default()
+                .labels(&format!("{COMPONENT_LABEL}={component}"))
+                .limit(PAGE_OBJECTS)
+        };
         let found = with_limit(LIST_LIMIT, self.secrets.list(&parameters)).await?;
         let tokens = found.items.into_iter().filter_map(|secret| {
             let token = parse(&secret).ok()?;
             Some((secret, token))
         });
-        Ok(tokens.collect())
+        Ok(Page {
+            tokens: tokens.collect(),
+            next: found.metadata.continue_.filter(|next| !next.is_empty()),
+        })
     }
 
-    /// Removes tokens that expired more than a day ago by the API server's clock. Without that clock
-    /// none is removed.
-    async fn clean(&self) -> Result<(), ApiError> {
-        let all = self.all().await?;
-        let Some(now) = self.cluster.clock().time() else {
-            return Ok(());
-        };
+    /// Removes what expired more than a day ago by the API server's clock. Without that clock nothing is
+    /// removed.
+    async fn clean(&self, component: &str) -> Result<(), ApiError> {
+        let mut after = None;
+        loop {
+            let page = self.page(component, after).await?;
+            let Some(now) = self.cluster.clock().time() else {
+                return Ok(());
+            };
+            self.remove_old(page.tokens, now).await?;
+            after = page.next;
+            if after.is_none() {
+                return Ok(());
+            }
+        }
+    }
+
+    async fn remove_old(
+        &self,
+        tokens: Vec<(Secret, StoredToken)>,
+        now: SystemTime,
+    ) -> Result<(), ApiError> {
         let mut failed = None;
-        for (secret, token) in all {
+        for (secret, token) in tokens {
             let Some(name) = secret.metadata.name.filter(|_| token.is_old(now)) else {
                 continue;
             };
@@ -115,8 +141,14 @@ impl TokenSecrets {
 
     /// Removes old tokens while this server leads, until `shutdown` stops.
     pub(in super::super) async fn clean_as_leader(self, mut leadership: Leadership) {
+        let mut round = 0_u32;
         while leadership.acquired().await {
-            let cleaned = self.clean().await;
+            let mut cleaned = self.clean(JOIN_TOKEN).await;
+            // There may be 100,000 uses, which stay for a year.
+            if cleaned.is_ok() && round.is_multiple_of(ROUNDS_OF_USES) {
+                cleaned = self.clean(JOIN_TOKEN_USE).await;
+            }
+            round = round.wrapping_add(1);
             self.report(cleaned.as_ref().err());
             if let Err(failure) = cleaned {
                 debug!(error = %failure, "cannot remove expired join tokens");
@@ -124,6 +156,13 @@ impl TokenSecrets {
             tokio::time::sleep(CLEAN_INTERVAL).await;
         }
     }
+}
+
+/// A part of a list.
+struct Page {
+    tokens: Vec<(Secret, StoredToken)>,
+    /// Where the next page begins.
+    next: Option<String>,
 }
 
 impl TokenObjects for TokenSecrets {
@@ -164,13 +203,19 @@ impl TokenObjects for TokenSecrets {
     }
 
     fn list(&self) -> io::Result<Vec<(String, StoredToken)>> {
-        let this = self.clone();
-        let found = self.wait(async move { this.all().await })?.into_iter();
-        let tokens = found.filter_map(|(secret, token)| {
-            let name = secret.metadata.name?;
-            Some((name.strip_prefix(&join_token_name(""))?.to_owned(), token))
-        });
-        Ok(tokens.collect())
+        let (mut tokens, mut after) = (Vec::new(), None);
+        loop {
+            let this = self.clone();
+            let page = self.wait(async move { this.page(JOIN_TOKEN, after).await })?;
+            tokens.extend(page.tokens.into_iter().filter_map(|(secret, token)| {
+                let name = secret.metadata.name?;
+                Some((name.strip_prefix(&join_token_name(""))?.to_owned(), token))
+            }));
+            after = page.next;
+            if after.is_none() {
+                return Ok(tokens);
+            }
+        }
     }
 }
 
@@ -186,11 +231,15 @@ fn missing(namespace: &str, error: &ApiError) -> String {
 
 fn secret(id: &str, token: &StoredToken) -> io::Result<Secret> {
     let content = serde_json::to_vec(token).map_err(io::Error::other)?;
-    let (label, value) = JOIN_TOKEN_LABEL.split_once('=').unwrap_or_default();
+    let component = if token.is_settled_use() {
+        JOIN_TOKEN_USE
+    } else {
+        JOIN_TOKEN
+    };
     Ok(Secret {
         metadata: ObjectMeta {
             name: Some(join_token_name(id)),
-            labels: Some([(label.to_owned(), value.to_owned())].into()),
+            labels: Some([(COMPONENT_LABEL.to_owned(), component.to_owned())].into()),
             ..ObjectMeta::default()
         },
         data: Some([(TOKEN_KEY.to_owned(), ByteString(content))].into()),
@@ -219,6 +268,10 @@ fn parse(secret: &Secret) -> Result<StoredToken, ApiError> {
 }
 
 const TOKEN_KEY: &str = "token.json";
-/// Limit for a list of all tokens, of which there may be thousands.
+/// Objects in one answer of the API server, of about 1 KiB each.
+const PAGE_OBJECTS: u32 = 500;
+/// Limit for one page of a list.
 const LIST_LIMIT: Duration = Duration::from_secs(10);
 const CLEAN_INTERVAL: Duration = Duration::from_secs(60 * 60);
+/// Of how many rounds one looks at the uses, too: once a day.
+const ROUNDS_OF_USES: u32 = 24;
