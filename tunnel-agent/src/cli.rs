@@ -5,6 +5,7 @@ use std::path::PathBuf;
 
 use clap::{CommandFactory, Parser, Subcommand};
 use clap_complete::Shell;
+use tunnel_process::output::OutputFormat;
 
 use crate::config::{RawConfig, is_local};
 use crate::doctor::DoctorOptions;
@@ -229,20 +230,11 @@ pub struct HealthcheckArgs {
 #[derive(Debug, clap::Args)]
 pub struct StatusArgs {
     /// Format of the output
-    #[arg(short, long, value_enum, default_value_t = StatusOutput::Table)]
-    pub output: StatusOutput,
+    #[arg(short, long, value_enum, default_value = "table")]
+    pub output: OutputFormat,
     /// Address of the meta port.
     #[command(flatten)]
     pub meta: MetaArgs,
-}
-
-/// The output format of `status`.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, clap::ValueEnum)]
-pub enum StatusOutput {
-    /// A line for each session.
-    Table,
-    /// JSON for scripts and programs.
-    Json,
 }
 
 /// Parses an address that `--cloud-listen` accepts.

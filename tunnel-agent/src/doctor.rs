@@ -7,6 +7,7 @@ use std::io;
 use std::time::Duration;
 
 use tunnel_doctor::{Explanation, Report};
+use tunnel_process::output::OutputFormat;
 use tunnel_proto::wire::name::Port;
 
 use crate::config::Config;
@@ -22,9 +23,9 @@ mod report;
 /// The flags of `doctor`, except for those of `run`.
 #[derive(Debug, Clone, Default, clap::Args)]
 pub struct DoctorOptions {
-    /// Print the report as JSON
-    #[arg(long)]
-    pub json: bool,
+    /// Format of the report
+    #[arg(short, long, value_enum, default_value = "table")]
+    pub output: OutputFormat,
     /// Port of this node that callers need: may the agent dial it, and does a program listen there;
     /// repeatable, or separated by commas
     #[arg(long, value_name = "PORT", value_delimiter = ',')]
@@ -51,7 +52,7 @@ pub struct DoctorOptions {
 /// Returns an error if standard output cannot be written.
 pub async fn run(config: &Config, options: &DoctorOptions) -> io::Result<u8> {
     let examine = async || examine(config, options).await;
-    Report::print_when_done(options.wait, options.json, examine).await
+    Report::print_when_done(options.wait, options.output, examine).await
 }
 
 /// Does the checks once.
@@ -66,8 +67,8 @@ pub async fn examine(config: &Config, options: &DoctorOptions) -> Report {
 ///
 /// # Errors
 /// Returns an error if standard output cannot be written.
-pub fn explain(id: &str, json: bool) -> io::Result<()> {
-    Explanation::print_from(report::EXPLANATIONS, id, json)
+pub fn explain(id: &str, format: OutputFormat) -> io::Result<()> {
+    Explanation::print_from(report::EXPLANATIONS, id, format)
 }
 
 /// Returns the ids of the checks that `only` names, alone or as a group.

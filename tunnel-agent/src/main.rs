@@ -11,13 +11,14 @@ use tracing::{info, warn};
 use tunnel_agent::app::{App, EXIT_USAGE, check_environment, exit_code};
 use tunnel_agent::cli::{
     self, CheckConfigArgs, Cli, Command, ConfigArgs, DiagArgs, DoctorArgs, HealthcheckArgs,
-    JoinArgs, MetaArgs, RenderObject, StatusArgs, StatusOutput,
+    JoinArgs, MetaArgs, RenderObject, StatusArgs,
 };
 use tunnel_agent::config::{self, Config, RawConfig};
 use tunnel_agent::{address, diag, doctor, join, render, status};
 use tunnel_process::diag::default_path;
 use tunnel_process::meta::MetaAddress;
 use tunnel_process::metrics::COMMIT;
+use tunnel_process::output::OutputFormat;
 use tunnel_process::timers::record_runtime_start;
 use tunnel_process::{notify, secrets, settings, shutdown, telemetry, terminal};
 use tunnel_proto::audit;
@@ -164,7 +165,7 @@ fn run_join(arguments: &JoinArgs) -> anyhow::Result<()> {
 fn run_doctor(arguments: DoctorArgs) -> anyhow::Result<ExitCode> {
     let DoctorArgs { options, source } = arguments;
     if let Some(id) = &options.explain {
-        doctor::explain(id, options.json).context(NO_OUTPUT)?;
+        doctor::explain(id, options.output).context(NO_OUTPUT)?;
         return Ok(ExitCode::SUCCESS);
     }
     let config = load(source)?;
@@ -195,8 +196,8 @@ fn show_status(arguments: StatusArgs) -> anyhow::Result<()> {
         .block_on(status::ask(&address))
         .with_context(|| format!("no answer from the agent at {address}"))?;
     let text = match arguments.output {
-        StatusOutput::Table => status.table,
-        StatusOutput::Json => status.json,
+        OutputFormat::Table => status.table,
+        OutputFormat::Json => status.json,
     };
     print(text.as_bytes())?;
     anyhow::ensure!(status.is_connected, "agent has no session");

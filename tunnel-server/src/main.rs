@@ -154,7 +154,7 @@ fn run_to_end<T>(verb: impl Future<Output = Result<T, VerbError>>) -> anyhow::Re
 fn run_doctor(arguments: DoctorArgs) -> anyhow::Result<ExitCode> {
     let DoctorArgs { options, source } = arguments;
     if let Some(id) = &options.explain {
-        doctor::explain(id, options.json)?;
+        doctor::explain(id, options.output)?;
         return Ok(ExitCode::SUCCESS);
     }
     let config = load_of_running(source)?;

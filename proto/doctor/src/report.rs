@@ -12,10 +12,10 @@ use tokio::time::{Instant, sleep};
 
 use tunnel_process::diag::redact::{redact, redacted};
 use tunnel_process::name_list::NameList;
+use tunnel_process::output::OutputFormat;
+use tunnel_process::schema::SCHEMA_VERSION;
 use tunnel_process::telemetry::{self, LogFormat, visible};
 
-/// Version of the JSON documents. Raised when a field is removed or changes its meaning.
-const SCHEMA: u32 = 1;
 /// Exit code of a report with warnings and no errors.
 const EXIT_WARNINGS: u8 = 1;
 /// Exit code of a report with errors.
@@ -103,8 +103,9 @@ pub struct Report {
 
 /// The JSON document of a report.
 #[derive(Serialize)]
+#[serde(rename_all = "camelCase")]
 struct ReportDocument<'a> {
-    schema: u32,
+    schema_version: u32,
     #[serde(flatten)]
     report: &'a Report,
 }
@@ -173,7 +174,7 @@ impl Report {
     /// When standard output cannot be written.
     pub async fn print_when_done(
         wait: Duration,
-        json: bool,
+        format: OutputFormat,
         mut examine: impl AsyncFnMut() -> Self,
     ) -> io::Result<u8> {
         let end = Instant::now() + wait;
@@ -185,7 +186,7 @@ impl Report {
             sleep(PAUSE).await;
         };
         let mut text = Vec::new();
-        report.print(json, &mut text)?;
+        report.print(format, &mut text)?;
         telemetry::print(&text)?;
         Ok(report.exit_code())
     }
@@ -194,10 +195,10 @@ impl Report {
     ///
     /// # Errors
     /// When `out` cannot be written.
-    pub fn print(&self, json: bool, out: &mut impl Write) -> io::Result<()> {
-        if json {
+    pub fn print(&self, format: OutputFormat, out: &mut impl Write) -> io::Result<()> {
+        if format == OutputFormat::Json {
             let document = ReportDocument {
-                schema: SCHEMA,
+                schema_version: SCHEMA_VERSION,
                 report: self,
             };
             return print_json(&document, out);
@@ -278,8 +279,9 @@ pub struct Explanation {
 
 /// The JSON document of an explanation.
 #[derive(Serialize)]
+#[serde(rename_all = "camelCase")]
 struct ExplanationDocument<'a> {
-    schema: u32,
+    schema_version: u32,
     #[serde(flatten)]
     explanation: &'a Explanation,
 }
@@ -312,10 +314,10 @@ impl Explanation {
     ///
     /// # Errors
     /// When standard output cannot be written.
-    pub fn print_from(table: &[Self], id: &str, json: bool) -> io::Result<()> {
+    pub fn print_from(table: &[Self], id: &str, format: OutputFormat) -> io::Result<()> {
         let mut text = Vec::new();
         if let Some(explanation) = Self::find(table, id) {
-            explanation.print(json, &mut text)?;
+            explanation.print(format, &mut text)?;
         }
         telemetry::print(&text)
     }
@@ -324,10 +326,10 @@ impl Explanation {
     ///
     /// # Errors
     /// When `out` cannot be written.
-    pub fn print(&self, json: bool, out: &mut impl Write) -> io::Result<()> {
-        if json {
+    pub fn print(&self, format: OutputFormat, out: &mut impl Write) -> io::Result<()> {
+        if format == OutputFormat::Json {
             let document = ExplanationDocument {
-                schema: SCHEMA,
+                schema_version: SCHEMA_VERSION,
                 explanation: self,
             };
             return print_json(&document, out);
@@ -360,6 +362,7 @@ fn print_json(document: &impl Serialize, out: &mut impl Write) -> io::Result<()>
 
 #[cfg(test)]
 mod tests {
+    use OutputFormat::{Json, Table};
     use serde_json::Value;
 
     use super::*;
@@ -377,9 +380,9 @@ mod tests {
         }
     }
 
-    fn printed(report: &Report, json: bool) -> String {
+    fn printed(report: &Report, format: OutputFormat) -> String {
         let mut out = Vec::new();
-        report.print(json, &mut out).unwrap();
+        report.print(format, &mut out).unwrap();
         String::from_utf8(out).unwrap()
     }
 
@@ -430,7 +433,7 @@ mod tests {
             report.skip(id, "no API server");
         }
         report.skip("D18", "no rights");
-        let text = printed(&report, false);
+        let text = printed(&report, Table);
         let expected = "skipped D04, D06, D10: no API server\nskipped D18: no rights\n";
         assert!(text.starts_with(expected), "{text}");
     }
@@ -441,14 +444,14 @@ mod tests {
             capacity: "memory limit 1GiB".to_owned(),
             ..Report::default()
         };
-        let text = printed(&report, false);
+        let text = printed(&report, Table);
         assert!(
             text.starts_with("capacity: memory limit 1GiB\nerrors: 0"),
             "{text}"
         );
-        let document: Value = serde_json::from_str(&printed(&report, true)).unwrap();
+        let document: Value = serde_json::from_str(&printed(&report, Json)).unwrap();
         assert_eq!(document["capacity"], "memory limit 1GiB");
-        assert!(printed(&Report::default(), false).starts_with("errors: 0"));
+        assert!(printed(&Report::default(), Table).starts_with("errors: 0"));
     }
 
     #[test]
@@ -459,17 +462,17 @@ mod tests {
             ..Report::default()
         };
         report.skip("D04", format!("https://user:canary@host {token}"));
-        for json in [false, true] {
-            let text = printed(&report, json);
+        for format in [Table, Json] {
+            let text = printed(&report, format);
             for hidden in ["\u{202e}", "\x1b", "canary", token.as_str()] {
                 assert!(!text.contains(hidden), "{text}");
             }
         }
-        let text = printed(&report, false);
+        let text = printed(&report, Table);
         assert!(text.starts_with("error D09 a\\u{202e}\\u{a}\\u{1b}[31m: no agent"));
         assert_eq!(text.lines().count(), 6, "{text}");
-        let document: Value = serde_json::from_str(&printed(&report, true)).unwrap();
-        assert_eq!(document["schema"], 1);
+        let document: Value = serde_json::from_str(&printed(&report, Json)).unwrap();
+        assert_eq!(document["schemaVersion"], 1);
         assert_eq!(document["findings"][0]["severity"], "error");
         assert_eq!(document["findings"][0]["place"], "a\u{202e}\n\x1b[31m");
         assert_eq!(document["findings"][0]["count"], 1);
@@ -489,14 +492,14 @@ mod tests {
         assert!(Explanation::find(&table, "D99").is_none());
         let explanation = Explanation::find(&table, "d09").unwrap();
         let mut out = Vec::new();
-        explanation.print(false, &mut out).unwrap();
+        explanation.print(Table, &mut out).unwrap();
         let text = String::from_utf8(out).unwrap();
         assert!(text.contains("fix:\n  one\n  two\n"), "{text}");
         let mut out = Vec::new();
-        explanation.print(true, &mut out).unwrap();
+        explanation.print(Json, &mut out).unwrap();
         let document: Value = serde_json::from_slice(&out).unwrap();
         assert_eq!(
-            (&document["id"], &document["schema"]),
+            (&document["id"], &document["schemaVersion"]),
             (&"D09".into(), &1.into())
         );
     }

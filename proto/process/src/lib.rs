@@ -21,6 +21,7 @@ pub mod meta;
 pub mod metrics;
 pub mod name_list;
 pub mod notify;
+pub mod output;
 pub mod panics;
 pub mod query;
 pub mod schema;

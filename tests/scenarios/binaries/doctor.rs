@@ -25,7 +25,7 @@ async fn agent_that_is_away_is_found_and_a_healthy_pair_has_no_finding() -> Resu
     let healthy = doctor(&server, &[]).await?;
     ensure!(healthy.code() == Some(0), "{healthy}");
     let document: Value = serde_json::from_str(&healthy.out)?;
-    ensure!(document["schema"] == 1, "{healthy}");
+    ensure!(document["schemaVersion"] == 1, "{healthy}");
     let capacity = document["capacity"].as_str().unwrap_or_default();
     ensure_contains(capacity, &["memory limit ", " sessions (", "buffer pool "])?;
     for list in ["findings", "skipped"] {
@@ -103,7 +103,8 @@ async fn doctor(server: &Server, more: &[&str]) -> Result<Finished> {
     let meta = server.address(Listener::Meta).to_string();
     let verb = [
         "doctor",
-        "--json",
+        "-o",
+        "json",
         "--only",
         "D09,D17",
         "--kubernetes",

@@ -92,7 +92,7 @@ async fn t21_doctor_of_the_agent_names_the_proxy_and_prints_no_secret() -> Resul
     let secret = token.split('.').nth(1).context("no secret")?.to_owned();
     let secrets = [secret, USER.to_owned(), STANDARD.encode(USER)];
     let proxy = format!("http://{USER}@127.0.0.1:1");
-    for verb in ["doctor", "doctor --json"] {
+    for verb in ["doctor", "doctor -o json"] {
         let verb = Program::ours("tunnel-agent")?
             .args(verb.split_whitespace())
             .args(["--server", "127.0.0.1:2", "--node-name", NODE])

@@ -52,7 +52,7 @@ async fn doctor_finds_a_killed_server_until_it_is_back() -> Result<()> {
 /// Waits until `doctor` has exactly the findings with these ids. D18 is the host's.
 async fn wait_for_findings(server: &Server, expected: &[&str]) {
     let meta = server.address(Listener::Meta).to_string();
-    let doctor = ["doctor", "--json", "--kubernetes", "off"];
+    let doctor = ["doctor", "-o", "json", "--kubernetes", "off"];
     let only = ["--only", "D09,D17", "--meta-listen", &meta];
     eventually("the findings", REPORTED, async || {
         let printed = server.verb(&[doctor, only].concat())?.run().await?;

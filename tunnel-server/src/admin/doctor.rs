@@ -6,6 +6,7 @@ use std::path::PathBuf;
 use std::time::Duration;
 
 use tunnel_doctor::{Explanation, Report};
+use tunnel_process::output::OutputFormat;
 use tunnel_proto::wire::name::NodeName;
 
 use super::verbs::{VerbError, load_names};
@@ -19,9 +20,9 @@ mod survey;
 /// The flags of `doctor`, except for those of `run`.
 #[derive(Debug, Clone, clap::Args)]
 pub struct DoctorOptions {
-    /// Print the report as JSON
-    #[arg(long)]
-    pub json: bool,
+    /// Format of the report
+    #[arg(short, long, value_enum, default_value = "table")]
+    pub output: OutputFormat,
     /// Node to check; repeatable [default: all]
     #[arg(long, value_name = "NAME")]
     pub node: Vec<NodeName>,
@@ -51,15 +52,15 @@ pub struct DoctorOptions {
 pub async fn run(config: &Config, options: &DoctorOptions) -> Result<u8, VerbError> {
     let nodes = load_names(&options.node, options.node_file.as_deref())?;
     let examine = async || examine(config, options, &nodes).await;
-    Ok(Report::print_when_done(options.wait, options.json, examine).await?)
+    Ok(Report::print_when_done(options.wait, options.output, examine).await?)
 }
 
 /// Prints the explanation of a check.
 ///
 /// # Errors
 /// Returns [`VerbError::File`] if standard output cannot be written.
-pub fn explain(id: &str, json: bool) -> Result<(), VerbError> {
-    Ok(Explanation::print_from(report::EXPLANATIONS, id, json)?)
+pub fn explain(id: &str, format: OutputFormat) -> Result<(), VerbError> {
+    Ok(Explanation::print_from(report::EXPLANATIONS, id, format)?)
 }
 
 async fn examine(config: &Config, options: &DoctorOptions, nodes: &[NodeName]) -> Report {

@@ -6,6 +6,7 @@ use std::path::{Path, PathBuf};
 use std::time::{Duration, SystemTime};
 
 use tunnel_process::name_list::NameList;
+use tunnel_process::output::OutputFormat;
 use tunnel_process::schema::SCHEMA_VERSION;
 use tunnel_proto::wire::PORT_SERVER_META;
 use tunnel_proto::wire::name::NodeName;
@@ -36,7 +37,7 @@ mod table;
 
 pub use args::{
     CaArgs, CaVerb, DataDirArg, DataVerb, HealthcheckArgs, NodeNames, NodesArgs, NodesOutput,
-    NodesVerb, OutputFormat, ReloadArgs, TokenVerb,
+    NodesVerb, ReloadArgs, TokenVerb,
 };
 use connect::ConnectArgs;
 pub use names_file::NamesFileError;

@@ -164,7 +164,9 @@ impl Lab {
     /// Returns the errors and the warnings of `doctor` with the settings of the server. D18 is the
     /// host's.
     async fn faults(&self, settings: &[&str]) -> Result<Vec<Value>> {
-        let verb = self.server.verb(&["doctor", "--json", "--only", CHECKS])?;
+        let verb = self
+            .server
+            .verb(&["doctor", "-o", "json", "--only", CHECKS])?;
         let verb = self.of_cluster(verb);
         let verb = verb.args(["--dns-listen", "127.0.0.1:0", "--dns-upstream", "off"]);
         let finished = verb.args(settings.iter().copied()).run().await?;

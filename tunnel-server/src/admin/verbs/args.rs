@@ -5,6 +5,7 @@ use std::path::{Path, PathBuf};
 use std::time::Duration;
 
 use tunnel_process::config_file::{ConfigFile, ConfigFileError, config_path};
+use tunnel_process::output::OutputFormat;
 use tunnel_proto::identity::sha256;
 use tunnel_proto::wire::name::NodeName;
 
@@ -62,15 +63,6 @@ pub(super) fn file_settings(config: Option<&Path>) -> Result<RawConfig, LoadErro
         Err(ConfigFileError::Unreadable(_)) if config.is_none() => Ok(RawConfig::default()),
         Err(error) => Err(error.into()),
     }
-}
-
-/// The output format of a list.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, clap::ValueEnum)]
-pub enum OutputFormat {
-    /// Table for reading in a terminal.
-    Table,
-    /// JSON for scripts and programs.
-    Json,
 }
 
 /// The output format of the list of nodes.

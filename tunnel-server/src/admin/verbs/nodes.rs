@@ -8,6 +8,7 @@ use std::time::{Duration, SystemTime};
 
 use tokio::time::{Instant, sleep};
 use tunnel_process::name_list::NameList;
+use tunnel_process::output::OutputFormat;
 use tunnel_process::terminal;
 use tunnel_proto::wire::name::NodeName;
 
@@ -15,7 +16,7 @@ use super::inventory::{Inventory, ssh_entry};
 use super::json_list::JsonList;
 use super::table::{self, NodeTable, RevocationTable, TableStyle};
 use super::{
-    NodeNames, NodesArgs, NodesOutput, NodesVerb, OutputFormat, VerbError, VerbOutput, load_names,
+    NodeNames, NodesArgs, NodesOutput, NodesVerb, VerbError, VerbOutput, load_names,
     require_standalone,
 };
 use crate::admin::failures::FailureStatus;

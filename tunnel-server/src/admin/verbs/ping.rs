@@ -7,11 +7,12 @@ use std::time::Duration;
 use serde::Serialize;
 use tokio::net::UnixStream;
 use tokio::time::{Instant, sleep};
+use tunnel_process::output::OutputFormat;
 use tunnel_process::schema::SCHEMA_VERSION;
 use tunnel_proto::wire::name::{NodeName, Port};
 
 use super::VerbError;
-use super::args::{DataDirArg, OutputFormat};
+use super::args::DataDirArg;
 use super::connect::{ConnectError, open_tunnel};
 use super::table::clean;
 use crate::admin::ping::PingReport;

@@ -2,7 +2,9 @@
 
 use std::fmt::Write as _;
 
-use super::{OutputFormat, ReloadArgs, VerbError, VerbOutput, json};
+use tunnel_process::output::OutputFormat;
+
+use super::{ReloadArgs, VerbError, VerbOutput, json};
 use crate::admin::AdminClient;
 use crate::admin::configuration::ConfigStatus;
 use tunnel_store::data_dir::{DataDir, rfc3339};

@@ -1,6 +1,7 @@
 use std::collections::{BTreeMap, BTreeSet};
 
 use tunnel_doctor::{Finding, HostFacts, UdpBuffer};
+use tunnel_process::output::OutputFormat;
 
 use super::*;
 use crate::admin::doctor::facts::dialed::{Dialed, DialedFacts};
@@ -630,7 +631,7 @@ fn faults_of_twenty_thousand_nodes_are_a_few_lines_with_counts() {
         examine(&facts)
     };
     let mut text = Vec::new();
-    report.print(false, &mut text).unwrap();
+    report.print(OutputFormat::Table, &mut text).unwrap();
     let text = String::from_utf8(text).unwrap();
     assert!(text.lines().count() < 40, "{text}");
     assert!(
@@ -639,7 +640,7 @@ fn faults_of_twenty_thousand_nodes_are_a_few_lines_with_counts() {
     );
     assert!(text.contains("n00009 and 19990 more"), "{text}");
     let mut json = Vec::new();
-    report.print(true, &mut json).unwrap();
+    report.print(OutputFormat::Json, &mut json).unwrap();
     let document: serde_json::Value = serde_json::from_slice(&json).unwrap();
     let findings = document["findings"].as_array().unwrap();
     let agents = findings
