@@ -10,6 +10,7 @@ use tokio::net::TcpListener;
 use tokio::time::{Instant, sleep_until, timeout};
 use tokio_util::sync::{CancellationToken, DropGuard};
 use tracing::{info, warn};
+use tunnel_process::config_report::{ConfigState, UnusableFile};
 use tunnel_process::disk::{self, FileActivity};
 use tunnel_process::followed::Followed;
 use tunnel_process::host::Resources;
@@ -28,7 +29,7 @@ use crate::connector::member_addresses::ServerPolicy;
 use crate::connector::status::{SESSION, SessionStatuses};
 use crate::connector::{ConnectorSet, Dialers};
 use crate::credentials::{CaFile, CredentialError, RotatingCredentials};
-use crate::diag::AgentFacts;
+use crate::diag::{self, AgentFacts};
 use crate::egress::Egress;
 use crate::handover::HostLock;
 use crate::ingress::sessions::CloudSessions;
@@ -51,6 +52,7 @@ pub use check::check_environment;
 use credential_tasks::{CredentialTasks, follow_ca_file};
 use initial_credentials::InitialCredentials;
 use reload::Followers;
+pub use reload::PATH as RELOAD_PATH;
 
 /// A started agent. One process can run any number of agents. Dropping an `App` stops it at once.
 #[derive(Debug)]
@@ -72,6 +74,7 @@ pub struct App {
     cloud_sessions: Arc<CloudSessions>,
     loop_detector: Arc<LoopDetector>,
     cloud_addrs: Vec<SocketAddr>,
+    followers: Followers,
     _stop_on_drop: DropGuard,
 }
 
@@ -99,12 +102,17 @@ impl App {
             &shutdown,
         );
         let host_lock = HostLock::start(&config.node_name, &config.data_dir, &readiness, &shutdown);
+        let config_state = ConfigState::new(config.file.as_deref(), &shutdown);
         let meta = Meta::new(readiness.clone(), registry)
             .with(status::PATH, status::endpoint(statuses.clone()))
+            .with_action(reload::PATH, reload::action(config_state.clone()))
+            .with_action(diag::LOG_PATH, diag::log_action())
             .into_server(&shutdown);
-        if let Some(socket) = &config.meta_socket {
-            meta.listen_unix(socket)
-                .context("cannot listen (--meta-socket)")?;
+        match &config.meta_socket {
+            Some(socket) => meta
+                .listen_unix(socket)
+                .context("cannot listen (--meta-socket)")?,
+            None => meta.listen_unix_when_possible(config.socket()),
         }
         let meta_addr = match config.meta_listen {
             Some(address) => Some(
@@ -130,6 +138,10 @@ impl App {
             &readiness,
             &shutdown,
         );
+        let followers = Followers::new(&config, cloud_addrs.clone());
+        followers
+            .clone()
+            .follow(&config, config_state, &readiness, &shutdown);
         Ok(Self {
             config,
             ca,
@@ -147,6 +159,7 @@ impl App {
             cloud_sessions,
             loop_detector,
             cloud_addrs,
+            followers,
             _stop_on_drop: stop_on_drop,
         })
     }
@@ -281,7 +294,7 @@ impl App {
                 &self.readiness,
             ) => rotating_credentials?,
         };
-        let followers = Followers::new(config, self.cloud_addrs.clone());
+        let followers = &self.followers;
         let dialers = dialers(
             config,
             self.pool.clone(),
@@ -306,7 +319,6 @@ impl App {
             self.metrics.clone(),
             drain.clone(),
         );
-        followers.follow(config, &self.readiness, &self.shutdown);
         let node_ip = NodeIpLookup::new(
             config.node_name.clone(),
             config.node_ip,
@@ -358,6 +370,7 @@ pub fn exit_code(error: &anyhow::Error) -> u8 {
             .is_some_and(LoadError::is_usage)
             || settings.is_some_and(ConfigError::is_usage)
             || cause.is::<RenderError>()
+            || cause.is::<UnusableFile>()
             || cause
                 .downcast_ref::<CredentialError>()
                 .is_some_and(CredentialError::is_usage)

@@ -55,6 +55,12 @@ pub enum Command {
     ///
     /// Meant for images without a shell: HEALTHCHECK CMD ["/tunnel-agent", "healthcheck"].
     Healthcheck(HealthcheckArgs),
+    /// Have the running agent read its files again, as SIGHUP does, and print what became of them
+    ///
+    /// A file with a mistake changes nothing. Some settings need a restart. Exit code 64: the file
+    /// cannot be used; 1: no agent runs. The command uses the Unix socket of the agent, so it needs the
+    /// agent's user or root.
+    Reload(ReloadArgs),
     /// Show the sessions of the agent on this host: server, transport, since when, or why not and when
     /// the next dial is; exit code 0 when one is live, else 1
     Status(StatusArgs),
@@ -203,14 +209,36 @@ pub struct DoctorArgs {
 /// The address of a running agent's meta port.
 #[derive(Debug, clap::Args)]
 pub struct MetaArgs {
-    /// Configuration file in YAML format, of which metaSocket and metaListen are used, or off
+    /// Configuration file in YAML format, of which metaSocket, metaListen and dataDir are used, or off
     /// [default: /etc/culvert/tunnel-agent.yaml, or ./tunnel-agent.yaml, if it exists]
     #[arg(long, env = "TUNNEL_AGENT_CONFIG", value_name = "FILE")]
     pub config: Option<PathBuf>,
-    /// Address of the agent's meta port [default: 127.0.0.1:10266]
-    #[arg(long, env = "TUNNEL_AGENT_META_LISTEN", value_name = "ADDR")]
+    /// Data directory of the agent, whose socket is asked if the meta port is off [default:
+    /// /var/lib/tunnel-agent]
+    #[arg(long, env = "TUNNEL_AGENT_DATA_DIR", value_name = "DIR")]
+    pub data_dir: Option<PathBuf>,
+    /// Address of the agent's meta port, or off [default: 127.0.0.1:10266]
+    #[arg(long, env = "TUNNEL_AGENT_META_LISTEN", value_name = "ADDR|off")]
     pub meta_listen: Option<String>,
     /// Unix socket of the agent, in place of its meta port
+    #[arg(long, env = "TUNNEL_AGENT_META_SOCKET", value_name = "FILE")]
+    pub meta_socket: Option<PathBuf>,
+}
+
+/// The output of `reload`, and the socket to ask.
+#[derive(Debug, clap::Args)]
+pub struct ReloadArgs {
+    /// Format of the output
+    #[arg(short, long, value_enum, default_value = "table")]
+    pub output: OutputFormat,
+    /// Configuration file in YAML format, of which metaSocket and dataDir are used, or off
+    /// [default: /etc/culvert/tunnel-agent.yaml, or ./tunnel-agent.yaml, if it exists]
+    #[arg(long, env = "TUNNEL_AGENT_CONFIG", value_name = "FILE")]
+    pub config: Option<PathBuf>,
+    /// Data directory of the agent [default: /var/lib/tunnel-agent]
+    #[arg(long, env = "TUNNEL_AGENT_DATA_DIR", value_name = "DIR")]
+    pub data_dir: Option<PathBuf>,
+    /// Unix socket of the agent [default: admin.sock in the data directory]
     #[arg(long, env = "TUNNEL_AGENT_META_SOCKET", value_name = "FILE")]
     pub meta_socket: Option<PathBuf>,
 }

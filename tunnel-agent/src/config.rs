@@ -16,7 +16,7 @@ mod raw;
 mod token;
 
 pub(crate) use checked::DEFAULT_DATA_DIR;
-pub use checked::{Config, TransportChoice, meta_address, meta_endpoint, meta_listen_error};
+pub use checked::{Config, TransportChoice, meta_endpoint, meta_socket};
 pub use cloud::CloudListener;
 pub(crate) use cloud::is_local;
 pub use identity::{CredentialFiles, NodeIpSetting};

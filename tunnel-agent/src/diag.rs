@@ -1,13 +1,16 @@
 //! Facts about an agent: the verb `diag`, which collects them on its host for a bug report, and the
 //! document that a running agent sends to a server that asks for it.
 
+use std::io;
+use std::path::Path;
 use std::time::SystemTime;
 
+use http::StatusCode;
 use serde_json::{Value, json};
 use tokio::time::Instant;
 use tunnel_process::diag::redact::{redact, redacted};
 use tunnel_process::diag::{DiagDocument, settings_lines};
-use tunnel_process::meta::Readiness;
+use tunnel_process::meta::{self, ActionHandler, Readiness};
 use tunnel_process::metrics::COMMIT;
 use tunnel_process::telemetry::recent_lines;
 use tunnel_proto::wire::control::DIAG_DOCUMENT_MAX;
@@ -89,27 +92,43 @@ const CONDITIONS_BYTES_MAX: usize = 4 * 1024;
 /// directory and the meta address have defaults.
 pub async fn collect(settings: Result<RawConfig, LoadError>) -> DiagDocument {
     let mut document = DiagDocument::new("tunnel-agent", env!("CARGO_PKG_VERSION"));
-    let (data_dir, meta_listen) = match &settings {
-        Ok(settings) => (settings.data_dir.clone(), settings.meta_listen.clone()),
-        Err(_unreadable) => (None, None),
-    };
+    let asked = settings
+        .as_ref()
+        .map_or_else(|_| RawConfig::default(), RawConfig::clone);
     let checked = settings.and_then(|settings| Config::check(settings).map_err(LoadError::from));
     document.add_settings(checked);
-    match config::meta_address(meta_listen.as_deref()) {
-        Ok(Some(address)) => document.add_meta(address).await,
-        Ok(None) => document.add_error("conditions", "--meta-listen is off"),
-        Err(problem) => document.add_error("conditions", &problem),
+    match config::meta_endpoint(&asked) {
+        Ok(address) => document.add_meta(&address).await,
+        Err(problem) => document.add_error("conditions", &problem.to_string()),
     }
-    document.add_error("log", NO_LOG);
+    let socket = config::meta_socket(&asked);
+    document.add("log", log(&socket)).await;
+    let data_dir = asked.data_dir;
     let data_dir = data_dir.unwrap_or_else(|| DEFAULT_DATA_DIR.into());
     document.add_files(data_dir).await;
     document
 }
 
-/// The meta port of an agent can be reached through the tunnel, and another interface does not exist on
-/// its host.
-const NO_LOG: &str = "the agent offers its log to no command of its host; add the lines of journalctl -u tunnel-agent or \
-                      kubectl logs, or use tunnel-server diag --node NAME on the server";
+/// Asks the running agent for its last log lines.
+async fn log(socket: &Path) -> io::Result<Value> {
+    let asked = meta::act(socket, LOG_PATH).await;
+    let (_, lines) = asked.map_err(|error| {
+        let problem = format!(
+            "no agent answers at {}: {error}; add the lines of journalctl -u tunnel-agent or kubectl logs",
+            socket.display()
+        );
+        io::Error::new(error.kind(), problem)
+    })?;
+    Ok(serde_json::from_str(&lines)?)
+}
+
+/// Returns the handler of [`LOG_PATH`].
+pub(crate) fn log_action() -> ActionHandler {
+    Box::new(|| Box::pin(async { meta::json(StatusCode::OK, &recent_lines()) }))
+}
+
+/// Path of the action that returns the last log lines.
+pub(crate) const LOG_PATH: &str = "/log";
 
 #[cfg(test)]
 mod tests {

@@ -112,13 +112,9 @@ async fn start(
         let _reader_gone = print(&format!("ran {}\n", service::shown(command)));
     }
     let settings = plan.settings().map_err(|error| error.to_string())?;
-    match meta_endpoint(&settings).map_err(|error| error.to_string())? {
-        Some(address) => {
-            let sessions = wait::session(&address, started, print).await?;
-            Ok(format!("joined: {sessions}"))
-        }
-        None => Ok(NO_META.to_owned()),
-    }
+    let address = meta_endpoint(&settings).map_err(|error| error.to_string())?;
+    let sessions = wait::session(&address, started, print).await?;
+    Ok(format!("joined: {sessions}"))
 }
 
 /// Reads the token from a file, or from standard input. From a terminal only one line is read, and
@@ -179,8 +175,6 @@ const TOKEN_ROOM: usize = 4096;
 const TOKEN_MAX_BYTES: u64 = 4000;
 const HAS_CERTIFICATE: &str =
     "note: /var/lib/tunnel-agent has a certificate, which the agent uses instead of the token\n";
-const NO_META: &str =
-    "the service is started, and has no metaListen at which its session can be seen\n";
 const NOT_STARTED: &str = "not started: 'systemctl enable --now tunnel-agent' starts the service\n";
 
 #[cfg(test)]

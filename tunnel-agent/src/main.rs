@@ -8,15 +8,16 @@ use anyhow::Context;
 use clap::Parser;
 use tokio::runtime::{Builder, Runtime};
 use tracing::{info, warn};
-use tunnel_agent::app::{App, EXIT_USAGE, check_environment, exit_code};
+use tunnel_agent::app::{App, EXIT_USAGE, RELOAD_PATH, check_environment, exit_code};
 use tunnel_agent::cli::{
     self, CheckConfigArgs, Cli, Command, ConfigArgs, DiagArgs, DoctorArgs, HealthcheckArgs,
-    JoinArgs, MetaArgs, RenderObject, StatusArgs,
+    JoinArgs, MetaArgs, ReloadArgs, RenderObject, StatusArgs,
 };
 use tunnel_agent::config::{self, Config, RawConfig};
 use tunnel_agent::{address, diag, doctor, join, render, status};
+use tunnel_process::config_report::ConfigStatus;
 use tunnel_process::diag::default_path;
-use tunnel_process::meta::MetaAddress;
+use tunnel_process::meta::{MetaAddress, act};
 use tunnel_process::metrics::COMMIT;
 use tunnel_process::output::OutputFormat;
 use tunnel_process::timers::record_runtime_start;
@@ -44,6 +45,7 @@ fn run_verb(verb: Command) -> anyhow::Result<ExitCode> {
         Command::CheckConfig(arguments) => check_config(*arguments)?,
         Command::Join(arguments) => run_join(&arguments)?,
         Command::Healthcheck(arguments) => healthcheck(arguments)?,
+        Command::Reload(arguments) => reload(arguments)?,
         Command::Status(arguments) => show_status(arguments)?,
         Command::Diag(arguments) => run_diag(*arguments)?,
         Command::Render { object } => render_object(&object)?,
@@ -64,9 +66,7 @@ fn run(source: ConfigArgs) -> anyhow::Result<()> {
     let _logs = telemetry::start(config.log_level, config.log_format, &config.access_log)
         .context("cannot start logging")?;
     let _audit = audit::start(&config.audit).context("cannot start the audit log")?;
-    if config.remote_diag {
-        telemetry::enable_recent_lines();
-    }
+    telemetry::enable_recent_lines();
     let (version, commit) = (env!("CARGO_PKG_VERSION"), COMMIT);
     info!(node = %config.node_name, version, commit, "starting");
     if let Err(error) = secrets::forbid_core_dumps() {
@@ -125,9 +125,7 @@ fn check_config(arguments: CheckConfigArgs) -> anyhow::Result<()> {
 
 /// Returns whether an agent answers at the meta port. Its listeners have the addresses.
 fn is_running(config: &Config) -> anyhow::Result<bool> {
-    let Some(address) = config::meta_endpoint(&config.raw.0)? else {
-        return Ok(false);
-    };
+    let address = config::meta_endpoint(&config.raw.0)?;
     Ok(runtime()?.block_on(address.get("/livez")).is_ok())
 }
 
@@ -209,17 +207,35 @@ fn render_object(object: &RenderObject) -> anyhow::Result<()> {
     print(render::edge_apiserver(arguments)?.as_bytes())
 }
 
-/// Returns the Unix socket of a running agent, or else the address of its meta port.
+fn reload(arguments: ReloadArgs) -> anyhow::Result<()> {
+    let flags = RawConfig {
+        data_dir: arguments.data_dir,
+        meta_socket: arguments.meta_socket,
+        ..RawConfig::default()
+    };
+    let settings = config::layers(flags, arguments.config.as_deref(), |_| None)?;
+    let socket = config::meta_socket(&settings);
+    let (_, status) = runtime()?
+        .block_on(act(&socket, RELOAD_PATH))
+        .with_context(|| format!("no answer from the agent at {}", socket.display()))?;
+    let status: ConfigStatus = serde_json::from_str(&status).context("not the agent's answer")?;
+    match arguments.output {
+        OutputFormat::Table => print(status.table().as_bytes())?,
+        OutputFormat::Json => print_line(&serde_json::to_string_pretty(&status)?)?,
+    }
+    Ok(status.check()?)
+}
+
+/// Returns where a running agent is asked.
 fn meta_address(arguments: MetaArgs) -> anyhow::Result<MetaAddress> {
     let flags = RawConfig {
+        data_dir: arguments.data_dir,
         meta_listen: arguments.meta_listen,
         meta_socket: arguments.meta_socket,
         ..RawConfig::default()
     };
     let settings = config::layers(flags, arguments.config.as_deref(), |_| None)?;
-    let off = "is off; set an address to ask the agent";
-    let address = config::meta_endpoint(&settings)?;
-    Ok(address.ok_or_else(|| config::meta_listen_error(off))?)
+    Ok(config::meta_endpoint(&settings)?)
 }
 
 /// Returns a runtime for a verb that asks the agent.

@@ -5,7 +5,6 @@ use std::collections::BTreeSet;
 use std::convert::Infallible;
 use std::fmt;
 use std::io;
-use std::path::Path;
 use std::sync::Arc;
 use std::time::{Duration, SystemTime};
 
@@ -15,7 +14,7 @@ use hyper::body::Incoming;
 use hyper::service::service_fn;
 use hyper_util::rt::{TokioIo, TokioTimer};
 use serde::Serialize;
-use tokio::net::{UnixListener, UnixStream};
+use tokio::net::UnixStream;
 use tokio::sync::Semaphore;
 use tokio::time::Instant;
 use tracing::{debug, info, warn};
@@ -23,8 +22,7 @@ use tunnel_process::accept::RetryingListener;
 use tunnel_process::files;
 use tunnel_process::meta::{FullResponse, json, text};
 use tunnel_process::shutdown::Shutdown;
-use tunnel_process::timers::sleep_coalesced;
-use tunnel_process::unix_socket::{self, SocketFile, SocketPermissions};
+use tunnel_process::unix_socket::{self, OWNER_ONLY};
 use tunnel_proto::wire::name::{NodeName, ReplicaId};
 
 use crate::admin::configuration::RunningConfig;
@@ -129,7 +127,11 @@ pub fn start(state: AdminState, dir: &DataDir, shutdown: &Shutdown) -> io::Resul
     shutdown.spawn_listener(async move {
         let (listener, socket) = match bound {
             Some(bound) => bound,
-            None => bind_later(&path).await,
+            None => {
+                let bound = unix_socket::bind_when_possible(&path, OWNER_ONLY).await;
+                info!(path = %path.display(), "commands reach this server again");
+                bound
+            }
         };
         let _removed_at_the_end = socket;
         let permits = Arc::new(Semaphore::new(CONNECTIONS_MAX));
@@ -144,17 +146,6 @@ pub fn start(state: AdminState, dir: &DataDir, shutdown: &Shutdown) -> io::Resul
         }
     });
     Ok(())
-}
-
-/// Tries to create the socket until that succeeds.
-async fn bind_later(path: &Path) -> (UnixListener, SocketFile) {
-    loop {
-        sleep_coalesced(BIND_PAUSE).await;
-        if let Ok(bound) = unix_socket::bind(path, OWNER_ONLY) {
-            info!(path = %path.display(), "commands reach this server again");
-            return bound;
-        }
-    }
 }
 
 async fn serve(state: Arc<AdminState>, socket: UnixStream) {
@@ -256,8 +247,8 @@ async fn answer(
             value(StatusCode::OK, &status)
         }
         ("GET", ["ca"]) => Ok(text(StatusCode::OK, state.ca.root_pem())),
-        ("GET", ["config"]) => value(StatusCode::OK, &state.configuration.status()),
-        ("POST", ["config"]) => value(StatusCode::OK, &state.configuration.reload().await),
+        ("GET", ["config"]) => value(StatusCode::OK, &state.configuration.state.status()),
+        ("POST", ["config"]) => value(StatusCode::OK, &state.configuration.state.reload().await),
         ("GET", ["settings"]) => value(StatusCode::OK, &*state.configuration.settings()),
         ("GET", ["diag"]) => value(
             StatusCode::OK,
@@ -591,16 +582,9 @@ impl RequestError {
     }
 }
 
-/// Access for the server's own user only.
-const OWNER_ONLY: SocketPermissions = SocketPermissions {
-    mode: 0o600,
-    owner: None,
-};
 /// Maximum number of concurrent connections; further ones wait. Each command opens one.
 const CONNECTIONS_MAX: usize = 16;
 const HEAD_TIMEOUT: Duration = Duration::from_secs(5);
-/// Pause between two attempts to create the socket where nothing could be written.
-const BIND_PAUSE: Duration = Duration::from_secs(5);
 /// Time for which the answer to an order waits for the other servers and the stores.
 const ORDER_WAIT: Duration = Duration::from_secs(3);
 const ORDER_POLL: Duration = Duration::from_millis(20);

@@ -9,7 +9,6 @@ use std::ffi::OsString;
 use std::fmt::Debug;
 use std::fs::{self, Metadata};
 use std::io;
-use std::net::SocketAddr;
 use std::os::unix::fs::MetadataExt;
 use std::path::{Path, PathBuf};
 use std::time::{Duration, SystemTime};
@@ -18,9 +17,10 @@ use serde_json::{Map, Value, json};
 use tokio::time::{Instant, timeout_at};
 
 use super::errors::causes;
+use super::meta::MetaAddress;
 use super::metrics::COMMIT;
 use super::schema::SCHEMA_VERSION;
-use super::{files, meta, telemetry};
+use super::{files, telemetry};
 
 pub mod redact;
 
@@ -97,11 +97,11 @@ impl DiagDocument {
         self.facts.insert(name.to_owned(), fact);
     }
 
-    /// Adds the conditions and the metrics of the meta port at `address`.
-    pub async fn add_meta(&mut self, address: SocketAddr) {
+    /// Adds the conditions and the metrics of a running process.
+    pub async fn add_meta(&mut self, address: &MetaAddress) {
         for (name, path) in [("conditions", "/readyz?verbose"), ("metrics", "/metrics")] {
             let page = async {
-                let (status, body) = meta::get(meta::dialable(address), path).await?;
+                let (status, body) = address.get(path).await?;
                 let lines: Vec<&str> = body.lines().collect();
                 Ok::<_, io::Error>(json!({ "status": status.as_u16(), "lines": lines }))
             };

@@ -16,6 +16,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use bytes::Bytes;
+use futures_util::future::BoxFuture;
 use http::{Method, Request, Response, StatusCode};
 use http_body_util::{BodyExt, Full, Limited};
 use hyper::body::Incoming;
@@ -28,7 +29,7 @@ use prometheus_client::metrics::MetricType;
 use prometheus_client::metrics::gauge::ConstGauge;
 use prometheus_client::registry::Registry;
 use tokio::io::{AsyncRead, AsyncWrite};
-use tokio::net::{TcpListener, TcpStream, ToSocketAddrs, UnixStream};
+use tokio::net::{TcpListener, TcpStream, ToSocketAddrs, UnixListener, UnixStream};
 use tokio::sync::{Semaphore, oneshot};
 use tokio_util::sync::CancellationToken;
 use tracing::debug;
@@ -41,7 +42,7 @@ use super::query::parameters;
 use super::serve_bounded::serve_bounded;
 use super::shutdown::Shutdown;
 use super::telemetry::audit_condition;
-use super::unix_socket::{self, SocketPermissions};
+use super::unix_socket::{self, OWNER_ONLY, SocketFile};
 
 mod documents;
 mod response;
@@ -62,6 +63,8 @@ const CONN_LIMITS: ConnLimits = ConnLimits {
 };
 /// Time limit for a caller to send its request head.
 const HEAD_TIMEOUT: Duration = Duration::from_secs(5);
+/// Time limit for the answer to an action, above the 10 s of a reading of files.
+const ACTION_TIMEOUT: Duration = Duration::from_secs(15);
 /// Time for which a caller may take nothing of a response. The time in which a page is made does not
 /// count. A socket takes more when a part of its buffer is free, so a caller that takes less than about
 /// 1 KB/s counts as one that takes nothing.
@@ -113,11 +116,15 @@ impl fmt::Debug for EndpointAnswer {
 /// The handler of an additional endpoint. Runs on the runtime's threads.
 pub type EndpointHandler = Box<dyn Fn(EndpointRequest<'_>) -> EndpointAnswer + Send + Sync>;
 
+/// The handler of an action. Runs on the runtime's threads.
+pub type ActionHandler = Box<dyn Fn() -> BoxFuture<'static, FullResponse> + Send + Sync>;
+
 /// The content of the meta port.
 pub struct Meta {
     readiness: Readiness,
     metrics: Registry,
     endpoints: Vec<(&'static str, EndpointHandler)>,
+    actions: Vec<(&'static str, ActionHandler)>,
 }
 
 crate::partial_debug!(Meta { readiness });
@@ -131,12 +138,20 @@ impl Meta {
             readiness,
             metrics,
             endpoints: Vec::new(),
+            actions: Vec::new(),
         }
     }
 
     /// Adds an endpoint for GET on exactly `path`.
     pub fn with(mut self, path: &'static str, endpoint: EndpointHandler) -> Self {
         self.endpoints.push((path, endpoint));
+        self
+    }
+
+    /// Adds an action for POST on exactly `path`, at the Unix socket only: others of the host, and
+    /// callers over the tunnel, reach the port.
+    pub fn with_action(mut self, path: &'static str, action: ActionHandler) -> Self {
+        self.actions.push((path, action));
         self
     }
 
@@ -219,7 +234,7 @@ impl MetaServer {
             "meta",
             CONN_LIMITS,
             &self.0.shutdown,
-            move |socket, peer| state.clone().serve(socket, peer),
+            move |socket, peer| state.clone().serve(socket, peer, false),
         );
     }
 
@@ -229,29 +244,21 @@ impl MetaServer {
     /// # Errors
     /// Returns an error with the path if the socket cannot be bound.
     pub fn listen_unix(&self, path: &Path) -> io::Result<()> {
-        let private = SocketPermissions {
-            mode: 0o600,
-            owner: None,
-        };
-        let (listener, file) = unix_socket::bind(path, private)?;
-        let (state, tasks) = (self.0.clone(), self.0.shutdown.clone());
-        let permits = Arc::new(Semaphore::new(CONN_LIMITS.per_source));
-        self.0.shutdown.spawn_service(async move {
-            let _file = file;
-            let mut accepting = RetryingListener::new(listener, "meta");
-            loop {
-                let socket = accepting.accept().await;
-                let Ok(permit) = permits.clone().try_acquire_owned() else {
-                    continue;
-                };
-                let connection = state.clone().serve(socket, LOCAL);
-                tasks.spawn_service(async move {
-                    let _permit = permit;
-                    connection.await;
-                });
-            }
-        });
+        let (listener, file) = unix_socket::bind(path, OWNER_ONLY)?;
+        let state = self.0.clone();
+        self.0
+            .shutdown
+            .spawn_service(state.accept_unix(listener, file));
         Ok(())
+    }
+
+    /// Serves a Unix socket like [`Self::listen_unix`], as soon as it can be bound.
+    pub fn listen_unix_when_possible(&self, path: PathBuf) {
+        let state = self.0.clone();
+        self.0.shutdown.spawn_service(async move {
+            let (listener, file) = unix_socket::bind_when_possible(&path, OWNER_ONLY).await;
+            state.accept_unix(listener, file).await;
+        });
     }
 }
 
@@ -270,15 +277,38 @@ const LOCAL: SocketAddr = SocketAddr::new(IpAddr::V4(Ipv4Addr::LOCALHOST), 0);
 type SentDocument = Mutex<Option<oneshot::Sender<CancellationToken>>>;
 
 impl MetaState {
-    async fn serve<S>(self: Arc<Self>, socket: S, peer: SocketAddr)
+    async fn accept_unix(self: Arc<Self>, listener: UnixListener, file: SocketFile) {
+        let _file = file;
+        let permits = Arc::new(Semaphore::new(CONN_LIMITS.per_source));
+        let mut accepting = RetryingListener::new(listener, "meta");
+        loop {
+            let socket = accepting.accept().await;
+            let Ok(permit) = permits.clone().try_acquire_owned() else {
+                continue;
+            };
+            let connection = self.clone().serve(socket, LOCAL, true);
+            self.shutdown.spawn_service(async move {
+                let _permit = permit;
+                connection.await;
+            });
+        }
+    }
+
+    /// Serves a connection. `is_owner` says that the caller is this user or root.
+    async fn serve<S>(self: Arc<Self>, socket: S, peer: SocketAddr, is_owner: bool)
     where
         S: AsyncRead + AsyncWrite + Unpin + Send,
     {
         let (sender, sent) = oneshot::channel();
         let sent_document = Arc::new(SentDocument::new(Some(sender)));
-        let service = service_fn(move |request| {
+        let service = service_fn(move |request: Request<Incoming>| {
             let (server, sent_document) = (self.clone(), sent_document.clone());
-            async move { Ok::<_, Infallible>(server.respond(&request, peer, &sent_document).await) }
+            async move {
+                if is_owner && let Some(done) = server.act(&request).await {
+                    return Ok(done.map(MetaBody::Left));
+                }
+                Ok::<_, Infallible>(server.respond(&request, peer, &sent_document).await)
+            }
         });
         let mut server = hyper::server::conn::http1::Builder::new();
         server
@@ -305,6 +335,16 @@ impl MetaState {
             }
             () = evicted => debug!(%peer, "meta connection ended: its page took too much memory"),
         }
+    }
+
+    /// Takes the action of a request. Returns `None` if it is not for one.
+    async fn act(&self, request: &Request<Incoming>) -> Option<FullResponse> {
+        if request.method() != Method::POST {
+            return None;
+        }
+        let mut actions = self.meta.actions.iter();
+        let (_, action) = actions.find(|(path, _)| *path == request.uri().path())?;
+        Some(action().await)
     }
 
     async fn respond(
@@ -429,12 +469,17 @@ impl MetaAddress {
             Self::Tcp(address) => return get(address, path).await,
             Self::Unix(socket) => socket,
         };
-        let answer =
-            async { exchange(UnixStream::connect(socket).await?, "localhost", path).await };
-        tokio::time::timeout(HEAD_TIMEOUT, answer)
-            .await
-            .unwrap_or_else(|_elapsed| Err(io::ErrorKind::TimedOut.into()))
+        let answer = exchange_unix(socket, Method::GET, path);
+        within(HEAD_TIMEOUT, answer).await
     }
+}
+
+/// Takes the action `path` of the process that listens on a Unix socket, within 15 s. Cancel-safe.
+///
+/// # Errors
+/// When there is no response, or it is not plain text of at most 8 MiB.
+pub async fn act(socket: &Path, path: &str) -> io::Result<(StatusCode, String)> {
+    within(ACTION_TIMEOUT, exchange_unix(socket, Method::POST, path)).await
 }
 
 /// Requests `path` from the meta port at `address`, within 5 s. Cancel-safe.
@@ -445,9 +490,27 @@ pub async fn get(
     address: impl ToSocketAddrs + fmt::Display,
     path: &str,
 ) -> io::Result<(StatusCode, String)> {
-    tokio::time::timeout(HEAD_TIMEOUT, send_get(address, path))
+    within(HEAD_TIMEOUT, send_get(address, path)).await
+}
+
+async fn within<T>(limit: Duration, work: impl Future<Output = io::Result<T>>) -> io::Result<T> {
+    tokio::time::timeout(limit, work)
         .await
         .unwrap_or_else(|_elapsed| Err(io::ErrorKind::TimedOut.into()))
+}
+
+async fn exchange_unix(
+    socket: &Path,
+    method: Method,
+    path: &str,
+) -> io::Result<(StatusCode, String)> {
+    exchange(
+        UnixStream::connect(socket).await?,
+        method,
+        "localhost",
+        path,
+    )
+    .await
 }
 
 async fn send_get(
@@ -455,15 +518,18 @@ async fn send_get(
     path: &str,
 ) -> io::Result<(StatusCode, String)> {
     let host = address.to_string();
-    exchange(TcpStream::connect(address).await?, &host, path).await
+    exchange(TcpStream::connect(address).await?, Method::GET, &host, path).await
 }
 
 async fn exchange(
     socket: impl AsyncRead + AsyncWrite + Unpin + Send,
+    method: Method,
     host: &str,
     path: &str,
 ) -> io::Result<(StatusCode, String)> {
-    let request = Request::get(path)
+    let request = Request::builder()
+        .method(method)
+        .uri(path)
         .header(http::header::HOST, host)
         .body(Full::default())
         .map_err(io::Error::other)?;

@@ -7,8 +7,12 @@ use std::fs::{self, Permissions};
 use std::io;
 use std::os::unix::fs::{FileTypeExt, MetadataExt, PermissionsExt, chown};
 use std::path::{Path, PathBuf};
+use std::time::Duration;
 
 use tokio::net::UnixListener;
+use tracing::debug;
+
+use crate::timers::sleep_coalesced;
 
 /// The mode and owner of a socket.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -29,6 +33,25 @@ pub fn bind(path: &Path, access: SocketPermissions) -> io::Result<(UnixListener,
         |error: io::Error| io::Error::new(error.kind(), format!("{}: {error}", path.display()));
     check_unused(path).map_err(named)?;
     bind_and_rename(path, access).map_err(named)
+}
+
+/// Binds a socket like [`bind`], as soon as that is possible: where nothing can be written, or another
+/// process answers, it tries again every 5 s. Cancel-safe.
+pub async fn bind_when_possible(
+    path: &Path,
+    access: SocketPermissions,
+) -> (UnixListener, SocketFile) {
+    loop {
+        let path = path.to_owned();
+        // A disk that hangs would block the runtime's threads.
+        let bound = tokio::task::spawn_blocking(move || bind(&path, access)).await;
+        match bound {
+            Ok(Ok(bound)) => return bound,
+            Ok(Err(error)) => debug!(%error, "cannot create a socket; trying again"),
+            Err(panic) => debug!(error = %panic, "cannot create a socket; trying again"),
+        }
+        sleep_coalesced(BIND_PAUSE).await;
+    }
 }
 
 /// Binds a socket like [`bind`], also in place of one that answers. The process that had bound that
@@ -135,23 +158,27 @@ impl Drop for SocketFile {
     }
 }
 
+/// Access for the own user only.
+pub const OWNER_ONLY: SocketPermissions = SocketPermissions {
+    mode: 0o600,
+    owner: None,
+};
+/// Pause between two attempts to create a socket.
+const BIND_PAUSE: Duration = Duration::from_secs(5);
+
 #[cfg(test)]
 mod tests {
     use super::*;
     use crate::scratch::ScratchDir;
 
-    const PRIVATE: SocketPermissions = SocketPermissions {
-        mode: 0o600,
-        owner: None,
-    };
 
     #[tokio::test]
     async fn path_leads_to_the_socket_that_replaced_another_one_until_that_ends() {
         let scratch = ScratchDir::new().unwrap();
         let folder = scratch.path();
         let path = folder.join("listener.sock");
-        let (_first_listener, first) = bind(&path, PRIVATE).unwrap();
-        let (second_listener, second) = replace(&path, PRIVATE).unwrap();
+        let (_first_listener, first) = bind(&path, OWNER_ONLY).unwrap();
+        let (second_listener, second) = replace(&path, OWNER_ONLY).unwrap();
         assert!(!first.is_current().await && second.is_current().await);
         let _connected = std::os::unix::net::UnixStream::connect(&path).unwrap();
         let _accepted = second_listener.accept().await.unwrap();
@@ -160,7 +187,7 @@ mod tests {
         drop(second);
         assert_eq!(fs::read_dir(folder).unwrap().count(), 0, "nothing is left");
         fs::write(&path, "precious").unwrap();
-        let refused = replace(&path, PRIVATE).unwrap_err().to_string();
+        let refused = replace(&path, OWNER_ONLY).unwrap_err().to_string();
         assert!(refused.contains("not a socket"), "{refused}");
         assert_eq!(fs::read(&path).unwrap(), b"precious");
     }
@@ -170,16 +197,16 @@ mod tests {
         let scratch = ScratchDir::new().unwrap();
         let folder = scratch.path();
         let path = folder.join("listener.sock");
-        let (listener, file) = bind(&path, PRIVATE).unwrap();
+        let (listener, file) = bind(&path, OWNER_ONLY).unwrap();
         let mode = fs::metadata(&path).unwrap().mode();
         assert_eq!(mode & 0o777, 0o600);
-        let taken = bind(&path, PRIVATE).unwrap_err();
+        let taken = bind(&path, OWNER_ONLY).unwrap_err();
         assert_eq!(taken.kind(), io::ErrorKind::AddrInUse, "{taken}");
         drop(listener);
         // After a crash the file exists and no process listens.
         let wide = SocketPermissions {
             mode: 0o660,
-            ..PRIVATE
+            ..OWNER_ONLY
         };
         let (_listener, second) = bind(&path, wide).unwrap();
         assert_eq!(fs::metadata(&path).unwrap().mode() & 0o777, 0o660);
@@ -188,7 +215,7 @@ mod tests {
         drop(second);
         assert!(!path.exists());
         fs::write(&path, "precious").unwrap();
-        let refused = bind(&path, PRIVATE).unwrap_err().to_string();
+        let refused = bind(&path, OWNER_ONLY).unwrap_err().to_string();
         assert!(refused.contains("not a socket"), "{refused}");
         assert_eq!(fs::read(&path).unwrap(), b"precious");
         assert_eq!(fs::read_dir(folder).unwrap().count(), 1, "nothing is left");

@@ -167,6 +167,7 @@ async fn table_of_commands_has_each_with_its_settings_and_codes() -> Result<()> 
 /// Commands that ask a running server, and need no more arguments.
 const ASKS: &[&str] = &[
     "tunnel-server reload",
+    "tunnel-agent reload",
     "tunnel-server token list",
     "tunnel-server nodes",
     "tunnel-server nodes revocations",
@@ -522,12 +523,17 @@ const HELP: &[(&str, &str, &str)] = &[
     (
         AGENT,
         "",
-        "run check-config join healthcheck status diag doctor address completion version",
+        "run check-config join reload healthcheck status diag doctor address completion version",
     ),
     (
         AGENT,
         "join",
         "--server --node-name --token-file --root --no-start --dry-run --yes",
+    ),
+    (
+        AGENT,
+        "reload",
+        "--output --config --data-dir --meta-socket",
     ),
     (AGENT, "diag", "--file --config --data-dir"),
     (AGENT, "address", "add remove"),

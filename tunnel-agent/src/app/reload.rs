@@ -4,13 +4,14 @@
 use std::net::SocketAddr;
 use std::sync::Arc;
 
+use http::StatusCode;
 use parking_lot::Mutex;
 use tracing::info;
 use tunnel_process::config_file::content_digest;
-use tunnel_process::config_report::ConfigReport;
+use tunnel_process::config_report::{ConfigReport, ConfigState};
 use tunnel_process::file_watch::{FileWatcher, Loaded, ReloadOutcome};
 use tunnel_process::followed::Followed;
-use tunnel_process::meta::Readiness;
+use tunnel_process::meta::{self, ActionHandler, Readiness};
 use tunnel_process::settings::{ConfigError, Layers as _};
 use tunnel_process::shutdown::Shutdown;
 use tunnel_process::telemetry;
@@ -39,15 +40,21 @@ impl Followers {
     }
 
     /// Follows the file, if there is one.
-    pub(super) fn follow(self, config: &Config, readiness: &Readiness, shutdown: &Shutdown) {
+    pub(super) fn follow(
+        self,
+        config: &Config,
+        state: ConfigState,
+        readiness: &Readiness,
+        shutdown: &Shutdown,
+    ) {
         let Some(file) = config.file.clone() else {
             return;
         };
         for key in &file.overridden {
             info!(key, file = %file.path.display(), "a flag or a variable overrides the key of the file");
         }
-        let report = ConfigReport::new(file.path.clone(), readiness.clone());
-        let report = Arc::new(Mutex::new(report));
+        let report = ConfigReport::new(file.path.clone(), readiness.clone(), state);
+        let report = Arc::new(report);
         let watcher = FileWatcher {
             what: "configuration",
             interval: config.limits.reload_every,
@@ -75,16 +82,17 @@ impl Followers {
         };
         let apply = move |changed: Option<(Planned, [u8; 32])>| {
             if let Some((plan, digest)) = changed {
-                self.apply(&plan, &mut reported.lock());
-                *planned.lock() = (plan.config, digest);
+                let config = self.apply(plan, &reported);
+                *planned.lock() = (config, digest);
             }
             Ok::<_, LoadError>(())
         };
-        let on_reload = move |outcome: ReloadOutcome<'_>| report.lock().reading(outcome);
+        let on_reload = move |outcome: ReloadOutcome<'_>| report.reading(outcome);
         shutdown.spawn_service(async move { watcher.run(load, apply, on_reload).await });
     }
 
-    fn apply(&self, planned: &Planned, report: &mut ConfigReport) {
+    /// Applies the plan, and returns the configuration that is in use from then on.
+    fn apply(&self, planned: Planned, report: &ConfigReport) -> Config {
         let Planned {
             config,
             applied,
@@ -96,8 +104,9 @@ impl Followers {
         });
         self.limits.replace(config.limits);
         telemetry::replace_levels(config.log_level, &config.access_log);
-        let overridden = config.file.iter().flat_map(|file| &file.overridden);
-        report.applied(applied, needs_restart, overridden);
+        let overridden = config.file.iter().flat_map(|file| file.overridden.clone());
+        report.applied(applied, needs_restart, overridden.collect());
+        config
     }
 }
 
@@ -128,3 +137,14 @@ fn plan(current: &Config, new: Config) -> Result<Planned, ConfigError> {
         needs_restart,
     })
 }
+
+/// Returns the handler of [`PATH`], which answers with a `ConfigStatus`.
+pub(super) fn action(state: ConfigState) -> ActionHandler {
+    Box::new(move || {
+        let state = state.clone();
+        Box::pin(async move { meta::json(StatusCode::OK, &state.reload().await) })
+    })
+}
+
+/// Path of the action that reads the file again.
+pub const PATH: &str = "/reload";

@@ -1,9 +1,8 @@
 //! The typed configuration. All settings are checked together, so that all errors are reported at
 //! once.
 
-use std::fmt::Display;
 use std::net::SocketAddr;
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::str::FromStr;
 use std::sync::Arc;
 use std::time::Duration;
@@ -201,9 +200,7 @@ impl Config {
             dial_policy,
             cloud_listeners,
             meta_listen,
-            meta_socket: settings
-                .meta_socket
-                .filter(|path| !path.as_os_str().is_empty()),
+            meta_socket: named_socket(settings.meta_socket.as_ref()).cloned(),
             remote_diag,
             drain_timeout,
             worker_threads,
@@ -215,6 +212,19 @@ impl Config {
             file: None,
             raw,
         })
+    }
+}
+
+impl Config {
+    /// Returns where a running agent is asked, as [`meta_endpoint`] does.
+    pub(crate) fn meta_endpoint(&self) -> MetaAddress {
+        let is_named = self.meta_socket.is_some();
+        endpoint(self.socket(), is_named, self.meta_listen)
+    }
+
+    /// Returns the Unix socket of the agent.
+    pub(crate) fn socket(&self) -> PathBuf {
+        socket(self.meta_socket.as_ref(), &self.data_dir)
     }
 }
 
@@ -256,29 +266,48 @@ fn logging(
 ///
 /// # Errors
 /// Returns a message for the operator.
-pub fn meta_address(setting: Option<&str>) -> Result<Option<SocketAddr>, String> {
+fn meta_address(setting: Option<&str>) -> Result<Option<SocketAddr>, String> {
     let text = setting.unwrap_or(DEFAULT_META_LISTEN);
     optional("off", str::parse::<SocketAddr>)(text)
         .map_err(|_syntax| format!("{text:?} is neither IP:PORT nor \"off\""))
 }
 
-/// Returns where a running agent with these settings is asked, or `None` if it has no meta port: its
-/// Unix socket, or else the address of its port.
+/// Returns where a running agent with these settings is asked: the Unix socket of the settings, else the
+/// address of its meta port, else the socket of the data directory.
 ///
 /// # Errors
 /// Returns a [`ConfigError`] about `--meta-listen`.
-pub fn meta_endpoint(settings: &RawConfig) -> Result<Option<MetaAddress>, ConfigError> {
-    let socket = settings.meta_socket.clone();
-    if let Some(socket) = socket.filter(|path| !path.as_os_str().is_empty()) {
-        return Ok(Some(MetaAddress::Unix(socket)));
-    }
-    let address = meta_address(settings.meta_listen.as_deref()).map_err(meta_listen_error)?;
-    Ok(address.map(|address| meta::dialable(address).into()))
+pub fn meta_endpoint(settings: &RawConfig) -> Result<MetaAddress, ConfigError> {
+    let listen = meta_address(settings.meta_listen.as_deref())
+        .map_err(|problem| ConfigError::mistake(format!("--meta-listen: {problem}")))?;
+    let is_named = named_socket(settings.meta_socket.as_ref()).is_some();
+    Ok(endpoint(meta_socket(settings), is_named, listen))
 }
 
-/// Returns the error of verbs that check no other setting than `--meta-listen`.
-pub fn meta_listen_error(problem: impl Display) -> ConfigError {
-    ConfigError::mistake(format!("--meta-listen: {problem}"))
+/// Returns the Unix socket of a running agent with these settings.
+pub fn meta_socket(settings: &RawConfig) -> PathBuf {
+    let data_dir = settings.data_dir.as_deref();
+    socket(
+        settings.meta_socket.as_ref(),
+        data_dir.unwrap_or(Path::new(DEFAULT_DATA_DIR)),
+    )
+}
+
+fn endpoint(socket: PathBuf, is_named: bool, listen: Option<SocketAddr>) -> MetaAddress {
+    match listen {
+        Some(address) if !is_named => meta::dialable(address).into(),
+        Some(_) | None => MetaAddress::Unix(socket),
+    }
+}
+
+fn socket(setting: Option<&PathBuf>, data_dir: &Path) -> PathBuf {
+    let socket = named_socket(setting).cloned();
+    socket.unwrap_or_else(|| data_dir.join("admin.sock"))
+}
+
+/// Returns the socket that the setting names; an empty one names none.
+fn named_socket(setting: Option<&PathBuf>) -> Option<&PathBuf> {
+    setting.filter(|path| !path.as_os_str().is_empty())
 }
 
 fn servers(texts: &[String], errors: &mut ConfigErrors) -> Vec<ServerAddress> {

@@ -170,11 +170,13 @@ tunnel_process::layered! {
         #[arg(long, env = "TUNNEL_AGENT_META_LISTEN", value_name = "ADDR|off", help_heading = "Process")]
         pub meta_listen: Option<String>,
 
-        /// Unix socket with the content of the meta port, for the verbs `healthcheck` and `status`
-        /// [default: none]
+        /// Unix socket for commands on this host, with the content of the meta port [default: admin.sock
+        /// in the data directory]
         ///
-        /// Two agents of a node run on one host while the next one waits for the end of the other, and
-        /// the meta port belongs to one of them. The socket answers from the start to the end.
+        /// `reload` and the log lines of `diag` use it always, `healthcheck` and `status` with this
+        /// setting or without a meta port. Two agents of a node run on one host while the next one waits
+        /// for the end of the other, and the meta port belongs to one of them. A socket that is set here
+        /// answers from the start to the end.
         #[arg(long, env = "TUNNEL_AGENT_META_SOCKET", value_name = "FILE", help_heading = "Process")]
         pub meta_socket: Option<PathBuf>,
 

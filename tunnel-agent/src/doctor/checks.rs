@@ -243,7 +243,6 @@ fn agent(facts: &Facts) -> Result<Vec<Fault>, String> {
         }])
     };
     match &facts.agent.answer {
-        AgentAnswer::Off => Err("--meta-listen is off".to_owned()),
         AgentAnswer::OtherProgram(_) => Err("another program listens, see D19.ports".to_owned()),
         AgentAnswer::NotRunning => {
             // Before the first start there is no agent to find.
@@ -254,7 +253,7 @@ fn agent(facts: &Facts) -> Result<Vec<Fault>, String> {
             } else {
                 Severity::Error
             };
-            let what = "no agent runs with this --meta-listen".to_owned();
+            let what = "no agent runs with these settings".to_owned();
             one(severity, what, "systemctl start tunnel-agent")
         }
         AgentAnswer::NoAnswer(reason) => {

@@ -11,7 +11,7 @@ use tokio::task::{JoinSet, spawn_blocking};
 use tokio::time::timeout;
 use tunnel_doctor::{HostFacts, NO_ANSWER, time_for_facts};
 use tunnel_process::host::Resources;
-use tunnel_process::meta::{self, Readiness};
+use tunnel_process::meta::{MetaAddress, Readiness};
 use tunnel_process::settings::format_size;
 use tunnel_proto::dial::SystemResolver;
 use tunnel_proto::wire::header::{Refusal, Target};
@@ -60,7 +60,7 @@ pub(super) struct PortFacts {
 /// The agent on this host.
 #[derive(Debug)]
 pub(super) struct AgentFacts {
-    /// Address of the meta port.
+    /// Address of the meta port, or the Unix socket.
     pub(super) address: String,
     pub(super) answer: AgentAnswer,
 }
@@ -68,7 +68,6 @@ pub(super) struct AgentFacts {
 /// The answer on the address of the meta port.
 #[derive(Debug)]
 pub(super) enum AgentAnswer {
-    Off,
     /// No program listens there.
     NotRunning,
     /// A program other than the agent answers.
@@ -103,7 +102,7 @@ pub(super) async fn gather(config: &Config, ports: &[Port], limit: Duration) -> 
             &resources,
             within
         )),
-        Box::pin(agent(config.meta_listen, within)),
+        Box::pin(agent(config.meta_endpoint(), within)),
         Box::pin(cloud::gather(&config.cloud_listeners, within)),
         Box::pin(names::gather(!config.cloud_listeners.is_empty(), within)),
     );
@@ -217,34 +216,30 @@ async fn dial_port(
     }
 }
 
-async fn agent(meta_listen: Option<SocketAddr>, within: Duration) -> AgentFacts {
-    let Some(address) = meta_listen.map(meta::dialable) else {
-        return AgentFacts {
-            address: "agent".to_owned(),
-            answer: AgentAnswer::Off,
-        };
-    };
-    let answer = timeout(within, ask(address)).await;
+async fn agent(address: MetaAddress, within: Duration) -> AgentFacts {
+    let answer = timeout(within, ask(&address)).await;
     AgentFacts {
         address: address.to_string(),
         answer: answer.unwrap_or_else(|_elapsed| AgentAnswer::NoAnswer(NO_ANSWER.to_owned())),
     }
 }
 
-async fn ask(address: SocketAddr) -> AgentAnswer {
-    let readiness = match meta::get(address, "/readyz?verbose").await {
+async fn ask(address: &MetaAddress) -> AgentAnswer {
+    let readiness = match address.get("/readyz?verbose").await {
         Ok((StatusCode::OK | StatusCode::SERVICE_UNAVAILABLE, body)) => body,
         Ok((status, _other)) => return AgentAnswer::OtherProgram(format!("it answers {status}")),
         Err(error) => {
             return match error.kind() {
-                io::ErrorKind::ConnectionRefused => AgentAnswer::NotRunning,
+                io::ErrorKind::ConnectionRefused | io::ErrorKind::NotFound => {
+                    AgentAnswer::NotRunning
+                }
                 io::ErrorKind::Other => AgentAnswer::OtherProgram(error.to_string()),
                 _ => AgentAnswer::NoAnswer(error.to_string()),
             };
         }
     };
-    let sessions = status::sessions(&address.into()).await;
-    let metrics = meta::get(address, "/metrics").await;
+    let sessions = status::sessions(address).await;
+    let metrics = address.get("/metrics").await;
     AgentAnswer::Running(RunningAgent {
         sessions: sessions
             .map(|(sessions, _json)| sessions)

@@ -10,6 +10,7 @@ use http_body_util::Full;
 use serde::Serialize;
 use serde::de::DeserializeOwned;
 use tokio::net::UnixStream;
+use tunnel_process::config_report::ConfigStatus;
 use tunnel_process::meta::send_request;
 use tunnel_process::yaml;
 use tunnel_proto::wire::name::{NameError, NodeName};
@@ -18,7 +19,6 @@ use super::{
     ApproveOutcome, CreateToken, CreatedToken, ErrorBody, ForgetOutcome, NodesOrder, OrderOutcome,
     RunningServer,
 };
-use crate::admin::configuration::ConfigStatus;
 use crate::admin::failures::FailureStatus;
 use crate::admin::pages::{NamedNodes, NodesPage, PageQuery, RevocationsPage};
 use crate::admin::ping::PingReport;

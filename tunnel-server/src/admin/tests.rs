@@ -51,7 +51,7 @@ pub(super) fn state(dir: &DataDir) -> AdminState {
         configuration: RunningConfig::new(
             &Config::try_from(RawConfig::default()).unwrap(),
             [1; 32],
-            Shutdown::new(),
+            &Shutdown::new(),
         ),
     }
 }

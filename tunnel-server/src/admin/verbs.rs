@@ -5,6 +5,7 @@ use std::io::{self, Write};
 use std::path::{Path, PathBuf};
 use std::time::{Duration, SystemTime};
 
+use tunnel_process::config_report::UnusableFile;
 use tunnel_process::name_list::NameList;
 use tunnel_process::output::OutputFormat;
 use tunnel_process::schema::SCHEMA_VERSION;
@@ -145,8 +146,8 @@ pub enum VerbError {
     #[error(transparent)]
     Config(#[from] LoadError),
     /// The running server cannot use its file.
-    #[error("the file of the configuration cannot be used, and nothing of it applies:\n  {}", .0.join("\n  "))]
-    ConfigMistakes(Vec<String>),
+    #[error(transparent)]
+    UnusableFile(#[from] UnusableFile),
     /// A list cannot be encoded as JSON.
     #[error("cannot make JSON")]
     Json(#[from] serde_json::Error),
@@ -163,7 +164,7 @@ impl VerbError {
                 | CreateTokenError::Options(_),
             )
             | Self::UnknownLabel(_)
-            | Self::ConfigMistakes(_)
+            | Self::UnusableFile(_)
             | Self::NamesFile(_) => 64,
             Self::Server(AdminError::Refused { status, .. })
                 if *status == http::StatusCode::BAD_REQUEST =>

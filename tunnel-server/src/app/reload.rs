@@ -46,7 +46,7 @@ impl Followers {
     pub(super) fn start(self, context: &ServerContext) -> RunningConfig {
         let config = &context.config;
         let hash = shared_hash(&config.raw.0);
-        let running = RunningConfig::new(config, hash, context.shutdown.clone());
+        let running = RunningConfig::new(config, hash, &context.shutdown);
         context.peers.set_configuration(hash);
         config_difference::report(context);
         let (services, wanted) = watch::channel(Services::of(config));
@@ -60,8 +60,9 @@ impl Followers {
         for key in &file.overridden {
             info!(key, file = %file.path.display(), "a flag or a variable overrides the key of the file");
         }
-        let report = ConfigReport::new(file.path.clone(), context.readiness.clone());
-        let report = Arc::new(Mutex::new(report));
+        let readiness = context.readiness.clone();
+        let report = ConfigReport::new(file.path.clone(), readiness, running.state.clone());
+        let report = Arc::new(report);
         let reload = Reload {
             config: config.clone(),
             limits: context.limits.clone(),
@@ -110,15 +111,7 @@ impl Followers {
             }
             Ok::<_, LoadError>(())
         };
-        let reported = running.clone();
-        let on_reload = move |outcome: ReloadOutcome<'_>| {
-            let mut report = report.lock();
-            report.reading(outcome);
-            reported.change(|status| {
-                status.mistakes = report.mistakes().to_vec();
-                status.readings += 1;
-            });
-        };
+        let on_reload = move |outcome: ReloadOutcome<'_>| report.reading(outcome);
         context.shutdown.spawn_service(async move {
             watcher.run(load, apply, on_reload).await;
         });
@@ -142,7 +135,7 @@ struct Reload {
     sessions: FollowedSessions,
     services: watch::Sender<Services>,
     running: RunningConfig,
-    report: Arc<Mutex<ConfigReport>>,
+    report: Arc<ConfigReport>,
 }
 
 impl Reload {
@@ -168,15 +161,8 @@ impl Reload {
             needs_restart,
         } = planned;
         let overridden = config.file.iter().flat_map(|file| file.overridden.clone());
-        let overridden: Vec<String> = overridden.collect();
         self.report
-            .lock()
-            .applied(&applied, &needs_restart, &overridden);
-        self.running.change(|status| {
-            status.applied = applied;
-            status.needs_restart = needs_restart;
-            status.overridden = overridden;
-        });
+            .applied(applied, needs_restart, overridden.collect());
         self.config = config;
         Ok(())
     }

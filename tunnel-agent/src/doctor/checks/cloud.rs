@@ -18,10 +18,9 @@ pub(super) fn listen(facts: &Facts) -> Result<Vec<Fault>, String> {
             .filter(|condition| condition.component == CONDITION)
             .map(|condition| condition.text)
             .collect(),
-        AgentAnswer::Off
-        | AgentAnswer::NotRunning
-        | AgentAnswer::OtherProgram(_)
-        | AgentAnswer::NoAnswer(_) => Vec::new(),
+        AgentAnswer::NotRunning | AgentAnswer::OtherProgram(_) | AgentAnswer::NoAnswer(_) => {
+            Vec::new()
+        }
     };
     let fault = |place: String, what: String, fix: &str| Fault {
         severity: Severity::Error,

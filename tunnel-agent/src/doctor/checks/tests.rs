@@ -340,7 +340,7 @@ fn address_that_fails_next_to_one_that_works_is_information() {
 fn what_cannot_be_read_is_skipped() {
     let mut facts = healthy();
     facts.credential = Err(CredentialFault::Unreadable("permission denied".to_owned()));
-    facts.agent.answer = AgentAnswer::Off;
+    running_agent(&mut facts).sessions = Err("no list".to_owned());
     endpoint(&mut facts).tcp = TcpFacts::Connected;
     endpoint(&mut facts).quic = None;
     let report = examine(&facts);

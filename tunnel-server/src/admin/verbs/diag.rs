@@ -6,6 +6,7 @@ use std::path::Path;
 use serde::Serialize;
 use serde_json::Value;
 use tunnel_process::diag::DiagDocument;
+use tunnel_process::meta;
 use tunnel_proto::wire::PORT_SERVER_META;
 use tunnel_proto::wire::name::NodeName;
 
@@ -24,7 +25,7 @@ pub async fn collect(settings: Result<Config, LoadError>) -> DiagDocument {
         Err(_invalid) => (DATA_DIR.into(), DEFAULT_META),
     };
     document.add_settings(settings);
-    document.add_meta(meta).await;
+    document.add_meta(&meta::dialable(meta).into()).await;
     document.add("running", running(&data_dir)).await;
     document.add("nodes", nodes(&data_dir)).await;
     document.add_files(data_dir).await;
