@@ -3,10 +3,14 @@
 
 use std::fs;
 use std::net::SocketAddr;
+use std::path::Path;
 
 use anyhow::{Context, Result, ensure};
 use tokio::io::{AsyncReadExt, AsyncWriteExt};
 use tokio::net::{TcpListener, TcpStream};
+use tunnel_agent::app::RELOAD_PATH;
+use tunnel_process::config_report::ConfigStatus;
+use tunnel_process::meta::{act, get};
 use tunnel_server::admin::AdminClient;
 use tunnel_store::data_dir::DataDir;
 use tunnel_tests::client::{RawRequest, request};
@@ -261,7 +265,7 @@ async fn file_is_followed_without_a_signal_through_the_links_of_a_mounted_config
 }
 
 /// Each of these files changes nothing. The words are in the condition.
-const BAD_FILES: &[(&str, &str)] = &[
+pub(crate) const BAD_FILES: &[(&str, &str)] = &[
     ("httpProxyPorts: [", "--config"),
     ("httpProxyPorts: 70000", "line 1"),
     ("httpProxyPorts: abc", "line 1"),
@@ -358,6 +362,91 @@ async fn bad_file_changes_nothing_and_is_a_condition() -> Result<()> {
     node.write("")?;
     node.condition(&[]).await;
     ensure!(node.admin().await?.settings().await? == before);
+    Ok(())
+}
+
+/// Each of these files of an agent changes nothing. The words are in the condition.
+const BAD_AGENT_FILES: &[(&str, &str)] = &[
+    ("denyPorts: [", "--config"),
+    ("denyPorts: 70000", "line 1"),
+    ("denyPorts: abc", "line 1"),
+    ("denyPorts: {a: 1}", "line 1"),
+    ("denyPort: 9100", "did you mean denyPorts"),
+    ("localhostPorts: -1", "--localhost-ports"),
+    ("allowTargets: nowhere", "--allow-targets"),
+    ("allowTargets: '10.0.0.0/33:80'", "--allow-targets"),
+    ("\n\nlogLevel: loud", "line 3"),
+    ("denyPorts: 9100\nlogLevel: loud", "line 2"),
+    ("- a\n- b", "line 1"),
+    ("just a text", "line 1"),
+    ("a: b: c", "--config"),
+    ("\t- a", "--config"),
+    ("\u{0}", "--config"),
+    ("cloudListen: [apiserver]", "--cloud-listen"),
+    ("cloudListen: ['apiserver=10.0.0.1:443']", "--cloud-listen"),
+    ("transport: pigeon", "--transport"),
+    ("drainTimeout: soon", "--drain-timeout"),
+    ("workerThreads: 0", "--worker-threads"),
+    ("replicas: 0", "--replicas"),
+    ("quicCongestion: reno", "--quic-congestion"),
+    ("remoteDiag: maybe", "--remote-diag"),
+    ("accessLog: some", "--access-log"),
+    ("accessLogSample: 0", "--access-log-sample"),
+    ("proxy: 'ftp://a'", "--proxy"),
+    ("certFile: /no/file", "--ca-file"),
+    ("limits: 5", "line 1"),
+    ("limits: { keepAlive: fast }", "limits.keepAlive"),
+    ("limits: { keepAliv: 5s }", "did you mean keepAlive"),
+];
+
+/// Has the agent read its file, as `tunnel-agent reload` does.
+async fn reload_agent(socket: &Path) -> ConfigStatus {
+    eventually("the agent's answer", WAIT_TIMEOUT, async || {
+        let (_, status) = act(socket, RELOAD_PATH).await?;
+        anyhow::Ok(serde_json::from_str(&status)?)
+    })
+    .await
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn bad_file_of_an_agent_changes_nothing_and_reload_says_why() -> Result<()> {
+    let env = TestEnv::start().await?;
+    let exporter = Exporter::start("worker-1").await?;
+    let port = exporter.addr().port();
+    let path = env.path().join("agent.yaml");
+    fs::write(&path, "")?;
+    let config = env.agent_config_at_file("worker-1", &path)?;
+    let socket = config.data_dir.join("admin.sock");
+    let agent = Agent::start(config).await?;
+    env.connected("worker-1").await;
+    let meta = agent.meta().context("no meta port")?;
+    let wanted = RawRequest::get(&format!("worker-1:{port}"), "/metrics");
+    let status = async || Ok::<_, anyhow::Error>(request(env.http(), &wanted).await?.status);
+    for (text, words) in BAD_AGENT_FILES {
+        fs::write(&path, text)?;
+        let read = reload_agent(&socket).await;
+        ensure!(!read.mistakes.is_empty(), "{text:?} is not refused");
+        let (_, page) = get(meta, "/readyz?verbose").await?;
+        let mut lines = page.lines();
+        let line = lines.find(|line| line.starts_with("[!] configuration:"));
+        ensure!(
+            line.is_some_and(|line| line.contains(words)),
+            "{text:?}: {page}"
+        );
+        ensure!(status().await? == 200, "{text:?}");
+    }
+    fs::write(&path, format!("denyPorts: {port}\ntransport: h2\n"))?;
+    let read = reload_agent(&socket).await;
+    ensure!(
+        read.mistakes.is_empty()
+            && read.applied == ["denyPorts"]
+            && read.needs_restart == ["transport"],
+        "{read:?}"
+    );
+    ensure!(status().await? == 403);
+    // The meta port, which callers over the tunnel reach, takes no such request.
+    let post = RawRequest::new("POST", RELOAD_PATH, "meta");
+    ensure!(request(meta, &post).await?.status == 405);
     Ok(())
 }
 

@@ -4,15 +4,22 @@
 use std::fs::{self, Permissions};
 use std::os::unix::fs::PermissionsExt;
 use std::path::{Path, PathBuf};
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result, ensure};
+use tokio::io::{AsyncBufReadExt, AsyncWriteExt, BufReader};
+use tokio::time::timeout;
+use tunnel_process::config_report::ConfigStatus;
 use tunnel_tests::checks::ensure_contains;
-use tunnel_tests::eventually::eventually;
+use tunnel_tests::eventually::{eventually, scaled};
+use tunnel_tests::fakes::edge_sites;
 use tunnel_tests::guides::{blocks, page};
 use tunnel_tests::netns::{EDGE_ADDRESS, Edge, NODES, Topology};
 use tunnel_tests::process::{Fleet, Listener, Process, Program, ScratchDir, Server};
 use tunnel_tests::tools::{Skip, Tool, bin_dir, or_skip, require};
+
+use crate::abuse::report_figure;
+use crate::reload::BAD_FILES;
 
 /// Port of each edge's sshd, in the edge's network namespace.
 const PORT: &str = "22";
@@ -25,6 +32,10 @@ const WAIT_TIMEOUT: Duration = Duration::from_secs(20);
 struct ConnectFixture {
     scratch: ScratchDir,
     key: PathBuf,
+    /// The settings of the server.
+    ports: String,
+    /// The file that has them.
+    file: PathBuf,
     sites: Topology,
     fleet: Fleet,
     _sshd: Vec<Process>,
@@ -62,12 +73,14 @@ impl ConnectFixture {
         let settings = blocks(&page(GUIDE)?).into_iter();
         let settings = settings.map(|block| block.text);
         let mut settings = settings.filter(|text| text.starts_with("ports:"));
-        let settings = scratch.file("config.yaml", settings.next().context("ports")?)?;
-        let settings = settings.to_string_lossy();
-        let fleet = Fleet::start(&sites, &["--config", &settings]).await?;
+        let ports = settings.next().context("ports")?;
+        let file = scratch.file("config.yaml", &ports)?;
+        let fleet = Fleet::start(&sites, &["--config", &file.to_string_lossy()]).await?;
         Ok(Some(Self {
             scratch,
             key,
+            ports,
+            file,
             sites,
             fleet,
             _sshd: sshd,
@@ -204,6 +217,90 @@ async fn p17_ssh_reaches_each_of_two_nodes_with_one_address() -> Result<()> {
         Ok(())
     })
     .await;
+    Ok(())
+}
+
+/// The server reads 34 files with a mistake and as many good ones, while 100 requests a second go on, half
+/// of them on a connection each, and somebody is logged in.
+#[tokio::test(flavor = "multi_thread")]
+async fn nothing_fails_over_reloads_under_100_requests_a_second_with_an_open_ssh_session()
+-> Result<()> {
+    let Some(fixture) = ConnectFixture::start(&[Tool::Curl]).await? else {
+        return Ok(());
+    };
+    let _exporters = edge_sites(&fixture.sites).await?;
+    // Each good file differs from the one before, so that the server applies it.
+    let mut numbers = 3000_u32..;
+    let mut good = || {
+        let (ports, millis) = (&fixture.ports, numbers.next().unwrap_or(1));
+        format!("{ports}httpProxyPorts: 9100\nlimits: {{ openTimeout: {millis}ms }}\n")
+    };
+    let reload = async |text: &str| {
+        fs::write(&fixture.file, text)?;
+        let reload = fixture.server().verb(&["reload", "-o", "json"])?;
+        let finished = reload.run().await?;
+        let status: ConfigStatus = serde_json::from_str(&finished.out)?;
+        anyhow::Ok((finished.code(), status))
+    };
+    let (code, applied) = reload(&good()).await?;
+    ensure!(code == Some(0), "{applied:?}");
+
+    let remote = "while read -r line; do echo $CULVERT_NODE $line; done; exit 7";
+    let mut session = fixture.ssh(NODES[0], PORT)?.arg(remote).start_piped()?;
+    let mut answers = BufReader::new(&mut session.stdout).lines();
+    let mut say = async |line: &str| {
+        session
+            .stdin
+            .write_all(format!("{line}\n").as_bytes())
+            .await?;
+        let answer = timeout(scaled(WAIT_TIMEOUT), answers.next_line()).await??;
+        let expected = format!("{} {line}", NODES[0]);
+        ensure!(answer.as_ref() == Some(&expected), "{answer:?}");
+        anyhow::Ok(())
+    };
+    say("before").await?;
+    let listener = fixture.server().address(Listener::Http);
+    let mut requests = Vec::new();
+    for connection in ["keep-alive", "close"] {
+        let curl = Program::tool(Tool::Curl)?
+            .args(["-sS", "--rate", "50/s", "-o", "/dev/null"])
+            .args(["-w", "%{http_code}\n", "-H", "Host: worker-1:9100"])
+            .args(["-H", &format!("Connection: {connection}")])
+            .arg(format!("http://{listener}/metrics?[1-1000000]"));
+        requests.push(curl.inside(Some(fixture.sites.cloud())).start()?);
+    }
+    let began = Instant::now();
+    for (number, (text, _)) in BAD_FILES.iter().enumerate() {
+        let (code, status) = reload(text).await?;
+        ensure!(code == Some(64), "{text:?}: {code:?}, {status:?}");
+        ensure!(!status.mistakes.is_empty(), "{text:?}");
+        let (code, status) = reload(&good()).await?;
+        ensure!(
+            code == Some(0) && status.applied == ["limits"],
+            "{status:?}"
+        );
+        say(&format!("line {number}")).await?;
+    }
+    let took = began.elapsed();
+    let mut count = 0;
+    for curl in requests {
+        let codes = curl.log().lines();
+        let failed = codes.iter().find(|code| *code != "200");
+        ensure!(
+            failed.is_none() && codes.len() > BAD_FILES.len(),
+            "{failed:?}; {curl}"
+        );
+        count += codes.len();
+        curl.kill().await?;
+    }
+    say("after").await?;
+    drop(session.stdin);
+    let ended = session.process.end(WAIT_TIMEOUT).await?;
+    ensure!(ended.code() == Some(7), "{ended}");
+    report_figure(&format!(
+        "{} reloads in {took:?} with {count} requests",
+        2 * BAD_FILES.len()
+    ));
     Ok(())
 }
 
