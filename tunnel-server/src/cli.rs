@@ -4,6 +4,7 @@ use std::path::PathBuf;
 
 use clap::{CommandFactory, Parser, Subcommand};
 use clap_complete::Shell;
+use tunnel_process::output::OutputFormat;
 use tunnel_proto::wire::name::NodeName;
 
 use crate::admin::doctor::DoctorOptions;
@@ -174,6 +175,9 @@ pub struct PolicyTestArgs {
     /// The request to decide about.
     #[command(flatten)]
     pub request: PolicyRequest,
+    /// Format of the decision
+    #[arg(short, long, value_enum, default_value = "table")]
+    pub output: OutputFormat,
     /// Settings of the server, as `run` has them.
     #[command(flatten)]
     pub source: ConfigArgs,

@@ -6,11 +6,14 @@ use std::time::{Duration, SystemTime};
 
 use anyhow::Context as _;
 use clap::Parser as _;
+use serde_json::json;
 use tracing::{info, warn};
 use tunnel_process::diag::default_path;
 use tunnel_process::host::raise_descriptor_limit;
 use tunnel_process::metrics::COMMIT;
 use tunnel_process::notify;
+use tunnel_process::output::OutputFormat;
+use tunnel_process::schema::Document;
 use tunnel_process::secrets::forbid_core_dumps;
 use tunnel_process::settings::{ConfigError, unknown_variables};
 use tunnel_process::shutdown::{Shutdown, handle_signals};
@@ -94,6 +97,13 @@ fn run_verb(verb: Verb) -> anyhow::Result<ExitCode> {
         Verb::Policy(PolicyVerb::Show(source)) => print(policy::show(&load(*source)?).as_bytes()),
         Verb::Policy(PolicyVerb::Test(arguments)) => {
             let (text, is_allowed) = arguments.request.decide(&load(arguments.source)?);
+            let text = match arguments.output {
+                OutputFormat::Table => text,
+                OutputFormat::Json => {
+                    let decision = json!({ "isAllowed": is_allowed, "decision": text });
+                    serde_json::to_string_pretty(&Document::new(decision))?
+                }
+            };
             print(format!("{text}\n").as_bytes())?;
             Ok(ExitCode::from(u8::from(!is_allowed)))
         }

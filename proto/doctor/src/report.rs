@@ -13,7 +13,7 @@ use tokio::time::{Instant, sleep};
 use tunnel_process::diag::redact::{redact, redacted};
 use tunnel_process::name_list::NameList;
 use tunnel_process::output::OutputFormat;
-use tunnel_process::schema::SCHEMA_VERSION;
+use tunnel_process::schema::Document;
 use tunnel_process::telemetry::{self, LogFormat, visible};
 
 /// Exit code of a report with warnings and no errors.
@@ -99,15 +99,6 @@ pub struct Report {
     pub passed: Vec<Passed>,
     /// Checks that could not be done.
     pub skipped: Vec<Skipped>,
-}
-
-/// The JSON document of a report.
-#[derive(Serialize)]
-#[serde(rename_all = "camelCase")]
-struct ReportDocument<'a> {
-    schema_version: u32,
-    #[serde(flatten)]
-    report: &'a Report,
 }
 
 impl Report {
@@ -197,11 +188,7 @@ impl Report {
     /// When `out` cannot be written.
     pub fn print(&self, format: OutputFormat, out: &mut impl Write) -> io::Result<()> {
         if format == OutputFormat::Json {
-            let document = ReportDocument {
-                schema_version: SCHEMA_VERSION,
-                report: self,
-            };
-            return print_json(&document, out);
+            return print_json(&Document::new(self), out);
         }
         if !self.capacity.is_empty() {
             writeln!(out, "capacity: {}", line(&self.capacity))?;
@@ -277,15 +264,6 @@ pub struct Explanation {
     pub link: &'static str,
 }
 
-/// The JSON document of an explanation.
-#[derive(Serialize)]
-#[serde(rename_all = "camelCase")]
-struct ExplanationDocument<'a> {
-    schema_version: u32,
-    #[serde(flatten)]
-    explanation: &'a Explanation,
-}
-
 impl Explanation {
     /// Returns the explanation of a check. The case of the id does not matter.
     pub fn find<'a>(table: &'a [Self], id: &str) -> Option<&'a Self> {
@@ -328,11 +306,7 @@ impl Explanation {
     /// When `out` cannot be written.
     pub fn print(&self, format: OutputFormat, out: &mut impl Write) -> io::Result<()> {
         if format == OutputFormat::Json {
-            let document = ExplanationDocument {
-                schema_version: SCHEMA_VERSION,
-                explanation: self,
-            };
-            return print_json(&document, out);
+            return print_json(&Document::new(self), out);
         }
         writeln!(out, "{}: {}", self.id, self.checks)?;
         writeln!(out, "consequence: {}", self.consequence)?;

@@ -164,7 +164,111 @@ async fn table_of_commands_has_each_with_its_settings_and_codes() -> Result<()> 
     Ok(())
 }
 
-/// Commands that ask a running server, and need no more arguments.
+/// Each row that says that a command prints JSON is true, and every document has the version of its schema.
+#[tokio::test(flavor = "multi_thread")]
+async fn each_json_document_has_the_version_of_its_schema() -> Result<()> {
+    let mut stack = Stack::start(&[], &[]).await?;
+    let opened = |line: &str| Listener::Meta.opened(line);
+    let meta = stack.agent.wait_for_line("meta port", CONNECT, opened);
+    let meta = meta.await?.to_string();
+    let stopped = stack._scratch.path().join("stopped");
+    let create = ["token", "create", "--offline", "--node", NODE];
+    offline(&stopped, &create).await?.ok()?;
+    let [stopped, agent] = [stopped, stack._scratch.path().join("agent")]
+        .map(|folder| folder.to_string_lossy().into_owned());
+    let agents = stack.server.address(Listener::Agents).to_string();
+    let replaced = [
+        ("SERVER", stack.server.data_dir()),
+        ("STOPPED", &stopped),
+        ("AGENT", &agent),
+        ("META", &meta),
+        ("DIAL", &agents),
+    ];
+    let page = std::fs::read_to_string(repository().join("docs/reference/configuration.md"))?;
+    let mut documents = DOCUMENTS.iter();
+    for row in page.lines().filter(|line| line.starts_with("| `tunnel-")) {
+        let cells: Vec<&str> = row.split('|').map(str::trim).collect();
+        let [_, name, _, json, _, _] = cells[..] else {
+            continue;
+        };
+        if json == "-" {
+            continue;
+        }
+        let name = name.trim_matches('`');
+        let (of, arguments, is_good) = documents.next().with_context(|| row.to_owned())?;
+        ensure!(name == *of, "{row}");
+        let mut words = format!("{name} {arguments}");
+        for (placeholder, value) in replaced {
+            words = words.replace(placeholder, value);
+        }
+        let mut words = words.split_whitespace();
+        let binary = words.next().context("no program")?;
+        let finished = Program::ours(binary)?.args(words).run().await?;
+        let document: serde_json::Value =
+            serde_json::from_str(&finished.out).with_context(|| finished.to_string())?;
+        ensure!(document["schemaVersion"] == 1, "{name}: {document:#}");
+        ensure!(!is_good || finished.code() == Some(0), "{name}: {finished}");
+    }
+    ensure!(documents.next().is_none(), "a command without a row");
+    Ok(())
+}
+
+/// Commands that print JSON, in the order of the page, with their arguments, and whether they end with 0.
+const DOCUMENTS: &[(&str, &str, bool)] = &[
+    ("tunnel-server reload", "-o json --data-dir SERVER", true),
+    (
+        "tunnel-server token create",
+        "-o json --node worker-2 --data-dir SERVER",
+        true,
+    ),
+    (
+        "tunnel-server token list",
+        "-o json --data-dir SERVER",
+        true,
+    ),
+    ("tunnel-server nodes", "-o json --data-dir SERVER", true),
+    (
+        "tunnel-server nodes revocations",
+        "-o json --data-dir SERVER",
+        true,
+    ),
+    (
+        "tunnel-server ca rotate",
+        "--status -o json --data-dir SERVER",
+        true,
+    ),
+    ("tunnel-server data dump", "--data-dir STOPPED", true),
+    (
+        "tunnel-server ping",
+        "worker-1 -o json --data-dir SERVER",
+        true,
+    ),
+    ("tunnel-server diag", "-f - --data-dir SERVER", true),
+    (
+        "tunnel-server doctor",
+        "-o json --kubernetes off --data-dir SERVER",
+        false,
+    ),
+    (
+        "tunnel-server policy test",
+        "-o json --listener http --port 9100 --path /metrics",
+        false,
+    ),
+    ("tunnel-agent reload", "-o json --data-dir AGENT", true),
+    ("tunnel-agent status", "-o json --meta-listen META", true),
+    (
+        "tunnel-agent diag",
+        "-f - --data-dir AGENT --meta-listen META",
+        true,
+    ),
+    (
+        "tunnel-agent doctor",
+        "-o json --server DIAL --node-name worker-1 --data-dir AGENT --meta-listen META",
+        false,
+    ),
+];
+
+/// Commands that ask a running process, and need no more arguments.
 const ASKS: &[&str] = &[
     "tunnel-server reload",
     "tunnel-agent reload",
@@ -478,7 +582,7 @@ const HELP: &[(&str, &str, &str)] = &[
     (
         SERVER,
         "token create",
-        "--node --uses --approve --ttl --ip --label --offline",
+        "--node --uses --approve --ttl --ip --label --offline --output",
     ),
     (SERVER, "token list", "--data-dir"),
     (SERVER, "token revoke", "--data-dir"),
@@ -493,7 +597,11 @@ const HELP: &[(&str, &str, &str)] = &[
         "ca",
         "--data-dir --offline export import rotate client",
     ),
-    (SERVER, "ca rotate", "--status --next --abort --force"),
+    (
+        SERVER,
+        "ca rotate",
+        "--status --next --abort --force --output",
+    ),
     (SERVER, "ca client", "NAME --days --dir"),
     (
         SERVER,

@@ -8,7 +8,7 @@ use std::time::{Duration, SystemTime};
 use tunnel_process::config_report::UnusableFile;
 use tunnel_process::name_list::NameList;
 use tunnel_process::output::OutputFormat;
-use tunnel_process::schema::SCHEMA_VERSION;
+use tunnel_process::schema::Document;
 use tunnel_proto::wire::PORT_SERVER_META;
 use tunnel_proto::wire::name::NodeName;
 
@@ -219,6 +219,7 @@ impl TokenVerb {
                 ips,
                 labels,
                 offline,
+                output,
                 data_dir,
             } => {
                 let dir = open_dir(&data_dir.path()?, offline)?;
@@ -233,7 +234,8 @@ impl TokenVerb {
                         .map(|(key, value)| (key.as_str().into(), value))
                         .collect(),
                 };
-                create_token(&dir, token_request, ttl, offline).await
+                let created = create_token(&dir, &token_request, ttl, offline).await?;
+                created_token(&created, output)
             }
             Self::List { output, data_dir } => {
                 let dir = DataDir::open_existing(&data_dir.path()?)?;
@@ -243,10 +245,9 @@ impl TokenVerb {
                 };
                 Ok(VerbOutput::out(match output {
                     OutputFormat::Table => table::tokens(&tokens),
-                    OutputFormat::Json => json(&serde_json::json!({
-                        "schemaVersion": SCHEMA_VERSION,
-                        "tokens": tokens,
-                    }))?,
+                    OutputFormat::Json => {
+                        json(&Document::new(serde_json::json!({ "tokens": tokens })))?
+                    }
                 }))
             }
             Self::Revoke { id, data_dir } => {
@@ -323,22 +324,35 @@ fn load_ca(dir: &DataDir, can_create: bool) -> Result<LocalCa, VerbError> {
 
 async fn create_token(
     dir: &DataDir,
-    token_request: CreateToken,
+    token_request: &CreateToken,
     ttl: Duration,
     offline: bool,
-) -> Result<VerbOutput, VerbError> {
-    let created = if let Some(server) = AdminClient::connect(dir).await? {
-        server.create_token(&token_request).await?
-    } else {
-        let ca = load_ca(require_standalone(dir)?, offline)?;
-        let (tokens, nodes) = (TokenStore::open(dir)?, KnownNodes::open(dir)?);
-        let orders = Revocations::open(dir, true)?;
-        let now = SystemTime::now();
-        let token = token_request.create(&tokens, &nodes, &orders, ca.spki_sha256(), now)?;
-        nodes.save()?;
-        CreatedToken::new(&token, &token_request.node, now + ttl, &dir.advertised()?)
-    };
-    let hint = created.hint.map(|hint| format!("note: {hint}\n"));
+) -> Result<CreatedToken, VerbError> {
+    if let Some(server) = AdminClient::connect(dir).await? {
+        return Ok(server.create_token(token_request).await?);
+    }
+    let ca = load_ca(require_standalone(dir)?, offline)?;
+    let (tokens, nodes) = (TokenStore::open(dir)?, KnownNodes::open(dir)?);
+    let orders = Revocations::open(dir, true)?;
+    let now = SystemTime::now();
+    let token = token_request.create(&tokens, &nodes, &orders, ca.spki_sha256(), now)?;
+    nodes.save()?;
+    let advertised = dir.advertised()?;
+    Ok(CreatedToken::new(
+        &token,
+        &token_request.node,
+        now + ttl,
+        &advertised,
+    ))
+}
+
+/// Prints a new token: alone on standard output, or in a document.
+fn created_token(created: &CreatedToken, output: OutputFormat) -> Result<VerbOutput, VerbError> {
+    if output == OutputFormat::Json {
+        return Ok(VerbOutput::out(json(&Document::new(created))?));
+    }
+    let hint = created.hint.as_ref();
+    let hint = hint.map(|hint| format!("note: {hint}\n"));
     Ok(VerbOutput {
         out: format!("{}\n", created.token),
         err: format!(

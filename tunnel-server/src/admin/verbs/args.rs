@@ -110,6 +110,9 @@ pub enum TokenVerb {
         /// Without a running server, create the CA if the data directory has none
         #[arg(long)]
         offline: bool,
+        /// Output format; JSON has the token and the command in one document on standard output
+        #[arg(short, long, value_enum, default_value = "table")]
+        output: OutputFormat,
         /// Data directory of the server.
         #[command(flatten)]
         data_dir: DataDirArg,
@@ -327,6 +330,9 @@ pub enum CaVerb {
         /// Enter the next stage even if agents need a new token then
         #[arg(long, requires = "next")]
         force: bool,
+        /// Output format of the stage
+        #[arg(short, long, value_enum, default_value = "table")]
+        output: OutputFormat,
     },
     /// Make a certificate for a caller: a user of `connect`, Prometheus, kube-apiserver
     ///

@@ -59,6 +59,7 @@ impl CaArgs {
                 next,
                 abort,
                 force,
+                output,
             }) => {
                 let action = match (next, abort) {
                     (true, _) if force => Some(RotationAction::ForceNext),
@@ -67,7 +68,7 @@ impl CaArgs {
                     (false, false) if status => None,
                     (false, false) => Some(RotationAction::Begin),
                 };
-                rotate::rotate(&dir, action).await
+                rotate::rotate(&dir, action, output).await
             }
             Some(CaVerb::Client {
                 name,

@@ -3,6 +3,8 @@
 use std::io::{self, BufWriter, Write};
 use std::path::Path;
 
+use tunnel_process::schema::SCHEMA_VERSION;
+
 use super::{DataVerb, VerbError, VerbOutput};
 use crate::admin::AdminClient;
 use tunnel_ca::revocation::Revocations;
@@ -41,10 +43,10 @@ async fn open(path: &Path) -> Result<DataDir, VerbError> {
 
 /// Writes all rows as one JSON object, a line for each row.
 pub(super) fn dump(store: &StateStore, mut out: impl Write) -> io::Result<()> {
-    let mut before_table = "{";
+    write!(out, "{{\n\"schemaVersion\": {SCHEMA_VERSION}")?;
     for table in Table::ALL {
         let rows = store.rows(table)?;
-        write!(out, "{before_table}\n{:?}: {{", table.name())?;
+        write!(out, ",\n{:?}: {{", table.name())?;
         let mut before_row = "";
         for (key, content) in &rows {
             let key = serde_json::to_string(key).map_err(io::Error::other)?;
@@ -52,7 +54,6 @@ pub(super) fn dump(store: &StateStore, mut out: impl Write) -> io::Result<()> {
             before_row = ",";
         }
         write!(out, "}}")?;
-        before_table = ",";
     }
     writeln!(out, "\n}}")?;
     out.flush()

@@ -2,7 +2,10 @@
 
 use std::fmt::Write as _;
 
-use super::{VerbError, VerbOutput};
+use tunnel_process::output::OutputFormat;
+use tunnel_process::schema::Document;
+
+use super::{VerbError, VerbOutput, json};
 use crate::admin::AdminClient;
 use tunnel_ca::rotation::{
     AgentCounts, RotationAction, RotationProgress, RotationStage, RotationStatus,
@@ -13,6 +16,7 @@ use tunnel_store::data_dir::{DataDir, rfc3339};
 pub(super) async fn rotate(
     dir: &DataDir,
     action: Option<RotationAction>,
+    output: OutputFormat,
 ) -> Result<VerbOutput, VerbError> {
     let server = AdminClient::connect(dir).await?;
     let server = server.ok_or_else(|| VerbError::NotRunning(dir.path().to_owned()))?;
@@ -20,7 +24,10 @@ pub(super) async fn rotate(
         Some(action) => server.rotate_ca(action).await?,
         None => server.ca_rotation().await?,
     };
-    Ok(VerbOutput::out(describe(&status)))
+    Ok(VerbOutput::out(match output {
+        OutputFormat::Table => describe(&status),
+        OutputFormat::Json => json(&Document::new(&status))?,
+    }))
 }
 
 fn describe(status: &RotationStatus) -> String {
