@@ -8,6 +8,7 @@ pub mod enroll;
 mod fields;
 pub mod frame;
 pub mod header;
+pub mod label;
 pub mod name;
 pub mod name_pattern;
 pub mod node_row;

@@ -187,6 +187,7 @@ pub fn hello(name: &str, instance: [u8; 16]) -> Result<Hello> {
         instance: InstanceId::new(instance),
         software: "scripted".into(),
         node_ip: String::new(),
+        labels: std::collections::BTreeMap::new(),
     })
 }
 

@@ -330,6 +330,7 @@ impl App {
         let context = SessionContext {
             node: config.node_name.clone(),
             node_ip,
+            labels: config.labels.clone(),
             instance: self.instance,
             limits: config.limits,
             facts: config.remote_diag.then(|| {

@@ -14,6 +14,7 @@ pub(crate) use tunnel_process::scratch::ScratchDir;
 use tunnel_process::shutdown::Shutdown;
 use tunnel_proto::tls;
 use tunnel_proto::wire::enroll::EnrollReply;
+use tunnel_proto::wire::label::Labels;
 use tunnel_proto::wire::name::{InstanceId, NodeName};
 
 use crate::config::{Limits, NodeIpSetting};
@@ -159,6 +160,7 @@ pub(crate) fn context(limits: Limits) -> SessionContext {
     SessionContext {
         node,
         node_ip,
+        labels: Labels::new(),
         instance: InstanceId::new([7; 16]),
         limits,
         facts: None,

@@ -324,12 +324,17 @@ fn approve_nodes(state: &AdminState, names: &[NodeName]) -> Result<ApproveOutcom
 }
 
 /// Returns the keys of the labels by which nodes can be selected: those of the Nodes that the server
-/// stores, and those of join tokens.
+/// stores, those of join tokens, and those that agents give their nodes.
 fn label_keys(state: &AdminState) -> BTreeSet<String> {
     let nodes = state.nodes.snapshot();
     let own = nodes.iter().flat_map(|(_, node)| node.labels.keys());
     let own = own.map(ToString::to_string);
-    own.chain(state.node_labels.iter().cloned()).collect()
+    let mut keys: BTreeSet<String> = own.chain(state.node_labels.iter().cloned()).collect();
+    let sessions = state.sources.sessions.iter();
+    for agent in sessions.flat_map(|sessions| sessions.registry.all()) {
+        keys.extend(agent.claimed_labels.keys().map(ToString::to_string));
+    }
+    keys
 }
 
 /// Revokes a token. Blocks the thread.

@@ -244,6 +244,7 @@ pub(crate) async fn say_hello(
         instance: InstanceId::new([instance; 16]),
         software: "played".into(),
         node_ip: String::new(),
+        labels: std::collections::BTreeMap::new(),
     };
     writer.send(&ControlMessage::Hello(hello)).await.unwrap();
     (reader, writer)

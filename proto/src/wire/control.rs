@@ -9,6 +9,7 @@ use super::code::CloseCode;
 use super::enroll::EnrollReply;
 use super::frame::{self, CONTROL_MESSAGE_MAX, FrameError};
 use super::header::one_line;
+use super::label::{self, Labels};
 use super::name::{InstanceId, NodeName, ReplicaId, SessionId, ZoneName};
 use super::{REPLICAS_MAX, pb};
 
@@ -90,6 +91,8 @@ pub struct Hello {
     /// The address that the agent detected for its node. The server displays it and never uses it
     /// for routing.
     pub node_ip: String,
+    /// Labels that the agent gives its node, for people. No rule depends on them.
+    pub labels: Labels,
 }
 
 /// The server's answer to [`Hello`].
@@ -141,6 +144,7 @@ impl ControlMessage {
                 instance_id: hello.instance.as_bytes().to_vec(),
                 software: hello.software.clone(),
                 node_ip: hello.node_ip.clone(),
+                labels: label::encode(&hello.labels),
             })),
             Self::Welcome(welcome) => Some(Kind::Welcome(pb::Welcome {
                 version: welcome.version,
@@ -210,6 +214,7 @@ impl ControlMessage {
                     instance: InstanceId::new(instance),
                     software: one_line(&hello.software),
                     node_ip: one_line(&hello.node_ip),
+                    labels: label::decode(&hello.labels)?,
                 })
             }
             Kind::Welcome(welcome) => Self::Welcome(Welcome {
@@ -323,6 +328,31 @@ mod tests {
         assert!(decode("worker-1", &[0; 16]).is_ok());
         assert!(decode("worker 1", &[0; 16]).is_err());
         assert!(decode("worker-1", &[0; 15]).is_err());
+    }
+
+    #[test]
+    fn labels_of_a_hello_are_bounded_and_those_of_kubernetes() {
+        let decode = |labels: Vec<String>| {
+            let hello = pb::Hello {
+                node_name: "worker-1".into(),
+                instance_id: vec![0; 16],
+                labels,
+                ..pb::Hello::default()
+            };
+            let kind = Some(pb::control_message::Kind::Hello(hello));
+            ControlMessage::decode(&pb::ControlMessage { kind }.encode_to_vec())
+        };
+        let many = |count: usize| (0..count).map(|number| format!("k{number}=v")).collect();
+        let Ok(ControlMessage::Hello(hello)) = decode(many(16)) else {
+            panic!("refused");
+        };
+        assert_eq!(hello.labels.len(), 16);
+        assert!(decode(many(17)).is_err());
+        for bad in ["a", "=b", "a b=c", "a=\n", "a=b=c"] {
+            assert!(decode(vec![bad.into()]).is_err(), "{bad:?}");
+        }
+        let long = format!("a={}", "v".repeat(64));
+        assert!(decode(vec![long]).is_err());
     }
 
     #[test]

@@ -305,7 +305,7 @@ fn control_messages_are_as_captured() {
     check(
         &[
             (
-                "3f0a3d 08011001 1a0178 1a0179 2208776f726b65722d31 2a1007070707070707070707070707070707 3205302e312e30 3a0e3139322e3136382e33332e323231",
+                "440a42 08011001 1a0178 1a0179 2208776f726b65722d31 2a1007070707070707070707070707070707 3205302e312e30 3a0e3139322e3136382e33332e323231 4203613d62",
                 hello((1, 1)),
             ),
             (
@@ -645,6 +645,7 @@ fn hello(versions: (u32, u32)) -> ControlMessage {
         instance: InstanceId::new([7; 16]),
         software: "0.1.0".to_owned(),
         node_ip: "192.168.33.221".to_owned(),
+        labels: [("a".into(), "b".into())].into(),
     })
 }
 

@@ -28,6 +28,7 @@ fn control_messages() -> Result<Vec<ControlMessage>> {
             instance: InstanceId::new([7; 16]),
             software: "0.1.0".into(),
             node_ip: "192.0.2.1".into(),
+            labels: [("site".into(), "north".into())].into(),
         }),
         ControlMessage::Welcome(Welcome {
             version: 1,

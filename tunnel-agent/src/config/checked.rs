@@ -16,6 +16,7 @@ use tunnel_process::meta::{self, MetaAddress};
 use tunnel_process::settings::{ConfigError, ConfigErrors, optional, parse_duration};
 use tunnel_process::telemetry::{AccessLogSettings, AuditSettings, LogFormat, RawAudit};
 use tunnel_proto::transport::{BufferPool, CongestionControl, SessionSettings};
+use tunnel_proto::wire::label::{LABELS_MAX, Labels, parse_label};
 use tunnel_proto::wire::name::NodeName;
 
 use super::limits::Limits;
@@ -42,6 +43,8 @@ pub struct Config {
     pub quic_congestion: CongestionControl,
     pub node_name: NodeName,
     pub node_ip: NodeIpSetting,
+    /// Labels that servers show.
+    pub labels: Labels,
     pub token: Option<TokenSource>,
     pub ca_file: Option<PathBuf>,
     /// CA certificates of `--ca-file`, as read at start.
@@ -170,6 +173,7 @@ impl Config {
             DEFAULT_WORKER_THREADS,
             count(WORKER_THREADS_MAX),
         );
+        let labels = labels(&settings.labels, &mut errors);
         let (log_level, log_format, access_log) = logging(&settings, &mut errors);
         let raw_audit = RawAudit {
             output: settings.audit_log.as_deref(),
@@ -192,6 +196,7 @@ impl Config {
             quic_congestion,
             node_name,
             node_ip,
+            labels,
             token,
             ca_file: settings.ca_file,
             ca,
@@ -234,6 +239,15 @@ fn on_or_off(text: &str) -> Result<bool, String> {
         "off" => Ok(false),
         other => Err(format!("{other:?} is neither on nor off")),
     }
+}
+
+fn labels(texts: &[String], errors: &mut ConfigErrors) -> Labels {
+    let labels = errors.parse_list("--label", texts, parse_label);
+    let labels: Labels = labels.into_iter().collect();
+    if labels.len() > LABELS_MAX {
+        errors.add("--label", format!("more than {LABELS_MAX} labels"));
+    }
+    labels
 }
 
 /// Returns the level and the format of the log, and the settings of the access log.

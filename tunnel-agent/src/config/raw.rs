@@ -82,6 +82,11 @@ tunnel_process::layered! {
         #[arg(long, env = "TUNNEL_AGENT_NODE_IP", value_name = "IP", help_heading = "Identity")]
         pub node_ip: Option<String>,
 
+        /// Label of this node, as in site=north, which servers show and nodes --selector accepts;
+        /// repeatable, at most 16, in the file a list "labels". No rule depends on it [default: none]
+        #[arg(long = "label", env = "TUNNEL_AGENT_LABELS", value_name = "KEY=VALUE", value_delimiter = ',', help_heading = "Identity")]
+        pub labels: Vec<String>,
+
         /// Join token, as printed by `tunnel-server token create`
         ///
         /// The token is needed until the first certificate is in the data directory, then ignored.

@@ -190,6 +190,7 @@ fn hello(context: &SessionContext, node_ip: Option<NodeIp>) -> Hello {
         instance: context.instance,
         software: env!("CARGO_PKG_VERSION").to_owned(),
         node_ip: node_ip.map_or_else(String::new, |node| node.ip.to_string()),
+        labels: context.labels.clone(),
     }
 }
 

@@ -7,6 +7,7 @@ use tokio::sync::{mpsc, watch};
 use tokio_util::sync::CancellationToken;
 use tunnel_process::shutdown::Shutdown;
 use tunnel_proto::wire::control::Member;
+use tunnel_proto::wire::label::Labels;
 use tunnel_proto::wire::name::{InstanceId, NodeName, ReplicaId};
 
 use super::lost::LostSessions;
@@ -24,6 +25,7 @@ use crate::node_ip::NodeIpLookup;
 pub(crate) struct SessionContext {
     pub(crate) node: NodeName,
     pub(crate) node_ip: Arc<NodeIpLookup>,
+    pub(crate) labels: Labels,
     pub(crate) instance: InstanceId,
     pub(crate) limits: Limits,
     /// The facts that a server may ask for. `None` with `--remote-diag off`.

@@ -98,6 +98,9 @@ pub struct NodeStatus {
     /// The labels of `--node-label` that the Node object has, and those of the join token. The Node
     /// object takes precedence.
     pub labels: NodeLabels,
+    /// Labels that the agent gives its node with `--label`. Shown, and accepted by `nodes --selector`,
+    /// where the others take precedence; nothing else depends on them.
+    pub claimed_labels: NodeLabels,
 }
 
 /// What a server has seen of a node's sessions since its start.
@@ -326,6 +329,13 @@ fn addresses(known: Option<&KnownNode>, cluster: Option<&RouteNode>) -> Vec<IpAd
 }
 
 impl NodeStatus {
+    /// Returns the labels by which operators select the node.
+    pub fn selectable_labels(&self) -> NodeLabels {
+        let mut labels = self.claimed_labels.clone();
+        labels.extend(self.labels.clone());
+        labels
+    }
+
     /// Returns whether the node needs an agent and has none.
     pub fn is_away(&self) -> bool {
         self.is_edge && !self.connected
@@ -388,6 +398,7 @@ impl NodeStatus {
         let begun_with = agent.session.peer().not_after;
         let latest = certificate.map_or(begun_with, |at| at.max(begun_with));
         self.certificate_not_after = Some(rfc3339(latest));
+        self.claimed_labels.clone_from(&agent.claimed_labels);
         self.claimed_address = Some(agent.claimed_address.clone()).filter(|text| !text.is_empty());
     }
 }

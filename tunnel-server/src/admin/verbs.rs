@@ -229,10 +229,7 @@ impl TokenVerb {
                     needs_approval: approve,
                     ttl_seconds: ttl.as_secs(),
                     ips,
-                    labels: labels
-                        .into_iter()
-                        .map(|(key, value)| (key.as_str().into(), value))
-                        .collect(),
+                    labels: labels.into_iter().collect(),
                 };
                 let created = create_token(&dir, &token_request, ttl, offline).await?;
                 created_token(&created, output)

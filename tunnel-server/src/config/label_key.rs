@@ -1,50 +1,9 @@
 //! The keys of Node labels that the server stores for discovery and for `nodes --selector`, and the
 //! names of Kubernetes.
 
-use std::fmt;
-use std::str::FromStr;
-
 use tunnel_process::settings::ConfigErrors;
-
-/// Key of a label in Kubernetes: a name, with the prefix of a DNS subdomain or without.
-#[derive(Debug, Clone, PartialEq, Eq, PartialOrd, Ord)]
-pub struct LabelKey(Box<str>);
-
-impl LabelKey {
-    /// Returns the key, with its prefix.
-    pub fn as_str(&self) -> &str {
-        &self.0
-    }
-}
-
-impl FromStr for LabelKey {
-    type Err = String;
-
-    fn from_str(text: &str) -> Result<Self, String> {
-        let (prefix, name) = match text.split_once('/') {
-            Some((prefix, name)) => (Some(prefix), name),
-            None => (None, text),
-        };
-        if prefix.is_none_or(is_object_name) && is_label_name(name) {
-            Ok(Self(text.into()))
-        } else {
-            Err(format!(
-                "{text:?} is not the key of a label, as in topology.kubernetes.io/zone"
-            ))
-        }
-    }
-}
-
-impl fmt::Display for LabelKey {
-    fn fmt(&self, formatter: &mut fmt::Formatter<'_>) -> fmt::Result {
-        formatter.write_str(&self.0)
-    }
-}
-
-/// Returns whether Kubernetes accepts the text as the value of a label.
-pub fn is_label_value(text: &str) -> bool {
-    text.is_empty() || is_label_name(text)
-}
+pub(super) use tunnel_proto::wire::label::is_object_name;
+pub use tunnel_proto::wire::label::{LabelKey, is_label_value};
 
 /// Returns the name that Prometheus gives a label in its meta labels: each character that is not
 /// allowed becomes `_`.
@@ -77,34 +36,9 @@ pub(super) fn check(texts: &[String], errors: &mut ConfigErrors) -> Vec<LabelKey
     keys
 }
 
-/// Returns whether `name` is a lower-case DNS subdomain (RFC 1123), like the names of objects.
-pub(super) fn is_object_name(name: &str) -> bool {
-    let inner = |byte: u8| byte.is_ascii_lowercase() || byte.is_ascii_digit() || byte == b'-';
-    let is_label = |label: &str| {
-        !label.is_empty()
-            && !label.starts_with('-')
-            && !label.ends_with('-')
-            && label.bytes().all(inner)
-    };
-    name.len() <= 253 && name.split('.').all(is_label)
-}
-
-fn is_label_name(text: &str) -> bool {
-    let is_inner = |byte: u8| byte.is_ascii_alphanumeric() || b"-_.".contains(&byte);
-    let ends = [text.bytes().next(), text.bytes().last()];
-    (1..=NAME_MAX).contains(&text.len())
-        && text.bytes().all(is_inner)
-        && ends
-            .iter()
-            .flatten()
-            .all(|byte| byte.is_ascii_alphanumeric())
-}
-
 const SETTING: &str = "--node-label";
 /// Maximum number of labels: 20,000 nodes with all of them need about 40 MB.
 const KEYS_MAX: usize = 16;
-/// Longest name in a key, and longest value.
-const NAME_MAX: usize = 63;
 
 #[cfg(test)]
 mod tests {

@@ -230,6 +230,7 @@ impl Sessions {
             let mut entry = AgentSession::new(id, node.clone(), hello.instance, session.clone());
             entry.software.clone_from(&hello.software);
             entry.claimed_address.clone_from(&hello.node_ip);
+            entry.claimed_labels.clone_from(&hello.labels);
             let mut capabilities = hello.capabilities.iter();
             entry.offers_diag = capabilities.any(|name| name == CAPABILITY_DIAG);
             match self.registry.register(entry, &yielded) {

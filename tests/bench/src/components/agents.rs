@@ -326,6 +326,7 @@ impl Agent {
             instance: self.instance,
             software: "bench".to_owned(),
             node_ip: "127.0.0.1".to_owned(),
+            labels: std::collections::BTreeMap::new(),
         };
         writer.send(&ControlMessage::Hello(hello)).await?;
         match reader.receive().await?.context("control stream ended")? {

@@ -7,12 +7,13 @@ use std::time::Duration;
 use tunnel_process::config_file::{ConfigFile, ConfigFileError, config_path};
 use tunnel_process::output::OutputFormat;
 use tunnel_proto::identity::sha256;
+use tunnel_proto::wire::label::parse_label;
 use tunnel_proto::wire::name::NodeName;
 
 use super::selector::LabelSelector;
 use crate::admin::TokenNodes;
 use crate::admin::status::{ListOrder, NodeSort};
-use crate::config::{DATA_DIR, FILE_NAME, LabelKey, LoadError, RawConfig, is_label_value};
+use crate::config::{DATA_DIR, FILE_NAME, LoadError, RawConfig};
 use tunnel_ca::client::CallerName;
 
 /// The arguments that name the data directory, by which a command reaches the running server.
@@ -106,7 +107,7 @@ pub enum TokenVerb {
         /// Label of the node, by which nodes --selector selects, or of each node that a token for a
         /// pattern enrolls; repeatable. Replaces the labels of an earlier token; no rule depends on it
         #[arg(long = "label", value_name = "KEY=VALUE", value_parser = parse_label)]
-        labels: Vec<(LabelKey, Box<str>)>,
+        labels: Vec<(Box<str>, Box<str>)>,
         /// Without a running server, create the CA if the data directory has none
         #[arg(long)]
         offline: bool,
@@ -134,19 +135,6 @@ pub enum TokenVerb {
         #[command(flatten)]
         data_dir: DataDirArg,
     },
-}
-
-/// Parses a label that an operator gives a node.
-fn parse_label(text: &str) -> Result<(LabelKey, Box<str>), String> {
-    let (key, value) = text
-        .split_once('=')
-        .ok_or_else(|| format!("{text:?} is not KEY=VALUE"))?;
-    if !is_label_value(value) {
-        return Err(format!(
-            "{value:?} is not the value of a label in Kubernetes"
-        ));
-    }
-    Ok((key.parse()?, value.into()))
 }
 
 /// What the data directory has: known nodes, join tokens, orders about nodes, and snapshots.
@@ -192,7 +180,8 @@ pub struct NodesArgs {
     #[arg(long, conflicts_with_all = ["away", "selector", "watch"])]
     pub failed: bool,
     /// List only nodes with these labels, as in zone=north,edge,!test or "zone in (north, south)":
-    /// those of token create --label, and of Node objects those of --node-label of the server
+    /// those of token create --label, of Node objects those of --node-label of the server, and those of
+    /// the agent's --label, which the others override
     #[arg(short = 'l', long)]
     pub selector: Option<LabelSelector>,
     /// Order of the list: state, name, transport, rtt, streams, seen, server or version, the other way

@@ -263,7 +263,7 @@ impl NodesArgs {
             page.nodes.retain(|node| {
                 let selector = self.selector.as_ref();
                 (!self.away || node.is_away())
-                    && selector.is_none_or(|selector| selector.matches(&node.labels))
+                    && selector.is_none_or(|selector| selector.matches(&node.selectable_labels()))
             });
             for node in &page.nodes {
                 totals.add(node);

@@ -287,6 +287,17 @@ const WIDE: &[Column] = &[
     Column::new("CLAIMED ADDRESS", |node, _| {
         optional(node.claimed_address.as_deref())
     }),
+    Column::new("LABELS", |node, _| {
+        let labels = node.selectable_labels().into_iter();
+        let labels: Vec<String> = labels
+            .map(|(key, value)| format!("{key}={value}"))
+            .collect();
+        optional(
+            Some(labels.join(","))
+                .as_deref()
+                .filter(|text| !text.is_empty()),
+        )
+    }),
     Column::new("ENROLLMENT", |node, _| {
         optional(node.enrollment.map(EnrollmentKind::label))
     }),
@@ -705,10 +716,10 @@ worker-3  suspect  h2    -      0        -     -
         assert_eq!(usual, expected);
         let text = nodes(all, ALL, now);
         let expected = "\
-NODE      STATE    TRANSPORT  ADDRESS            VERSION                 SINCE  LAST SEEN  LAST CLOSE  RTT    STREAMS  CERTIFICATE  ADDRESSES       ZONE  CLAIMED ADDRESS  ENROLLMENT  BYTES IN  BYTES OUT  CLOSED  CLOSED BY  REASON
-worker-1  live     quic       203.0.113.7:40000  culvert?[31m/1 (older)  2h 5m  2s         -           12 ms  3        30d 0h left  192.168.33.221  -     -                -           0         0          -       -          -
-worker-2  away     -          -                  -                       -      1m 30s     dead        -      -        expired      192.168.33.221  -     -                -           -         -          30s     this end   no sign?of life
-worker-3  suspect  h2         -                  -                       -      -          -           -      0        -            -               -     -                -           0         0          -       -          -
+NODE      STATE    TRANSPORT  ADDRESS            VERSION                 SINCE  LAST SEEN  LAST CLOSE  RTT    STREAMS  CERTIFICATE  ADDRESSES       ZONE  CLAIMED ADDRESS  LABELS  ENROLLMENT  BYTES IN  BYTES OUT  CLOSED  CLOSED BY  REASON
+worker-1  live     quic       203.0.113.7:40000  culvert?[31m/1 (older)  2h 5m  2s         -           12 ms  3        30d 0h left  192.168.33.221  -     -                -       -           0         0          -       -          -
+worker-2  away     -          -                  -                       -      1m 30s     dead        -      -        expired      192.168.33.221  -     -                -       -           -         -          30s     this end   no sign?of life
+worker-3  suspect  h2         -                  -                       -      -          -           -      0        -            -               -     -                -       -           0         0          -       -          -
 192.168.33.221: reach by name, since it is shared by worker-1, worker-2
 ";
         assert_eq!(squeeze(&text), squeeze(expected), "{text}");

@@ -11,6 +11,7 @@ use tokio::sync::{Notify, oneshot};
 use tokio::time::{Instant, timeout};
 use tunnel_proto::transport::{CloseReason, ClosedBy, Session};
 use tunnel_proto::wire::code::CloseCode;
+use tunnel_proto::wire::label::Labels;
 use tunnel_proto::wire::name::{InstanceId, NodeName, SessionId};
 
 use super::holders::ChangedNodes;
@@ -27,6 +28,8 @@ pub struct AgentSession {
     pub software: String,
     /// Address that the agent claims. Shown to operators and never used for routing.
     pub claimed_address: String,
+    /// Labels that the agent gives its node, for operators.
+    pub claimed_labels: Labels,
     /// Whether the agent answers requests for facts about itself.
     pub offers_diag: bool,
     /// Time at which the session was admitted.
@@ -125,6 +128,7 @@ impl AgentSession {
             instance,
             software: String::new(),
             claimed_address: String::new(),
+            claimed_labels: Labels::new(),
             offers_diag: false,
             since: SystemTime::now(),
             registered: now,
