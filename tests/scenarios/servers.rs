@@ -177,7 +177,7 @@ async fn agent_holds_a_session_with_each_of_two_servers_and_survives_one() -> Re
     let _agent = servers.agent_at_both().await?;
     for (number, server) in servers.servers.iter().enumerate() {
         let listed = server.nodes().await?;
-        ensure!(listed[0]["replica"] == Peering::name(number), "{listed:?}");
+        ensure!(listed[0]["server"] == Peering::name(number), "{listed:?}");
     }
     servers.servers[0].process().signal(Signal::Kill)?;
     let until = Instant::now() + Duration::from_secs(3);

@@ -35,7 +35,7 @@ async fn server_without_others_listens_for_none_and_has_one_session_of_an_agent(
     ensure!(server.metric(admitted).await? == 1);
     ensure!(server.metric(AGENTS).await? == 1);
     ensure!(server.metric("tunnel_server_peers").await? == 0);
-    ensure!(server.nodes().await?[0]["replica"].is_null());
+    ensure!(server.nodes().await?[0]["server"].is_null());
     ensure!(!server.log().contains("\"listener\":\"peers\""));
     ensure!(!server.log().contains("\"via\""));
     Ok(())

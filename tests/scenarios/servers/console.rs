@@ -21,7 +21,7 @@ async fn each_server_shows_the_rows_of_all_and_soon_that_one_is_gone() -> Result
             let document = document(&servers, number, "/nodes").await?;
             let row = &document["nodes"][0];
             ensure!(
-                row["node"] == NODE && row["replica"] == "s0",
+                row["node"] == NODE && row["server"] == "s0",
                 "{document:#}"
             );
             ensure!(

@@ -39,7 +39,7 @@ async fn every_listener(transport: &str) -> Result<()> {
     let second = &hop.servers.servers[1];
     ensure!(second.metric(AGENTS).await? == 0, "a session of its own");
     let listed = second.nodes().await?;
-    ensure!(listed[0]["replica"] == "s0", "{listed:?}");
+    ensure!(listed[0]["server"] == "s0", "{listed:?}");
     eventually("the access log", CONNECT, async || {
         let lines = second.log().lines();
         let forwarded = lines.iter().filter_map(|line| fields(line));

@@ -47,6 +47,7 @@ pub struct NodeStatus {
     /// Name of the server that carries requests to the node, if there are several servers. If it is
     /// another one, the fields up to the bytes are those that it has sent to this server. It sends them
     /// to a server with a console, up to 10 s late; without one they are empty.
+    #[serde(rename = "server")]
     pub replica: Option<String>,
     /// Zone of that server, if it is known.
     pub zone: Option<String>,
