@@ -5,7 +5,7 @@ use std::path::Path;
 use anyhow::{Context, Result, ensure};
 use tunnel_tests::checks::ensure_contains;
 use tunnel_tests::manifests::repository;
-use tunnel_tests::process::{Finished, Listener, Program, ScratchDir, ServerSetup};
+use tunnel_tests::process::{AgentSetup, Finished, Listener, Program, ScratchDir, ServerSetup};
 
 use super::{CONNECT, NODE, Stack};
 
@@ -516,6 +516,36 @@ async fn node_that_is_away_is_listed_with_the_time_and_the_reason() -> Result<()
     ensure_contains(&wide.ok()?, &["REASON", "total: 1; connected: 0"])?;
     let unknown = server.verb(&["nodes", "worker-99"])?.run().await?;
     unknown.ensure_failed(1, &["no node has the name worker-99"])
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn labels_of_the_token_and_of_the_agent_select_a_node_and_the_token_takes_precedence()
+-> Result<()> {
+    let scratch = ScratchDir::new()?;
+    let server = ServerSetup::on_loopback(&scratch.path().join("server"));
+    let server = server.start().await?;
+    let create = ["token", "create", "--node", NODE, "--label", "site=north"];
+    let token = server.verb(&create)?.run().await?.ok()?;
+    let agents = server.address(Listener::Agents);
+    let agent = AgentSetup::on_loopback(NODE, agents, &scratch.path().join("agent"))
+        .args(&["--token", token.trim(), "--label", "disk=ssd"])
+        .args(&["--label", "site=south"]);
+    let _agent = agent.start()?;
+    server.wait_until_connected(&[NODE]).await;
+    let named = format!("{NODE}\n");
+    for (selector, expected) in [
+        ("disk=ssd", &*named),
+        ("site=north", &named),
+        ("site=south", ""),
+    ] {
+        let selected = server.verb(&["nodes", "-l", selector, "-o", "name"])?;
+        let selected = selected.run().await?.ok()?;
+        ensure!(selected == expected, "{selector}: {selected:?}");
+    }
+    let unknown = server.verb(&["nodes", "-l", "color=red"])?.run().await?;
+    unknown.ensure_failed(USAGE, &["color", "disk, site"])?;
+    let wide = server.verb(&["nodes", "-o", "wide"])?.run().await?.ok()?;
+    ensure_contains(&wide, &["LABELS", "disk=ssd,site=north"])
 }
 
 #[tokio::test(flavor = "multi_thread")]

@@ -20,10 +20,7 @@ async fn each_server_shows_the_rows_of_all_and_soon_that_one_is_gone() -> Result
         eventually("the row of the node", ROWS, async || {
             let document = document(&servers, number, "/nodes").await?;
             let row = &document["nodes"][0];
-            ensure!(
-                row["node"] == NODE && row["server"] == "s0",
-                "{document:#}"
-            );
+            ensure!(row["node"] == NODE && row["server"] == "s0", "{document:#}");
             ensure!(
                 row["state"] == "live" && row["version"].is_string(),
                 "{document:#}"
