@@ -58,6 +58,8 @@ pub fn examine<F>(facts: &F, all: &Checks<F>) -> Report {
 
 #[cfg(test)]
 mod tests {
+    use tunnel_process::output::OutputFormat;
+
     use super::*;
     use crate::Severity;
 
@@ -104,7 +106,7 @@ mod tests {
         };
         let report = examine(&12, &CHECKS);
         let mut text = Vec::new();
-        report.print(false, &mut text).unwrap();
+        report.print(OutputFormat::Table, &mut text).unwrap();
         let text = String::from_utf8(text).unwrap();
         let good = "\u{2713} D04 round trip 12 ms\nno fault found: D01\nskipped D03: unknown\n";
         assert!(text.contains(good), "{text}");
