@@ -1,6 +1,5 @@
 //! Faults that are planted between an agent and its server, each named by the server alone: by
-//! `doctor`, `nodes --failed`, `nodes` and the conditions. A disk that is full is in
-//! `credentials/disk.rs`.
+//! `doctor`, `nodes --failed`, `nodes` and the conditions.
 
 use std::io;
 use std::net::SocketAddr;
@@ -28,6 +27,7 @@ use tunnel_tests::process::{
 use tunnel_tests::tools::or_skip;
 
 use super::{CONNECT, NODE};
+use crate::credentials::disk::SmallDisk;
 
 /// A server, and the data directory of an agent that has been connected.
 struct Planted {
@@ -66,7 +66,7 @@ impl Planted {
         let doctor = [
             "doctor",
             "--only",
-            "D09,D22",
+            "D09,D18,D22",
             "--kubernetes",
             "off",
             "--meta-listen",
@@ -385,6 +385,62 @@ async fn node_whose_sessions_are_cut_is_named_with_their_number() -> Result<()> 
     .await;
     Ok(())
 }
+
+/// The agent goes on with what it has in memory, and says so when the server asks.
+#[tokio::test(flavor = "multi_thread")]
+async fn full_disk_of_a_node_is_named_with_the_node() -> Result<()> {
+    let planted = Planted::start("").await?;
+    let folder = planted.scratch.path().join(NODE);
+    let Some(disk) = or_skip(SmallDisk::new(&folder, 64)) else {
+        return Ok(());
+    };
+    let folder = planted.enroll(NODE).await?;
+    let filler = disk.fill();
+    let _agent = start(NODE, planted.agents(), &folder, &[])?;
+    let expected = ["warning D09 worker-1: the agent reports disk: ", FULL];
+    planted.says(&expected).await;
+    std::fs::remove_file(filler)?;
+    Ok(())
+}
+
+/// The key is stored before the token is used, so that the token is not lost.
+#[tokio::test(flavor = "multi_thread")]
+async fn disk_that_is_full_while_a_node_enrolls_costs_no_token_and_is_named() -> Result<()> {
+    let planted = Planted::start("").await?;
+    let folder = planted.scratch.path().join(NODE);
+    let Some(disk) = or_skip(SmallDisk::new(&folder, 64)) else {
+        return Ok(());
+    };
+    let filler = disk.fill();
+    let agent = planted.server.agent_setup(NODE, &folder).await?;
+    let mut refused = agent.start()?;
+    ensure!(refused.end(CONNECT).await?.code() == Some(1), "{refused}");
+    let log = refused.log().lines().concat();
+    ensure_contains(&log, &["make space on its file system"])?;
+    let expected = ["info D09 worker-1: no agent has ever connected, and no token was used"];
+    planted.says(&expected).await;
+    std::fs::remove_file(filler)?;
+    let _agent = agent.start()?;
+    planted.server.wait_until_connected(&[NODE]).await;
+    Ok(())
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn full_disk_of_the_server_is_named() -> Result<()> {
+    let scratch = ScratchDir::new()?;
+    let folder = scratch.path().join("server");
+    let Some(disk) = or_skip(SmallDisk::new(&folder, 512)) else {
+        return Ok(());
+    };
+    let server = ServerSetup::on_loopback(&folder).start().await?;
+    let planted = Planted { server, scratch };
+    let filler = disk.fill();
+    planted.says(&["error D18 ", FULL]).await;
+    std::fs::remove_file(filler)?;
+    Ok(())
+}
+
+const FULL: &str = "the disk is full";
 
 fn copy_folder(from: &Path, to: &Path) -> io::Result<()> {
     std::fs::create_dir(to)?;

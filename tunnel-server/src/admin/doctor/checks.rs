@@ -7,6 +7,7 @@ use tunnel_doctor::{
 };
 use tunnel_proto::transport::quic::UDP_BUFFER_BYTES;
 
+use super::facts::agents::AgentReport;
 use super::facts::{Facts, Link, ServerAnswer};
 use super::report;
 use crate::admin::render::shell;
@@ -109,7 +110,30 @@ fn agents(facts: &Facts) -> Fact<FaultGroups> {
         groups.add(kind, name, fault);
     }
     groups.extend(survey.agents().clone());
+    add_conditions(&mut groups, &facts.agents);
     Ok(groups)
+}
+
+/// D09: what agents say of themselves.
+fn add_conditions(groups: &mut FaultGroups, agents: &[AgentReport]) {
+    for agent in agents {
+        for condition in &agent.conditions {
+            let component = condition.split(':').next().unwrap_or_default();
+            let fix = "the text says what to do; tunnel-server diag --node NAME has more facts of the agent";
+            let kind = FaultKind {
+                noun: "nodes",
+                what: format!("the agents report the condition {component:?}"),
+                fix,
+            };
+            let fault = Fault {
+                severity: Severity::Warning,
+                place: agent.node.clone(),
+                what: format!("the agent reports {condition}"),
+                fix: fix.replace("NAME", &agent.node),
+            };
+            groups.add(kind, &agent.node, fault);
+        }
+    }
 }
 
 /// D09: numbers of the nodes and their sessions.

@@ -16,6 +16,7 @@ use tunnel_process::host::Resources;
 use tunnel_process::meta;
 use tunnel_proto::wire::name::NodeName;
 
+use self::agents::AgentReport;
 use self::dialed::DialedFacts;
 use self::kubelets::KubeletProbe;
 use super::survey::{NodeSurvey, SurveySettings};
@@ -25,6 +26,7 @@ use crate::cluster::doctor::{ClusterFacts, ClusterObjects, check_credentials};
 use crate::config::{Capacity, Config, DescriptorUses};
 use tunnel_store::data_dir::DataDir;
 
+pub(super) mod agents;
 pub(super) mod dialed;
 pub(super) mod kubelets;
 
@@ -49,6 +51,8 @@ pub(super) struct Facts {
     pub(super) cluster: Fact<ClusterFacts>,
     /// Connections to kubelets of connected edge nodes.
     pub(super) kubelets: Fact<Vec<KubeletProbe>>,
+    /// What some connected agents say of themselves.
+    pub(super) agents: Vec<AgentReport>,
     pub(super) dialed: DialedFacts,
 }
 
@@ -108,7 +112,11 @@ pub(super) async fn gather(config: &Config, only_nodes: &[NodeName], limit: Dura
     });
     let nodes = kubelets::sample(&cluster, |node| server.is_connected(node), only_nodes);
     let left = end.saturating_duration_since(Instant::now());
-    let kubelets = within(left, Box::pin(kubelets::probe_all(config, nodes))).await;
+    let asked = server.connected(agents::SAMPLE_MAX);
+    let (kubelets, agents) = tokio::join!(
+        within(left, Box::pin(kubelets::probe_all(config, nodes))),
+        timeout(left, Box::pin(agents::ask_all(&config.data_dir, asked))),
+    );
     Facts {
         only_nodes: only_nodes.to_vec(),
         data_dir: config.data_dir.clone(),
@@ -125,6 +133,7 @@ pub(super) async fn gather(config: &Config, only_nodes: &[NodeName], limit: Dura
         credentials,
         cluster,
         kubelets,
+        agents: agents.unwrap_or_default(),
         dialed,
     }
 }
@@ -171,6 +180,14 @@ impl ServerAnswer {
         match self {
             Self::Nodes(survey) => survey.is_connected(name),
             Self::NotRunning | Self::NoAnswer(_) | Self::Unknown(_) => false,
+        }
+    }
+
+    /// Returns at most `most` of the nodes that are checked and whose agents are connected.
+    fn connected(&self, most: usize) -> Vec<NodeName> {
+        match self {
+            Self::Nodes(survey) => survey.connected().take(most).collect(),
+            Self::NotRunning | Self::NoAnswer(_) | Self::Unknown(_) => Vec::new(),
         }
     }
 }

@@ -73,8 +73,8 @@ pub(super) const D08: Explanation = Explanation {
 pub(super) const D09: Explanation = Explanation {
     id: "D09",
     checks: "the running server and its conditions; each edge node: its agent is connected and \
-             answers, round-trip time, version, expiry of the certificate; the agents of up to 16 \
-             Nodes connect to the kubelet",
+             answers, round-trip time, version, expiry of the certificate; the conditions of up to 16 \
+             agents, and their connections to the kubelet",
     consequence: "requests for the node fail, or soon will",
     fix: "On the node: tunnel-agent status; journalctl -u tunnel-agent\n\
           On the server: tunnel-server nodes NAME -o wide",

@@ -176,6 +176,15 @@ impl NodeSurvey {
         self.nodes.get(name).copied().unwrap_or(false)
     }
 
+    /// Returns the nodes that are checked and have a connected agent.
+    pub(super) fn connected(&self) -> impl Iterator<Item = NodeName> {
+        let connected = self.nodes.iter().filter(|(_, is_connected)| **is_connected);
+        let only = &self.settings.only_nodes;
+        connected
+            .filter_map(|(name, _)| name.parse().ok())
+            .filter(|name| only.is_empty() || only.contains(name))
+    }
+
     /// Returns the number and the zone of the servers that carry requests to nodes if there are
     /// several and their zone is one.
     pub(super) fn only_zone(&self) -> Option<(usize, &str)> {
@@ -388,6 +397,10 @@ fn away(node: &NodeStatus, has_failed: bool) -> (FaultKind, Fault) {
         what: format!("no agent is connected; {seen_at}{ended}{reason}{since}"),
         fix: if has_failed {
             format!("tunnel-server nodes --failed {}", node.node)
+        } else if seen.is_none() && node.enrollment.is_some() {
+            "the agent has enrolled and not connected, so perhaps it cannot store its certificate: on the \
+             node, a disk that is full or read-only; tunnel-agent doctor; journalctl -u tunnel-agent"
+                .to_owned()
         } else {
             "the node is off, or its DNS, a proxy or a firewall keeps the agent from this server; on \
              the node: tunnel-agent doctor; journalctl -u tunnel-agent"

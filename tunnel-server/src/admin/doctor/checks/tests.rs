@@ -4,6 +4,7 @@ use tunnel_doctor::{Finding, HostFacts, UdpBuffer};
 use tunnel_process::output::OutputFormat;
 
 use super::*;
+use crate::admin::doctor::facts::agents::AgentReport;
 use crate::admin::doctor::facts::dialed::{Dialed, DialedFacts};
 use crate::admin::doctor::facts::kubelets::{KubeletAnswer, KubeletProbe};
 use crate::admin::doctor::survey::{NodeSurvey, SurveySettings};
@@ -14,6 +15,7 @@ use crate::cluster::doctor::{
     PortListsFacts, RecordsFacts, ReportedNode, ServiceFacts,
 };
 use crate::config::ObjectNames;
+use tunnel_store::known_nodes::EnrollmentKind;
 
 mod addons;
 
@@ -155,6 +157,7 @@ fn healthy() -> Facts {
             port: 10250,
             answer: KubeletAnswer::Certificate { is_for_node: true },
         }]),
+        agents: vec![report("a", &[])],
         dialed: DialedFacts {
             own: vec![dialed("127.0.0.1:10262", None)],
             advertised: Vec::new(),
@@ -164,6 +167,29 @@ fn healthy() -> Facts {
             has_dns: true,
         },
     }
+}
+
+fn report(node: &str, conditions: &[&str]) -> AgentReport {
+    AgentReport {
+        node: node.to_owned(),
+        conditions: conditions.iter().map(|text| (*text).to_owned()).collect(),
+    }
+}
+
+#[test]
+fn conditions_of_agents_are_named_with_their_nodes() {
+    let full = "disk: the disk is full; free some space";
+    let found = findings(|facts| facts.agents = vec![report("a", &[full])]);
+    ensure_only(&found, "D09", Severity::Warning);
+    let text = format!("{found:?}");
+    assert!(
+        text.contains("the agent reports disk: the disk is full"),
+        "{text}"
+    );
+    assert!(text.contains("tunnel-server diag --node a"), "{text}");
+    let both = vec![report("a", &[full]), report("b", &[full])];
+    let found = findings(|facts| facts.agents = both);
+    ensure_only(&found, "D09", Severity::Warning);
 }
 
 /// Returns the findings after a change of the healthy facts.
@@ -583,6 +609,15 @@ fn d09_agents_that_are_away_or_ill_are_found() {
         assert_eq!(findings.len(), 1, "{findings:?}");
         assert_eq!(findings[0].place, "a");
     }
+    let enrolled = of_node(|node| {
+        node.connected = false;
+        node.enrollment = Some(EnrollmentKind::JoinToken);
+        node.last_seen = None;
+    });
+    assert!(
+        enrolled[0].fix.contains("a disk that is full"),
+        "{enrolled:?}"
+    );
     let cloud = of_node(|node| {
         node.connected = false;
         node.is_edge = false;
