@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # The life of both packages on one machine, run by tests/packages.sh in a system that has the
 # packages of two versions in /packages/1 and /packages/2: install, join, request, upgrade under
-# load, remove, reinstall, purge.
+# load, remove, reinstall, purge. Then the guides for services without packages (units-life.sh).
 set -euo pipefail
 
 say() { echo "packages-test: $*"; }
@@ -29,6 +29,8 @@ files() {
   find / -xdev '(' -path /packages -o -path /var/log -o -path /var/cache -o -path /var/lib/apt -o -path /var/lib/dpkg ')' -prune -o -print | sort
 }
 echo 127.0.0.1 tunnel.example.com >>/etc/hosts
+# A person says yes.
+echo 'APT::Get::Assume-Yes "true";' >/etc/apt/apt.conf.d/90yes
 files >/tmp/before
 
 # install_version VERSION [OPTION...]
@@ -69,12 +71,12 @@ perl -MIO::Socket::INET -e '
     exit;
   }' &
 
-# guide NUMBER: runs a block of the page as it stands, from the folder with the packages.
+# guide PAGE NUMBER [FOLDER]: runs a block of a page as it stands, from a folder.
 guide() {
   local commands
-  commands=$(awk -v wanted="$1" '/^```sh run$/ { block++; inside = 1; next } /^```$/ { inside = 0 } inside && block == wanted' /packages/packages.md)
-  [ -n "$commands" ] || fail "the page has no block $1"
-  (cd /packages/1 && eval "$commands")
+  commands=$(awk -v wanted="$2" '/^ *```sh run systemd$/ { block++; inside = 1; next } /^ *```$/ { inside = 0 } inside && block == wanted' "/packages/$1.md")
+  [ -n "$commands" ] || fail "$1 has no block $2"
+  (cd "${3:-/packages/1}" && eval "$commands")
 }
 # An operator's edit.
 editor() {
@@ -83,14 +85,14 @@ advertise: ["tunnel.example.com:10262"]
 localhostProxyPorts: "9100, 10266"
 END
 }
-printed=$(guide 1)
+printed=$(guide packages 1)
 token=${printed##*$'\n'}
-guide 2 >/dev/null
+guide packages 2 >/dev/null
 cat >>/etc/culvert/tunnel-agent.yaml <<END
 nodeIp: 127.0.0.1
 localhostPorts: "9100, 10266"
 END
-join() { guide 3 <<<"$token"; }
+join() { guide packages 3 <<<"$token"; }
 # A server that does not answer, and one with another token: join says why, and the host is as before.
 cp /etc/culvert/tunnel-agent.yaml /tmp/agent.yaml
 refused() {
@@ -148,7 +150,7 @@ upgrade() {
   request 9100 slow >/tmp/slow &
   slow=$!
   eventually test -s /tmp/slow
-  apt install /packages/2/culvert-"$1"_*.deb >/tmp/printed &
+  if [ "$1" = tunnel-server ]; then guide packages 4 /packages/2; else apt install /packages/2/culvert-"$1"_*.deb; fi >/tmp/printed &
   apt=$!
   eventually stopped_again "$1" "$stops"
   sleep 2
@@ -197,7 +199,11 @@ left=$(grep -Ev '^/var/lib/tunnel-(server|agent)(/|$)' /tmp/left || true)
 [ -e /var/lib/tunnel-server/ca.key ] && [ -e /var/lib/tunnel-agent/agent.key ]
 install_version 2 >/dev/null
 [ "$(stat -c %U /var/lib/tunnel-server/ca.key)" = tunnel-server ]
+guide packages 5 >/dev/null
+[ ! -e /var/lib/tunnel-agent ] && [ -e /var/lib/tunnel-server/ca.key ] || fail "the purge of the guide"
 export CULVERT_PURGE_DATA=yes
 purge >/dev/null
 [ ! -s /tmp/left ] || fail "a purge leaves: $(cat /tmp/left)"
 say "purged: only the data directories stay, and neither with CULVERT_PURGE_DATA=yes"
+
+. /packages/units-life.sh

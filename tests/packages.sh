@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Builds the Debian packages twice, compares the results, and checks them with lintian and man.
 # Then installs, upgrades, removes and purges them in a minimal Debian with its own systemd, in
-# namespaces of its own (tests/packages-life.sh).
+# namespaces of its own (tests/packages-life.sh), and follows the guides for systemd there.
 #
 #   tests/packages.sh DIR     DIR contains tunnel-server and tunnel-agent for this machine
 #
@@ -71,17 +71,20 @@ say "man reports no warning"
 
 codename=$(. /etc/os-release && echo "${VERSION_CODENAME:-stable}")
 tools=${CARGO_TARGET_DIR:-target}/tools
-debian=$tools/debian-$codename-$(dpkg --print-architecture).tar
+debian=$tools/debian-systemd-$codename-$(dpkg --print-architecture).tar
 if [ ! -f "$debian" ]; then
   say "fetching a minimal Debian $codename"
   mkdir -p "$tools"
-  mmdebstrap --quiet --variant=minbase --include=systemd,systemd-sysv,procps,curl "$codename" "$work/debian.tar" || skip "needs a mirror of $codename"
+  mmdebstrap --quiet --variant=minbase --include=systemd,systemd-sysv,procps,curl,iproute2,nftables "$codename" "$work/debian.tar" || skip "needs a mirror of $codename"
   mv "$work/debian.tar" "$debian"
 fi
 mkdir "$work/root"
 tar -C "$work/root" -xf "$debian"
-mkdir "$work/root/packages"
-cp -r "$work/1" "$work/2" tests/packages-life.sh docs/how-to/packages.md "$work/root/packages/"
+mkdir -p "$work/root/packages" "$work/root/clone/target"
+cp -r "$work/1" "$work/2" tests/packages-life.sh tests/units-life.sh docs/how-to/packages.md docs/how-to/systemd.md \
+  docs/how-to/upgrade.md docs/how-to/node-local-dns.md docs/how-to/edge-apiserver.md "$work/root/packages/"
+cp -r deploy "$work/root/clone/"
+cp -r "$work/binaries" "$work/root/clone/target/release"
 
 # boot: becomes systemd as process 1 of a system that shares only the kernel with this one.
 boot() {

@@ -122,6 +122,7 @@ want iptables iptables libip4tc2 libip6tc2 libxtables12 libnftnl11 libmnl0 libne
 want unshare util-linux
 want prlimit util-linux
 want ssh openssh-client
+want jq jq libjq1 libonig5
 want ssh-keygen openssh-client
 for package in prometheus prometheus-node-exporter; do
   have "$package" || unpack "$package" || missing="$missing $package"

@@ -1,8 +1,10 @@
 //! The guides of `docs/`: their code blocks, the marks of the blocks, and the runnable blocks
 //! combined into one script.
 //!
-//! A block of commands begins ```` ```sh run ```` or ```` ```sh not run here: REASON ````. The word
-//! `action` marks a block as one of the manual actions, which are counted.
+//! A block of commands begins ```` ```sh run ````, ```` ```sh run RUNNER ```` or ```` ```sh not run here: REASON ````.
+//! The blocks of a page without a runner are one script; a runner names another place where the others run
+//! (`RUNNERS` of the test of the guides). The word `action` marks a block as one of the manual actions, which are
+//! counted. A file of settings begins ```` ```yaml server ```` or ```` ```yaml agent ````.
 
 use std::fs;
 use std::path::Path;
@@ -30,9 +32,11 @@ impl Block {
         matches!(self.language.as_str(), "sh" | "bash" | "console" | "shell")
     }
 
-    /// Returns whether a test runs the block.
-    pub fn is_run(&self) -> bool {
-        self.mark.split_whitespace().next() == Some("run")
+    /// Returns what runs the block: empty for the script of its page, `None` for nothing.
+    pub fn runner(&self) -> Option<&str> {
+        let words = self.mark.strip_prefix("run")?;
+        let mut words = words.split_whitespace().filter(|word| *word != "action");
+        Some(words.next().unwrap_or_default())
     }
 
     /// Returns the reason why no test runs the block.
@@ -105,7 +109,7 @@ pub fn blocks(page: &str) -> Vec<Block> {
 pub fn script(blocks: &[Block]) -> String {
     let mut script =
         "set -euo pipefail\ntrap 'set +e; jobs -p | xargs -r kill; wait' EXIT\n".to_owned();
-    for block in blocks.iter().filter(|block| block.is_run()) {
+    for block in blocks.iter().filter(|block| block.runner() == Some("")) {
         script.push_str(&format!("echo '--- line {}'\n{}", block.line, block.text));
     }
     script
@@ -127,13 +131,17 @@ mod tests {
 
     #[test]
     fn blocks_keep_their_marks_and_lose_the_indentation_of_their_fence() {
-        let text = "x\n```sh run action\na\n```\n1. y\n   ```sh action not run here: no cluster\n   b\n     c\n   ```\n```yaml\nd\n```\n";
+        let text = "x\n```sh run action\na\n```\n1. y\n   ```sh action not run here: no cluster\n   b\n     c\n   ```\n```yaml\nd\n```\n```sh run host\ne\n```\n";
         let found = blocks(text);
-        assert_eq!(found.len(), 3);
-        assert!(found[0].is_commands() && found[0].is_run() && found[0].is_action());
+        assert_eq!(found.len(), 4);
+        assert!(found[0].is_commands() && found[0].is_action());
+        assert_eq!(
+            (found[0].runner(), found[3].runner()),
+            (Some(""), Some("host"))
+        );
         assert_eq!((found[0].line, found[0].text.as_str()), (2, "a\n"));
         assert_eq!(found[1].reason(), Some("no cluster"));
-        assert!(found[1].is_action() && !found[1].is_run());
+        assert!(found[1].is_action() && found[1].runner().is_none());
         assert_eq!(found[1].text, "b\n  c\n");
         assert!(!found[2].is_commands() && !found[2].is_action());
         assert!(script(&found).ends_with("echo '--- line 2'\na\n"));

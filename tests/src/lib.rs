@@ -29,6 +29,7 @@ pub mod prometheus;
 pub mod reference;
 pub mod scripted;
 pub mod spdy;
+pub mod ssh;
 pub mod stats;
 pub mod strict_http;
 pub mod targets;

@@ -45,6 +45,7 @@ pub enum Tool {
     /// The static program `busybox`, for container images.
     Busybox,
     Helm,
+    Jq,
     /// The program `openssl`, for the script of a guide.
     Openssl,
     /// The program `ssh` of OpenSSH.
@@ -93,6 +94,7 @@ impl Tool {
             Self::Runc => "runc",
             Self::Busybox => "busybox",
             Self::Helm => "helm",
+            Self::Jq => "jq",
             Self::Openssl => "openssl",
             Self::Ssh => "ssh",
             Self::SshKeygen => "ssh-keygen",

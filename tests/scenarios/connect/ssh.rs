@@ -3,7 +3,7 @@
 
 use std::fs::{self, Permissions};
 use std::os::unix::fs::PermissionsExt;
-use std::path::{Path, PathBuf};
+use std::path::PathBuf;
 use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result, ensure};
@@ -14,9 +14,10 @@ use tunnel_tests::checks::ensure_contains;
 use tunnel_tests::eventually::{eventually, scaled};
 use tunnel_tests::fakes::edge_sites;
 use tunnel_tests::guides::{blocks, page};
-use tunnel_tests::netns::{EDGE_ADDRESS, Edge, NODES, Topology};
+use tunnel_tests::netns::{EDGE_ADDRESS, NODES, Topology};
 use tunnel_tests::process::{Fleet, Listener, Process, Program, ScratchDir, Server};
-use tunnel_tests::tools::{Skip, Tool, bin_dir, or_skip, require};
+use tunnel_tests::ssh::{login_options, make_keys, start_sshd, wait_for_sshd};
+use tunnel_tests::tools::{Tool, bin_dir, or_skip, require};
 
 use crate::abuse::report_figure;
 use crate::reload::BAD_FILES;
@@ -31,7 +32,6 @@ const WAIT_TIMEOUT: Duration = Duration::from_secs(20);
 /// Two edges with an sshd each, and a server whose host may connect to them.
 struct ConnectFixture {
     scratch: ScratchDir,
-    key: PathBuf,
     /// The settings of the server.
     ports: String,
     /// The file that has them.
@@ -49,16 +49,11 @@ impl ConnectFixture {
             return Ok(None);
         };
         let scratch = ScratchDir::new()?;
-        let key = scratch.path().join("id");
-        for name in ["id", "host"] {
-            let keygen = Program::tool(Tool::SshKeygen)?
-                .args(["-q", "-t", "ed25519", "-N", "", "-f"])
-                .arg(scratch.path().join(name));
-            keygen.run().await?.ok()?;
-        }
+        make_keys(scratch.path()).await?;
         let mut sshd = Vec::new();
         for edge in sites.edges() {
-            match start_sshd(edge, scratch.path()) {
+            let address = EDGE_ADDRESS.into();
+            match start_sshd(edge.node(), address, edge.node_name(), scratch.path()) {
                 Ok(started) => sshd.push(started?),
                 Err(skip) => {
                     or_skip::<()>(Err(skip));
@@ -67,7 +62,7 @@ impl ConnectFixture {
             }
         }
         for edge in sites.edges() {
-            wait_for_sshd(edge).await;
+            wait_for_sshd(edge.node(), EDGE_ADDRESS.into()).await;
         }
         // The settings of the guide as they stand.
         let settings = blocks(&page(GUIDE)?).into_iter();
@@ -78,7 +73,6 @@ impl ConnectFixture {
         let fleet = Fleet::start(&sites, &["--config", &file.to_string_lossy()]).await?;
         Ok(Some(Self {
             scratch,
-            key,
             ports,
             file,
             sites,
@@ -102,16 +96,8 @@ impl ConnectFixture {
     }
 
     fn options(&self) -> Result<Vec<String>> {
-        let known = self.scratch.path().join("known");
-        let options = [
-            format!("ProxyCommand={}", self.proxy_command()?),
-            format!("IdentityFile={}", self.key.display()),
-            "IdentitiesOnly=yes".to_owned(),
-            "StrictHostKeyChecking=no".to_owned(),
-            format!("UserKnownHostsFile={}", known.display()),
-            "LogLevel=ERROR".to_owned(),
-            "User=root".to_owned(),
-        ];
+        let mut options = login_options(self.scratch.path()).to_vec();
+        options.push(format!("ProxyCommand={}", self.proxy_command()?));
         Ok(options
             .iter()
             .flat_map(|option| ["-o".to_owned(), option.clone()])
@@ -123,52 +109,6 @@ impl ConnectFixture {
         let ssh = ssh.args(self.options()?).arg(node);
         Ok(ssh.inside(Some(self.sites.cloud())))
     }
-}
-
-/// Starts an sshd with its own configuration. Each session receives the node's name in
-/// `CULVERT_NODE`.
-fn start_sshd(edge: &Edge, scratch: &Path) -> Result<Result<Process>, Skip> {
-    let node = edge.node_name();
-    let failed = |error: std::io::Error| Skip::because(format!("cannot prepare sshd: {error}"));
-    // sshd needs a user and a folder. Both exist only in this mount namespace.
-    let passwd = scratch.join("passwd");
-    let users = fs::read_to_string("/etc/passwd").map_err(failed)?;
-    let others = users.lines().filter(|line| !line.starts_with("sshd:"));
-    let own = ["sshd:x:65533:65534::/run/sshd:/usr/sbin/nologin", ""];
-    let users: Vec<&str> = others.chain(own).collect();
-    fs::write(&passwd, users.join("\n")).map_err(failed)?;
-    edge.node().script(&format!(
-        "test \"$(id -u)\" = 0
-         mount --bind '{}' /etc/passwd
-         mount -t tmpfs -o mode=755 tmpfs /run
-         mkdir -m 755 /run/sshd",
-        passwd.display()
-    ))?;
-    let config = scratch.join(format!("{node}.sshd"));
-    let (host, keys) = (scratch.join("host"), scratch.join("id.pub"));
-    let text = format!(
-        "ListenAddress {EDGE_ADDRESS}:{PORT}\nHostKey {}\nAuthorizedKeysFile {}\nPidFile none\nUsePAM no\n\
-         StrictModes no\nPasswordAuthentication no\nKbdInteractiveAuthentication no\nPermitRootLogin prohibit-password\n\
-         SetEnv CULVERT_NODE={node}\nSubsystem sftp internal-sftp\n",
-        host.display(),
-        keys.display()
-    );
-    fs::write(&config, text).map_err(failed)?;
-    let sshd = Program::tool(Tool::Sshd)?
-        .args(["-D", "-e", "-f"])
-        .arg(config);
-    Ok(sshd.inside(Some(edge.node())).start())
-}
-
-async fn wait_for_sshd(edge: &Edge) {
-    let script = format!("exec 3<>/dev/tcp/{EDGE_ADDRESS}/{PORT}");
-    eventually("sshd", WAIT_TIMEOUT, async || {
-        let mut bash = edge.node().command("bash");
-        let status = bash.args(["-c", &script]).status()?;
-        ensure!(status.success(), "{status}");
-        Ok(())
-    })
-    .await;
 }
 
 #[tokio::test(flavor = "multi_thread")]

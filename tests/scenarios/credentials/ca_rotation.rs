@@ -10,6 +10,7 @@ use tunnel_proto::tls::files::chain;
 use tunnel_proto::tls::{AgentTrust, roots};
 use tunnel_tests::client::{RawRequest, request};
 use tunnel_tests::eventually::eventually;
+use tunnel_tests::guides::{blocks, page};
 use tunnel_tests::load::Load;
 use tunnel_tests::process::{Listener, ScratchDir, Server, ServerSetup, Signal};
 use tunnel_tests::targets::Exporter;
@@ -38,6 +39,13 @@ async fn f20_ca_rotate_under_requests_resumes_in_each_stage() -> Result<()> {
     let _agent = server.agent_setup("worker-1", &files).await?.start()?;
     server.wait_until_connected(&["worker-1"]).await;
     let old = std::fs::read(scratch.path().join("server/ca.crt"))?;
+    // The commands of the guide are those of the stages.
+    let guide = blocks(&page("docs/how-to/replace-ca.md")?).into_iter();
+    let guide = guide.filter(|block| block.runner() == Some("rotation"));
+    let guide: String = guide.map(|block| block.text).collect();
+    let commands = STAGES.map(|(words, _)| format!("tunnel-server {}\n", words.join(" ")));
+    let guide = guide.replace("tunnel-server ca rotate --status\n", "");
+    ensure!(guide == commands.concat(), "{guide}");
     let host = format!("worker-1:{port}");
     for (verb, stage) in STAGES {
         answered(server.address(Listener::Http), &host).await;

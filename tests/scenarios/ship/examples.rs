@@ -4,6 +4,7 @@ use std::path::Path;
 
 use anyhow::{Context, Result, ensure};
 use serde_json::Value;
+use tunnel_tests::guides::{blocks, page, pages};
 use tunnel_tests::manifests::{documents, items, repository};
 use tunnel_tests::process::{Program, ScratchDir};
 use tunnel_tests::tools::{Skip, Tool, or_skip};
@@ -41,6 +42,34 @@ async fn example_configurations_are_valid_without_a_warning() -> Result<()> {
             ensure!(!text.contains("warning"), "{}: {text}", example.display());
         }
     }
+    Ok(())
+}
+
+/// The settings of the guides that are a server's or an agent's.
+#[tokio::test]
+async fn settings_of_the_guides_are_valid() -> Result<()> {
+    let scratch = ScratchDir::new()?;
+    let mut checked = 0;
+    for path in pages()? {
+        for block in blocks(&page(&path)?) {
+            let mut more = match (&*block.language, &*block.mark) {
+                ("yaml", "server") => vec!["--kubernetes", "off"],
+                ("yaml", "agent") => vec!["--server", "a.example", "--node-name", "worker-1"],
+                _ => continue,
+            };
+            if block.mark == "agent" && !block.text.contains("certFile:") {
+                more.extend(["--token", TOKEN]);
+            }
+            let settings = scratch.file("settings.yaml", &block.text)?;
+            let check = Program::ours(&format!("tunnel-{}", block.mark))?
+                .args(["check-config", "--settings-only", "--config"])
+                .arg(settings);
+            let checking = check.args(more).run().await?.ok();
+            checking.with_context(|| format!("{path}:{}", block.line))?;
+            checked += 1;
+        }
+    }
+    ensure!(checked >= 20, "{checked}");
     Ok(())
 }
 

@@ -10,68 +10,39 @@ use serde_json::{Value, json};
 use tokio::io::{AsyncReadExt, AsyncWriteExt};
 use tokio::time::timeout;
 use tunnel_server::config::EDGE_LABEL;
+use tunnel_tests::ca::{Leaf, TestCa};
+use tunnel_tests::checks::ensure_contains;
 use tunnel_tests::cluster::{Cluster, Kind, Node, Objects};
 use tunnel_tests::eventually::{eventually, scaled};
 use tunnel_tests::fakes::edge_sites;
 use tunnel_tests::guides::{Block, blocks, links, page, pages, script};
 use tunnel_tests::manifests::{documents, repository};
-use tunnel_tests::netns::{Namespace, Topology};
+use tunnel_tests::netns::{EDGE_ADDRESS, Namespace, Topology};
 use tunnel_tests::process::{AgentSetup, Listener, Piped, Program, ScratchDir, ServerSetup};
+use tunnel_tests::ssh;
 use tunnel_tests::tools::{Skip, Tool, bin_dir, or_skip, require};
 
 use crate::cluster::kustomizers;
 use crate::dns::report_figure;
 
-/// The pages whose blocks are all marked.
-const GUIDES: &[&str] = &[
-    "docs/README.md",
-    "docs/explanation/cluster.md",
-    "docs/explanation/comparison.md",
-    "docs/explanation/faq.md",
-    "docs/explanation/how-it-works.md",
-    OLD_SETUPS,
-    "docs/explanation/performance.md",
-    "docs/explanation/promises.md",
-    "docs/explanation/scale.md",
-    "docs/explanation/security.md",
-    "docs/explanation/yurt-tunnel.md",
-    "docs/how-to/agents.md",
-    "docs/how-to/backup.md",
-    "docs/how-to/client-certificates.md",
-    "docs/how-to/compose.md",
-    "docs/how-to/dns.md",
-    "docs/how-to/doctor.md",
-    "docs/how-to/edge-apiserver.md",
-    "docs/how-to/edge-clusters.md",
-    "docs/how-to/egress-selector.md",
-    "docs/how-to/harden.md",
-    "docs/how-to/helm.md",
-    "docs/how-to/join-many.md",
-    "docs/how-to/kube-apiserver.md",
-    "docs/how-to/kubelet-certificate.md",
-    "docs/how-to/managed-clusters.md",
-    "docs/how-to/metrics-server.md",
-    "docs/how-to/migrate.md",
-    "docs/how-to/monitoring.md",
-    "docs/how-to/node-local-dns.md",
-    "docs/how-to/openyurt.md",
-    "docs/how-to/own-certificates.md",
-    "docs/how-to/packages.md",
-    "docs/how-to/policy.md",
-    "docs/how-to/prometheus-proxy.md",
-    "docs/how-to/prometheus.md",
-    "docs/how-to/render.md",
-    "docs/how-to/replace-ca.md",
-    "docs/how-to/revoke.md",
-    "docs/how-to/servers.md",
-    "docs/how-to/ssh-ansible.md",
-    "docs/how-to/status-page.md",
-    "docs/how-to/systemd.md",
-    "docs/how-to/troubleshooting.md",
-    "docs/how-to/upgrade.md",
-    "docs/tutorials/cluster.md",
-    TWO_MACHINES,
+/// Where blocks with a runner run: a file that names the page. Blocks without one run in this folder.
+const RUNNERS: [(&str, &str); 10] = [
+    ("host", "tests/scenarios/ship/host_guides.rs"),
+    ("second-host", "tests/scenarios/ship/host_guides.rs"),
+    ("server", "tests/scenarios/ship/guides.rs"),
+    ("node", "tests/scenarios/ship/guides.rs"),
+    ("approve", "tests/scenarios/ship/guides.rs"),
+    ("nat", "tests/scenarios/ship/render.rs"),
+    ("real", "tests/scenarios/ship/helm_release.rs"),
+    (
+        "daemonset",
+        "tests/scenarios/cluster/authority/daemonset.rs",
+    ),
+    ("rotation", "tests/scenarios/credentials/ca_rotation.rs"),
+    ("systemd", "tests/packages.sh"),
 ];
+/// Blocks that no test runs, at most. Each says why not.
+const MOST_UNRUN: usize = 10;
 const STANDALONE: &str = "docs/tutorials/standalone.md";
 const TWO_MACHINES: &str = "docs/tutorials/two-machines.md";
 
@@ -97,14 +68,35 @@ const STATED: [(&str, &str); 3] = [
 ];
 
 #[test]
-fn every_block_of_commands_runs_here_or_says_why_not() -> Result<()> {
-    for guide in GUIDES.iter().chain([&STANDALONE]) {
-        for block in blocks(&page(guide)?) {
-            let marked = block.is_run() || block.reason().is_some();
+fn every_block_of_commands_is_run_by_a_test_or_says_why_not() -> Result<()> {
+    let here = std::fs::read_dir(repository().join("tests/scenarios/ship"))?;
+    let mut scripts = String::new();
+    for file in here {
+        scripts += &std::fs::read_to_string(file?.path())?;
+    }
+    let mut unrun = Vec::new();
+    for path in pages()? {
+        for block in blocks(&page(&path)?) {
             let (line, mark) = (block.line, &block.mark);
-            ensure!(!block.is_commands() || marked, "{guide}:{line}: {mark:?}");
+            let found = match (block.runner(), block.reason()) {
+                _ if !block.is_commands() => continue,
+                (Some(""), _) => scripts.contains(&format!("\"{path}\"")),
+                (Some(runner), _) => {
+                    let file = RUNNERS.iter().find(|(name, _)| *name == runner);
+                    let (_, file) = file.with_context(|| format!("{path}:{line}: {mark:?}"))?;
+                    std::fs::read_to_string(repository().join(file))?.contains(&path)
+                }
+                (None, Some(reason)) => {
+                    unrun.push(format!("{path}:{line}: {reason}"));
+                    continue;
+                }
+                (None, None) => false,
+            };
+            ensure!(found, "{path}:{line}: no test runs this: {mark:?}");
         }
     }
+    report_figure(&format!("blocks that no test runs: {}", unrun.len()));
+    ensure!(unrun.len() <= MOST_UNRUN, "{unrun:#?}");
     Ok(())
 }
 
@@ -229,11 +221,16 @@ async fn revoke_guide_locks_a_node_out() -> Result<()> {
     let folder = scratch.path().join("agent");
     let _agent = server.agent_setup("worker-1", &folder).await?.start()?;
     server.wait_until_connected(&["worker-1"]).await;
-    let data_dir = [("TUNNEL_SERVER_DATA_DIR", server.data_dir().into())];
+    let token = server.token("worker-2", None).await?;
+    let id = token.split('.').next().context("an id")?;
+    let variables = [
+        ("TUNNEL_SERVER_DATA_DIR", server.data_dir().into()),
+        ("ID", id.into()),
+    ];
     let guide = blocks(&page("docs/how-to/revoke.md")?);
     let mut count = 0;
-    for block in guide.iter().filter(|block| block.is_run()) {
-        bash(&block.text, scratch.path(), &data_dir)?
+    for block in guide.iter().filter(|block| block.runner() == Some("")) {
+        bash(&block.text, scratch.path(), &variables)?
             .run()
             .await?
             .ok()?;
@@ -271,7 +268,8 @@ async fn machines_join_by_one_token_as_the_guide_says() -> Result<()> {
     let scratch = ScratchDir::new()?;
     let server = ServerSetup::on_loopback(&scratch.path().join("server"));
     let server = server.start().await?;
-    let text = script(&blocks(&page("docs/how-to/join-many.md")?));
+    let guide = blocks(&page("docs/how-to/join-many.md")?);
+    let text = script(&guide);
     let data_dir = [("TUNNEL_SERVER_DATA_DIR", server.data_dir().into())];
     let printed = bash(&text, scratch.path(), &data_dir)?.run().await?.ok()?;
     ensure!(printed.contains("cam-* (0 of 500)"), "{printed}");
@@ -283,13 +281,12 @@ async fn machines_join_by_one_token_as_the_guide_says() -> Result<()> {
     };
     let _joined = join("cam-17", "cam.token")?;
     server.wait_until_connected(&["cam-17"]).await;
-    let selected = server.verb(&["nodes", "-l", "site=north", "-o", "name"])?;
-    let selected = selected.run().await?.ok()?;
-    ensure!(selected == "cam-17\n", "{selected}");
-    let create = "token create --node cam-* --uses 5 --approve";
-    let create = create.split(' ').collect::<Vec<_>>();
-    let token = server.verb(&create)?.run().await?.ok()?;
-    scratch.file("approved.token", &token)?;
+    let mut approving = guide.iter();
+    let approving = approving.find(|block| block.runner() == Some("approve"));
+    let approving = approving.context("no approval")?.text.trim_end();
+    let (create, approve) = approving.rsplit_once('\n').context("commands")?;
+    let run = |text: &str| bash(text, scratch.path(), &data_dir);
+    run(create)?.run().await?.ok()?;
     let _waits = join("cam-18", "approved.token")?;
     eventually("a node that waits", LISTED, async || {
         let listed = server.verb(&["token", "list"])?.run().await?.ok()?;
@@ -297,15 +294,15 @@ async fn machines_join_by_one_token_as_the_guide_says() -> Result<()> {
         anyhow::Ok(())
     })
     .await;
-    let approved = server.verb(&["nodes", "approve", "cam-18", "cam-19"])?;
-    let approved = approved.run().await?;
+    let approved = run(&format!("{approve} cam-19"))?.run().await?;
     ensure!(approved.code() == Some(0), "{approved}");
-    let approved = approved.to_string();
-    ensure!(approved.contains("node cam-18 approved"), "{approved}");
-    ensure!(
-        approved.contains("not waiting for an approval: cam-19"),
-        "{approved}"
-    );
+    ensure_contains(
+        &approved.to_string(),
+        &[
+            "node cam-18 approved",
+            "not waiting for an approval: cam-19",
+        ],
+    )?;
     server.wait_until_connected(&["cam-17", "cam-18"]).await;
     Ok(())
 }
@@ -314,20 +311,30 @@ async fn machines_join_by_one_token_as_the_guide_says() -> Result<()> {
 /// the token, and so does the test.
 #[tokio::test(flavor = "multi_thread")]
 async fn two_machines_tutorial_runs_as_it_stands() -> Result<()> {
-    let tools = require(&[Tool::Bash, Tool::Curl, Tool::Prometheus]);
+    let ssh = [Tool::Ssh, Tool::SshKeygen, Tool::Sshd];
+    let tools = require(&[&[Tool::Bash, Tool::Curl, Tool::Prometheus], &ssh[..]].concat());
     let Some(sites) = or_skip(tools.and_then(|()| Topology::new())) else {
         return Ok(());
     };
     let _exporters = edge_sites(&sites).await?;
     let [edge, _] = sites.edges();
     let scratch = ScratchDir::new()?;
+    let (folder, address) = (scratch.path(), EDGE_ADDRESS.into());
+    ssh::make_keys(folder).await?;
+    let sshd = ssh::configure(sites.cloud(), folder);
+    let sshd = sshd.and_then(|()| ssh::start_sshd(edge.node(), address, edge.node_name(), folder));
+    let Some(sshd) = or_skip(sshd) else {
+        return Ok(());
+    };
+    let _sshd = sshd?;
+    ssh::wait_for_sshd(edge.node(), address).await;
     let mut server = Machine::start(sites.cloud(), &scratch, "server")?;
     let mut node = Machine::start(edge.node(), &scratch, "node")?;
     let mut printed = String::new();
     for block in blocks(&page(TWO_MACHINES)?) {
-        let machine = match &*block.mark {
-            "run server" => &mut server,
-            "run node" => &mut node,
+        let machine = match block.runner() {
+            Some("server") => &mut server,
+            Some("node") => &mut node,
             _ => continue,
         };
         printed += &machine.run(&block.text).await?;
@@ -337,9 +344,13 @@ async fn two_machines_tutorial_runs_as_it_stands() -> Result<()> {
             std::fs::rename(token, node.home.join("culvert/token"))?;
         }
     }
-    for part in ["# node worker-1", "\"worker-1:9100\"", "errors: 0"] {
-        ensure!(printed.contains(part), "no {part}: {printed}");
-    }
+    let parts = [
+        "# node worker-1",
+        "\"worker-1:9100\"",
+        "Linux ",
+        "errors: 0",
+    ];
+    ensure_contains(&printed, &parts)?;
     for machine in [server, node] {
         ensure!(
             !machine.home.join("culvert").exists(),
@@ -359,8 +370,12 @@ async fn cluster_tutorial_runs_against_an_api_server() -> Result<()> {
     };
     let node = Node::new("worker-1").addressed("InternalIP", "192.168.33.221");
     fixture.cluster.objects().add(&node).await?;
+    fixture
+        .scratch
+        .file("pki/kubelet-ca.crt", "of the kubelets\n")?;
+    let prologue = filled("tunnel-ca");
     let output = tokio::select! {
-        output = fixture.run("docs/tutorials/cluster.md") => output?,
+        output = fixture.run_with("docs/tutorials/cluster.md", &prologue, &[]) => output?,
         never = fixture.cluster.sign_for_kubelets() => match never {},
     };
     let service = Objects::path("services", "tunnel-dns");
@@ -373,6 +388,8 @@ async fn cluster_tutorial_runs_against_an_api_server() -> Result<()> {
     let map = Objects::path("configmaps", "tunnel-agent");
     let map = fixture.object(&map).await?;
     ensure!(map["data"]["server"] == "cloud.example.com:31008", "{map}");
+    let both = fixture.scratch.path().join("pki/kubelet-and-tunnel-ca.crt");
+    ensure!(std::fs::read_to_string(both)? == "of the kubelets\nof tunnel-ca\n");
     fixture.cluster.check_kubelet_client().await
 }
 
@@ -391,9 +408,58 @@ async fn openyurt_and_prometheus_guides_run_against_an_api_server() -> Result<()
     }
     fixture.run("docs/how-to/prometheus.md").await?;
     fixture.run("docs/how-to/monitoring.md").await?;
+    let rules = "/apis/monitoring.coreos.com/v1/namespaces/monitoring/prometheusrules/culvert";
+    let rules = fixture.object(rules).await?;
+    ensure!(
+        rules["spec"]["groups"][0]["rules"][0]["alert"].is_string(),
+        "{rules}"
+    );
     let ports = Objects::path("configmaps", "yurt-tunnel-server-cfg");
     let ports = fixture.object(&ports).await?;
     ensure!(ports["data"]["http-proxy-ports"] == "9100, 9256", "{ports}");
+    Ok(())
+}
+
+/// A kube-apiserver of kubeadm has its pair, and servers have filled their ConfigMap.
+#[tokio::test(flavor = "multi_thread")]
+async fn guides_of_certificates_run_against_an_api_server() -> Result<()> {
+    let Some(fixture) = ShipFixture::start().await? else {
+        return Ok(());
+    };
+    let prologue = filled("tunnel-ca") + &filled("kube-root-ca.crt");
+    let guide = "docs/how-to/metrics-server.md";
+    fixture.run_aside(guide, &prologue).await?;
+    let both = Objects::path("configmaps", "metrics-server-kubelet-ca");
+    let both = fixture.object(&both).await?;
+    let expected = "of kube-root-ca.crt\nof tunnel-ca\n";
+    ensure!(both["data"]["ca.crt"] == expected, "{both}");
+    let pair = TestCa::new("cluster")?.issue(&Leaf::server())?;
+    for (file, text) in [("crt", &pair.certificate), ("key", &pair.key)] {
+        let file = format!("pki/apiserver-kubelet-client.{file}");
+        fixture.scratch.file(&file, text)?;
+    }
+    let guide = "docs/how-to/kubelet-certificate.md";
+    fixture.run_aside(guide, "").await?;
+    let secret = Objects::path("secrets", "tunnel-kubelet-client");
+    let secret = fixture.object(&secret).await?;
+    ensure!(secret["type"] == "kubernetes.io/tls", "{secret}");
+    Ok(())
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn guide_of_several_servers_applies_its_overlays() -> Result<()> {
+    let Some(fixture) = ShipFixture::start().await? else {
+        return Ok(());
+    };
+    fixture.run("docs/how-to/servers.md").await?;
+    let service = fixture
+        .object(&Objects::path("services", "tunnel-dns"))
+        .await?;
+    let distribution = &service["spec"]["trafficDistribution"];
+    ensure!(distribution == "PreferSameNode", "{service}");
+    let path = "/apis/apps/v1/namespaces/kube-system/deployments/tunnel-server";
+    let server = fixture.object(path).await?;
+    ensure!(server["spec"]["replicas"] == 3, "{server}");
     Ok(())
 }
 
@@ -564,7 +630,7 @@ async fn render_guide_prints_its_texts() -> Result<()> {
 
 #[tokio::test(flavor = "multi_thread")]
 async fn edge_apiserver_guide_renders_its_files() -> Result<()> {
-    if or_skip(require(&[Tool::Bash])).is_none() {
+    if or_skip(require(&[Tool::Bash, Tool::Kubectl])).is_none() {
         return Ok(());
     }
     let scratch = ScratchDir::new()?;
@@ -605,7 +671,7 @@ impl Machine {
 
     /// Runs a block to its end and returns its output.
     async fn run(&mut self, text: &str) -> Result<String> {
-        let script = format!("{{\n{text}\n}} 2>&1\necho {END}\n");
+        let script = format!("{{\n{text}\n}} </dev/null 2>&1\necho {END}\n");
         self.shell.stdin.write_all(script.as_bytes()).await?;
         let mut printed = Vec::new();
         let read = async {
@@ -655,10 +721,12 @@ impl ShipFixture {
         }) else {
             return Ok(None);
         };
+        let scratch = ScratchDir::new()?;
+        std::fs::create_dir(scratch.path().join("pki"))?;
         Ok(Some(Self {
             cluster,
             kubectl,
-            scratch: ScratchDir::new()?,
+            scratch,
         }))
     }
 
@@ -696,8 +764,10 @@ impl ShipFixture {
         variables: &[(&str, OsString)],
     ) -> Result<String> {
         let text = script(&blocks(&page(guide)?));
-        let text = format!("{prologue}\n{text}");
         let folder = self.scratch.path();
+        let pki = folder.join("pki").display().to_string();
+        let text = text.replace("/etc/kubernetes/pki", &pki);
+        let text = format!("{prologue}\n{text}");
         let kubectl = self.kubectl.parent().context("a folder")?;
         let prometheus = Tool::Promtool.find();
         let prometheus = prometheus.as_deref().and_then(Path::parent);
@@ -729,7 +799,14 @@ fn path_with<'a>(folders: impl IntoIterator<Item = &'a Path>) -> Result<OsString
     )?)
 }
 
-/// Objects and a file that the page of old set-ups reads and changes.
+/// Creates a ConfigMap with a CA, as its writer does.
+fn filled(name: &str) -> String {
+    format!(
+        "kubectl -n kube-system create configmap {name} --from-literal=ca.crt=$'of {name}\\n'\n"
+    )
+}
+
+/// Objects that the pages of old set-ups change.
 const OLD_OBJECTS: &str = r"
 tunnel-server render coredns --hosts -f Corefile
 kubectl -n kube-system create configmap kube-proxy --from-literal=config.conf=

@@ -32,7 +32,7 @@ async fn real_release_is_installed_upgraded_and_removed_by_the_commands_of_the_g
     let guide = page("docs/how-to/helm.md")?;
     let commands: Vec<_> = blocks(&guide)
         .into_iter()
-        .filter(|block| block.is_commands() && block.text.contains("helm "))
+        .filter(|block| block.runner() == Some("real"))
         .map(|block| block.text)
         .collect();
     let [install, upgrade, keep, uninstall] = &commands[..] else {

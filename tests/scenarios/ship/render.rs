@@ -96,9 +96,7 @@ async fn cleanup_of_the_migration_guide_leaves_the_table_as_it_was_without_yurt_
     let with_rules = saved(&namespace)?;
     ensure!(with_rules.contains("TUNNEL-PORT-9100"), "{with_rules}");
     let blocks = blocks(&page("docs/how-to/migrate.md")?);
-    let cleanup = blocks
-        .iter()
-        .find(|block| block.text.contains("TUNNEL-PORT"));
+    let cleanup = blocks.iter().find(|block| block.runner() == Some("nat"));
     let cleanup = &cleanup.context("no commands in the guide")?.text;
     let script = format!("{SEARCH_PATH}conntrack() {{ echo \"$@\"; }}\n{cleanup}");
     // The script may run twice.

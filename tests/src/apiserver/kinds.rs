@@ -54,6 +54,7 @@ authorization.k8s.io subjectaccessreviews SubjectAccessReview - cluster
 authentication.k8s.io tokenreviews TokenReview - cluster
 monitoring.coreos.com servicemonitors ServiceMonitor smon generation
 monitoring.coreos.com podmonitors PodMonitor pmon generation
+monitoring.coreos.com prometheusrules PrometheusRule promrule generation
 certificates.k8s.io certificatesigningrequests CertificateSigningRequest csr cluster status
 ";
 

@@ -454,11 +454,9 @@ async fn new_ca_by_the_commands_of_the_guide_ends_with_all_servers_ready_and_all
 /// Returns the arguments of `kubectl` in the section about a cluster.
 fn commands_of_new_ca() -> Result<Vec<String>> {
     let text = page("docs/how-to/replace-ca.md")?;
-    let (_, section) = text
-        .split_once("## Start with a new CA\n")
-        .context("no section")?;
-    let section = section.split("\n## ").next().unwrap_or_default();
-    let lines = blocks(section).into_iter().flat_map(|block| {
+    let blocks = blocks(&text).into_iter();
+    let blocks = blocks.filter(|block| block.runner() == Some("daemonset"));
+    let lines = blocks.flat_map(|block| {
         let lines: Vec<_> = block.text.lines().map(str::to_owned).collect();
         lines
     });
