@@ -32,6 +32,11 @@ impl Block {
         matches!(self.language.as_str(), "sh" | "bash" | "console" | "shell")
     }
 
+    /// Returns whether a test runs the block.
+    pub fn is_run(&self) -> bool {
+        self.runner().is_some()
+    }
+
     /// Returns what runs the block: empty for the script of its page, `None` for nothing.
     pub fn runner(&self) -> Option<&str> {
         let words = self.mark.strip_prefix("run")?;
