@@ -13,7 +13,10 @@ use humantime::format_rfc3339_micros;
 use parking_lot::Mutex;
 use serde::ser::{Serialize, SerializeMap, Serializer};
 use tokio::time::Instant;
-use tunnel_process::telemetry::{AuditGuard, AuditSettings, audit_log, non_empty, start_audit};
+use tunnel_process::conn_limiter::source;
+use tunnel_process::telemetry::{
+    AuditGuard, AuditSettings, LeftOutEvents, UnverifiedSource, audit_log, non_empty, start_audit,
+};
 
 use crate::stream_record::{AuditedHead, EndCode, RecordedPeer, StreamRecord};
 use crate::wire::header::one_line;
@@ -35,14 +38,17 @@ pub fn head<B>(request: &Request<B>) -> Option<Box<AuditedHead>> {
     }))
 }
 
-/// Starts the audit log of this process, unless it is off.
+/// Starts the audit log of this process, which is `server` or `agent`, unless it is off.
 ///
 /// # Errors
 /// When its output cannot be opened, or it was started before.
-pub fn start(settings: &AuditSettings) -> io::Result<AuditGuard> {
-    start_audit(settings, |audit_log| {
+pub fn start(settings: &AuditSettings, reporter: &'static str) -> io::Result<AuditGuard> {
+    start_audit(settings, move |audit_log, is_last| {
         while let Some(event) = OPEN.take_due(Instant::now()) {
             audit_log.push(&event);
+        }
+        for left_out in audit_log.take_left_out(is_last) {
+            audit_log.push(&left_out_event(&left_out, reporter));
         }
     })
 }
@@ -106,11 +112,61 @@ where
 }
 
 /// Writes the event of a stream that has ended, if there is an audit log. A stream that did not say
-/// what it wants has none.
-pub(crate) fn ended<E: EndCode>(record: &StreamRecord<E>, reporter: &'static str) {
-    if let Some(audit_log) = audit_log().filter(|_| !record.is_unread) {
+/// what it wants has none. One that reached no target counts for its source, if nobody has verified the
+/// caller.
+pub(crate) fn ended<E: EndCode>(
+    record: &StreamRecord<E>,
+    reporter: &'static str,
+    has_reached_target: bool,
+) {
+    let Some(audit_log) = audit_log().filter(|_| !record.is_unread) else {
+        return;
+    };
+    let limited = unverified_source(record).filter(|_| !has_reached_target);
+    if limited.is_none_or(|source| audit_log.admits_refused(source)) {
         audit_log.push(&event(record, reporter, Stage::ResponseComplete));
     }
+}
+
+/// Returns the source of a stream whose caller nobody has verified.
+fn unverified_source<E>(record: &StreamRecord<E>) -> Option<UnverifiedSource> {
+    if record.is_claimed {
+        let is_unverified = record.caller.is_empty() || record.caller == ANONYMOUS;
+        return is_unverified.then_some(UnverifiedSource::OtherEnd);
+    }
+    match &record.peer {
+        Some(RecordedPeer::Tcp(address)) if record.caller.is_empty() => {
+            Some(UnverifiedSource::Address(source(address.ip())))
+        }
+        // Only users of this host connect over a Unix socket.
+        Some(RecordedPeer::Tcp(_) | RecordedPeer::Unix | RecordedPeer::Server(_)) | None => None,
+    }
+}
+
+/// The end in an event that counts others.
+#[derive(Debug, Clone, Copy)]
+struct LeftOut;
+
+impl EndCode for LeftOut {
+    fn label(self) -> &'static str {
+        "events_left_out"
+    }
+}
+
+/// Returns the event that says how many events of a source were left out.
+fn left_out_event(left_out: &LeftOutEvents, reporter: &'static str) -> String {
+    let mut record = StreamRecord::start(Instant::now(), LeftOut);
+    let address = left_out.source.parse::<IpAddr>();
+    record.peer = address.ok().map(|ip| RecordedPeer::Tcp((ip, 0).into()));
+    let LeftOutEvents { source, events } = left_out;
+    record.detail =
+        format!("{events} events of requests of {source} that reached no target were left out");
+    record.head = Some(Box::new(AuditedHead {
+        method: "summary".into(),
+        uri: "".into(),
+        user_agent: "".into(),
+    }));
+    event(&record, reporter, Stage::ResponseComplete)
 }
 
 /// The stage of a stream at its event.

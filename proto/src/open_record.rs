@@ -22,6 +22,9 @@ pub trait RecordSinks<E: EndCode = StreamEnd> {
     /// Adds what is the same for all streams that this value serves.
     fn describe(&self, _record: &mut StreamRecord<E>) {}
 
+    /// Returns whether the stream was accepted by its target.
+    fn has_reached_target(&self, record: &StreamRecord<E>) -> bool;
+
     /// Passes the record to the sinks that only this end has. Returns the form of the line in the access
     /// log, if there is one.
     fn end(&self, record: &mut StreamRecord<E>) -> Option<LineForm>;
@@ -104,7 +107,7 @@ impl<S: RecordSinks<E>, E: EndCode> Drop for OpenRecord<S, E> {
         }
         sinks.describe(record);
         let form = sinks.end(record);
-        audit::ended(record, S::REPORTER);
+        audit::ended(record, S::REPORTER, sinks.has_reached_target(record));
         if let Some(form) = form {
             log(record, form);
         }

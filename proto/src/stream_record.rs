@@ -90,6 +90,11 @@ impl StreamEnd {
         }
     }
 
+    /// Returns whether a stream with this end was accepted by its target.
+    pub fn has_reached_target(self) -> bool {
+        matches!(self.stage(), StreamStage::Opened { .. })
+    }
+
     /// Returns how far a stream with this end came.
     pub fn stage(self) -> StreamStage {
         match self {

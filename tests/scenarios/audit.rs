@@ -3,6 +3,7 @@
 
 use std::collections::BTreeSet;
 use std::fs;
+use std::net::SocketAddr;
 use std::path::Path;
 use std::time::Duration;
 
@@ -17,7 +18,7 @@ use tunnel_tests::env::{TestEnv, WAIT_TIMEOUT};
 use tunnel_tests::eventually::{eventually, scaled};
 use tunnel_tests::gear::Gear;
 use tunnel_tests::metrics::meta_page;
-use tunnel_tests::process::{Listener, ScratchDir, Server, ServerSetup};
+use tunnel_tests::process::{Listener, ScratchDir, Server, ServerSetup, next_loopback};
 use tunnel_tests::targets::{EchoTarget, Exporter, FakeKubelet};
 use tunnel_tests::tools::or_skip;
 
@@ -260,19 +261,46 @@ fn base64_of(text: &str) -> String {
     base64::engine::general_purpose::STANDARD.encode(text)
 }
 
-/// Sends requests for a node that does not exist at once, and waits for all refusals. The event of each
-/// has about 1 KiB.
+const PROXY_PORT: u16 = 8131;
+const PASSWORD: &str = "ops:open-sesame-4711";
+
+/// Sends requests with a password for a port that is not allowed at once, and waits for all refusals. The
+/// event of each has about 1 KiB.
 async fn refused(server: &Server, requests: usize) -> Result<()> {
     let path = "x".repeat(400);
-    let request = format!("GET /{path} HTTP/1.1\r\nHost: nobody:9100\r\n\r\n");
-    let mut caller = ByteStream::connect(server.address(Listener::Http)).await?;
+    let credentials = base64_of(PASSWORD);
+    let request = format!(
+        "GET http://worker-1:22/{path} HTTP/1.1\r\nHost: worker-1:22\r\nProxy-Authorization: Basic {credentials}\r\n\r\n"
+    );
+    let proxy = SocketAddr::new(server.address(Listener::Http).ip(), PROXY_PORT);
+    answered(proxy, &request, requests, "HTTP/1.1 403").await
+}
+
+/// The same without a password, for a node that does not exist.
+async fn refused_strangers(server: &Server, requests: usize) -> Result<()> {
+    let request = format!(
+        "GET /{} HTTP/1.1\r\nHost: nobody:9100\r\n\r\n",
+        "x".repeat(400)
+    );
+    answered(
+        server.address(Listener::Http),
+        &request,
+        requests,
+        "HTTP/1.1 400",
+    )
+    .await
+}
+
+/// Sends a request many times over one connection, and waits for answers that begin with `status`.
+async fn answered(to: SocketAddr, request: &str, requests: usize, status: &str) -> Result<()> {
+    let mut caller = ByteStream::connect(to).await?;
     let (reader, mut writer) = tokio::io::split(&mut caller);
     let mut answers = BufReader::new(reader).lines();
     let read = async {
         let mut refused = 0;
         while refused < requests {
             let line = answers.next_line().await?.context("the connection ended")?;
-            refused += usize::from(line.starts_with("HTTP/1.1 400"));
+            refused += usize::from(line.starts_with(status));
         }
         anyhow::Ok(())
     };
@@ -282,24 +310,38 @@ async fn refused(server: &Server, requests: usize) -> Result<()> {
     Ok(())
 }
 
-/// Starts a server with this audit log.
+/// Starts a server with this audit log, which knows the node worker-1.
 async fn start(scratch: &ScratchDir, audit: &Path, arguments: &[&str]) -> Result<Server> {
-    let setup = ServerSetup::on_loopback(&scratch.path().join("server"));
+    let passwords = scratch.file("passwords", format!("{PASSWORD}\n"))?;
+    let address = next_loopback();
+    let setup = ServerSetup::on_address(&scratch.path().join("server"), address);
     let setup = setup.args(&["--audit-log", &audit.to_string_lossy()]);
-    setup.args(arguments).start().await
+    let proxy = SocketAddr::new(address.into(), PROXY_PORT).to_string();
+    let setup = setup.args(&["--connect-listen", &proxy]);
+    let setup = setup.args(&["--connect-auth", &passwords.to_string_lossy()]);
+    let server = setup.args(arguments).start().await?;
+    server.token("worker-1", None).await?;
+    Ok(server)
 }
 
-/// Returns the number of events in a file, each of which must be whole.
-fn events_in(file: &Path) -> Result<usize> {
+/// Returns the events in a file, each of which must be whole.
+fn read_events(file: &Path) -> Result<Vec<AuditEvent>> {
     let text = fs::read_to_string(file).with_context(|| file.display().to_string())?;
-    for line in text.lines() {
+    let events = text.lines().map(|line| {
         let event: AuditEvent = serde_json::from_str(line).with_context(|| line.to_owned())?;
         ensure!(event.is_complete(), "{event:?}");
-    }
-    Ok(text.lines().count())
+        Ok(event)
+    });
+    events.collect()
+}
+
+fn events_in(file: &Path) -> Result<usize> {
+    Ok(read_events(file)?.len())
 }
 
 const LOST: &str = "tunnel_server_log_lines_dropped_total{kind=\"audit\"}";
+
+const LEFT_OUT: &str = "tunnel_server_log_lines_dropped_total{kind=\"audit_limited\"}";
 
 async fn condition(server: &Server) -> Result<String> {
     meta_page(server.address(Listener::Meta), "/readyz?verbose").await
@@ -409,5 +451,61 @@ async fn full_file_begins_again_and_the_last_ones_are_retained() -> Result<()> {
     }
     ensure!((1_500..4_000).contains(&events), "{events} events");
     ensure!(!backup(3).exists(), "a third full file");
+    Ok(())
+}
+
+/// The events of the requests would fill the files ten times.
+#[tokio::test(flavor = "multi_thread")]
+async fn refused_requests_of_strangers_rotate_no_event_of_others_away_and_are_counted() -> Result<()>
+{
+    const STRANGERS: usize = 30_000;
+    let scratch = ScratchDir::new()?;
+    let file = scratch.path().join("audit.log");
+    let rotation = [
+        "--audit-log-max-size",
+        "1MiB",
+        "--audit-log-max-backups",
+        "2",
+    ];
+    let server = start(&scratch, &file, &rotation).await?;
+    refused(&server, 1).await?;
+    refused_strangers(&server, STRANGERS).await?;
+    refused(&server, 1).await?;
+    let left_out = server.metric(LEFT_OUT).await?;
+    ensure_contains(
+        &condition(&server).await?,
+        &["[!] audit: audit events of refused requests were left out"],
+    )?;
+    // The events that count the others are written before the process ends.
+    let log = server.log().clone();
+    server.into_process().stop(START).await?;
+    ensure_contains(
+        &log.to_string(),
+        &["audit events of refused requests: and "],
+    )?;
+    let events = read_events(&file)?;
+    let of_user = |user: &str| {
+        let events = events.iter();
+        events.filter(move |event| event.user.username.as_deref() == Some(user))
+    };
+    ensure!(of_user("user:ops").count() == 2, "{events:#?}");
+    let (summaries, requests): (Vec<_>, Vec<_>) =
+        of_user("system:anonymous").partition(|event| event.verb == "summary");
+    // The requests may take more than one minute.
+    let most = 20 * summaries.len();
+    ensure!((20..=most).contains(&requests.len()), "{events:#?}");
+    ensure!(
+        requests.len() + usize::try_from(left_out)? == STRANGERS,
+        "{left_out}"
+    );
+    let mut counted = 0;
+    for event in summaries {
+        ensure!(event.source_ips.iter().all(|ip| ip.is_loopback()) && event.source_ips.len() == 1);
+        ensure!(event.annotation("end") == "events_left_out", "{event:?}");
+        let message = event.response_status.message.as_deref().unwrap_or_default();
+        let (number, _) = message.split_once(' ').context("no number")?;
+        counted += number.parse::<u64>()?;
+    }
+    ensure!(counted == left_out, "{counted} of {left_out}");
     Ok(())
 }

@@ -135,7 +135,7 @@ impl AuditEvents {
             ..AuditSettings::default()
         };
         // Both live as long as the process of the test.
-        std::mem::forget(audit::start(&settings).context("start the audit log")?);
+        std::mem::forget(audit::start(&settings, "server").context("start the audit log")?);
         std::mem::forget(writer);
         let events = Self::default();
         let collected = events.clone();

@@ -199,6 +199,10 @@ impl RecordSinks for EgressStream<'_> {
         record.session = Some(self.params.session);
     }
 
+    fn has_reached_target(&self, record: &StreamRecord) -> bool {
+        record.end.has_reached_target()
+    }
+
     fn end(&self, record: &mut StreamRecord) -> Option<LineForm> {
         self.egress.metrics.stream_ended(record.end);
         let (stage, code) = (record.end.stage(), record.end.label());

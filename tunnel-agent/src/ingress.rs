@@ -213,6 +213,10 @@ impl RecordSinks for CloudSinks<'_> {
     const DROPPED: StreamEnd = StreamEnd::AgentStopping;
     const REPORTER: &'static str = "agent";
 
+    fn has_reached_target(&self, record: &StreamRecord) -> bool {
+        record.end.has_reached_target()
+    }
+
     fn end(&self, record: &mut StreamRecord) -> Option<LineForm> {
         self.ingress.metrics.cloud_stream_ended(record.end);
         // No server was asked without a session.

@@ -256,6 +256,10 @@ impl RecordSinks for CloudStream<'_> {
         record.session = Some(self.agent.id);
     }
 
+    fn has_reached_target(&self, record: &StreamRecord) -> bool {
+        record.end.has_reached_target()
+    }
+
     fn end(&self, record: &mut StreamRecord) -> Option<LineForm> {
         self.egress.metrics.cloud_stream_ended(record.end);
         let (stage, code) = (record.end.stage(), record.end.label());

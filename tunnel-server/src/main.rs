@@ -233,7 +233,7 @@ fn run(source: ConfigArgs) -> anyhow::Result<ExitCode> {
     check_config_files(&config)?;
     telemetry::enable_recent_lines();
     let _logs = telemetry::start(config.log_level, config.log_format, &config.access_log)?;
-    let _audit = audit::start(&config.audit)?;
+    let _audit = audit::start(&config.audit, "server")?;
     info!(
         version = env!("CARGO_PKG_VERSION"),
         commit = COMMIT,

@@ -41,7 +41,7 @@ use super::metrics::exposition::Exposition;
 use super::query::parameters;
 use super::serve_bounded::serve_bounded;
 use super::shutdown::Shutdown;
-use super::telemetry::audit_condition;
+use super::telemetry::audit_conditions;
 use super::unix_socket::{self, OWNER_ONLY, SocketFile};
 
 mod documents;
@@ -627,14 +627,14 @@ impl Readiness {
         });
     }
 
-    /// Returns all conditions with their components, one entry for each line; that of the audit log
-    /// among them.
+    /// Returns all conditions with their components, one entry for each line; those of the audit
+    /// log among them.
     pub fn conditions(&self) -> Vec<(&'static str, String)> {
         let state = self.0.lock();
         let conditions = state.conditions.iter();
         conditions
             .flat_map(|(component, lines)| lines.iter().map(|line| (*component, line.clone())))
-            .chain(audit_condition().map(|line| (AUDIT, line)))
+            .chain(audit_conditions().map(|line| (AUDIT, line)))
             .collect()
     }
 

@@ -30,9 +30,10 @@ mod stream_lines;
 
 use access::SWITCH;
 pub use access::{AccessLogMode, AccessLogOutput, AccessLogSettings, admits_access};
-pub(crate) use audit::audit_condition;
+pub(crate) use audit::audit_conditions;
 pub use audit::{
-    AuditGuard, AuditLog, AuditOutput, AuditSettings, RawAudit, audit_log, start_audit,
+    AuditGuard, AuditLog, AuditOutput, AuditSettings, LeftOutEvents, RawAudit, UnverifiedSource,
+    audit_log, start_audit,
 };
 pub use dropped::DroppedLines;
 use dropped::{DROPPED, DroppedCounts};

@@ -53,6 +53,8 @@ struct IngressSinks {
     open: Option<GaugeGuard>,
     /// A stream or a dialed connection carries the request.
     has_reached_target: bool,
+    /// The request failed before the target responded.
+    has_failed: bool,
     recent: Option<Arc<RecentRequests>>,
     /// Canceled when this server ends what its drain has left.
     drained: CancellationToken,
@@ -61,6 +63,10 @@ struct IngressSinks {
 impl RecordSinks<Outcome> for IngressSinks {
     const DROPPED: Outcome = Outcome::CallerGone;
     const REPORTER: &'static str = "server";
+
+    fn has_reached_target(&self, _record: &StreamRecord<Outcome>) -> bool {
+        self.has_reached_target && !self.has_failed
+    }
 
     fn end(&self, record: &mut StreamRecord<Outcome>) -> Option<LineForm> {
         if record.end == Outcome::Cut && self.drained.is_cancelled() {
@@ -101,6 +107,7 @@ impl AccessLog {
             metrics: metrics.clone(),
             open: None,
             has_reached_target: false,
+            has_failed: false,
             recent: None,
             drained: CancellationToken::new(),
         };
@@ -242,6 +249,7 @@ impl AccessLog {
     /// Records a failure that occurred before the target responded.
     pub fn fail(&mut self, failure: &ProxyError) {
         self.0.fail(failure.outcome, failure.text.as_str());
+        self.0.sinks.has_failed = true;
         if let Some(limit) = failure.limit {
             self.0.sinks.metrics.limit(limit);
         }

@@ -1,8 +1,11 @@
 //! The output of audit events: a file that rotates, or standard output, behind a queue of 4 MiB. A full
 //! disk or a reader that stands still delays no stream: what the output does not take is dropped and
-//! counted, and is a condition.
+//! counted, and is a condition. So is what a source without an identity causes above its budget: refused
+//! requests cost their caller nothing, and would rotate the events of others away.
 
+use std::fmt;
 use std::io;
+use std::net::IpAddr;
 use std::path::PathBuf;
 use std::str::FromStr;
 use std::sync::{Arc, OnceLock};
@@ -16,7 +19,9 @@ use super::dropped::{AUDIT_DROPPED, DroppedCounts};
 use super::line_file::{LineFile, Rotation};
 use super::log_writer::{BatchWriter, Flusher, LineKind, LogReporter};
 use super::output::LogOutput;
+use super::rate_limit::{Quota, Suppressing as _};
 use super::sanitize::Sanitizer;
+use super::source_budget::{Quotas, SourceBudget};
 use crate::limits::{count, size};
 use crate::query::parameters;
 use crate::settings::ConfigErrors;
@@ -162,14 +167,45 @@ fn names(text: &str) -> Result<Vec<String>, String> {
 pub struct AuditLog {
     settings: AuditSettings,
     writer: Arc<BatchWriter<LogOutput>>,
-    lost: Mutex<LostEvents>,
+    /// Events that the output did not take.
+    lost: Mutex<MissingEvents>,
+    /// Events above the budget of their source.
+    left_out: Mutex<MissingEvents>,
+    refused: SourceBudget<UnverifiedSource>,
 }
 
-/// The lost events that were last observed.
+/// The missing events of one kind that were last observed.
 #[derive(Debug, Default)]
-struct LostEvents {
+struct MissingEvents {
     count: u64,
     at: Option<Instant>,
+}
+
+/// Where a request of a caller without an identity comes from.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
+pub enum UnverifiedSource {
+    /// The address of the caller's connection, or its network.
+    Address(IpAddr),
+    /// Callers of another server or of the other end, which knows their addresses.
+    OtherEnd,
+}
+
+impl fmt::Display for UnverifiedSource {
+    fn fmt(&self, formatter: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::Address(address) => address.fmt(formatter),
+            Self::OtherEnd => formatter.write_str("callers of the other end"),
+        }
+    }
+}
+
+/// Events that were left out because their source had used up its budget.
+#[derive(Debug, PartialEq, Eq)]
+pub struct LeftOutEvents {
+    /// An address, or the name of a group of sources.
+    pub source: String,
+    /// Number of events.
+    pub events: u64,
 }
 
 /// A process has one audit log.
@@ -183,24 +219,20 @@ pub struct AuditGuard {
     _flusher: Option<Flusher<LogOutput>>,
 }
 
-/// Starts the audit log, unless it is off. `on_tick` is called every second or so, and writes the
-/// events that are due.
+/// Starts the audit log, unless it is off. `on_tick` is called every second or so, at the end of the
+/// process with `true`, and writes the events that are due.
 ///
 /// # Errors
 /// When the output cannot be opened, the thread cannot be started, or an audit log was started before.
 pub fn start_audit(
     settings: &AuditSettings,
-    on_tick: impl Fn(&AuditLog) + Send + 'static,
+    on_tick: impl Fn(&AuditLog, bool) + Send + 'static,
 ) -> io::Result<AuditGuard> {
     let Some(output) = settings.open()? else {
         return Ok(AuditGuard { _flusher: None });
     };
     let writer = BatchWriter::new(output, &AUDIT_DROPPED);
-    let audit_log = AuditLog {
-        settings: settings.clone(),
-        writer: writer.clone(),
-        lost: Mutex::default(),
-    };
+    let audit_log = AuditLog::new(settings.clone(), writer.clone());
     if AUDIT.set(audit_log).is_err() {
         return Err(io::Error::other("the audit log was started before"));
     }
@@ -215,12 +247,51 @@ pub fn audit_log() -> Option<&'static AuditLog> {
     AUDIT.get()
 }
 
-/// Returns the condition of the audit log, if events were lost in the last hour.
-pub(crate) fn audit_condition() -> Option<String> {
-    audit_log()?.condition(AUDIT_DROPPED.snapshot().other, Instant::now())
+/// Returns the conditions of the audit log: whether events were lost or left out in the last hour.
+pub(crate) fn audit_conditions() -> impl Iterator<Item = String> {
+    let now = Instant::now();
+    let conditions = audit_log().map(|audit_log| {
+        let lost = audit_log.lost_condition(AUDIT_DROPPED.snapshot().other, now);
+        let left_out = audit_log.left_out_condition(AUDIT_DROPPED.limited(), now);
+        [lost, left_out]
+    });
+    conditions.into_iter().flatten().flatten()
 }
 
 impl AuditLog {
+    fn new(settings: AuditSettings, writer: Arc<BatchWriter<LogOutput>>) -> Self {
+        Self {
+            settings,
+            writer,
+            lost: Mutex::default(),
+            left_out: Mutex::default(),
+            refused: SourceBudget::with_quotas("audit events of refused requests", REFUSED),
+        }
+    }
+
+    /// Returns whether there may be an event for a refused request of this source. If not, it is counted.
+    pub fn admits_refused(&self, source: UnverifiedSource) -> bool {
+        let is_admitted = self.refused.admit_unlisted(source);
+        if !is_admitted {
+            AUDIT_DROPPED.add_limited();
+        }
+        is_admitted
+    }
+
+    /// Returns and logs what was left out in minutes that are over, or with `is_last` so far.
+    pub fn take_left_out(&self, is_last: bool) -> Vec<LeftOutEvents> {
+        let (suppressed, _) = self.refused.take(Instant::now(), is_last);
+        let suppressed = suppressed.into_iter();
+        let left_out = suppressed.map(|suppressed| {
+            suppressed.report();
+            LeftOutEvents {
+                events: suppressed.lines,
+                source: suppressed.source.unwrap_or_default(),
+            }
+        });
+        left_out.collect()
+    }
+
     /// Queues an event, one JSON object, or drops and counts it. Never waits.
     pub fn push(&self, event: &str) {
         let sanitizer = Sanitizer {
@@ -250,15 +321,18 @@ impl AuditLog {
         listed
     }
 
-    fn condition(&self, count: u64, now: Instant) -> Option<String> {
-        let mut lost = self.lost.lock();
-        if count > lost.count {
-            (lost.count, lost.at) = (count, Some(now));
-        }
-        let is_recent = lost
-            .at
-            .is_some_and(|at| now.duration_since(at) < LOST_SHOWN);
-        is_recent.then(|| {
+    fn left_out_condition(&self, count: u64, now: Instant) -> Option<String> {
+        self.left_out.lock().is_recent(count, now).then(|| {
+            format!(
+                "audit events of refused requests were left out, {count} since the start: a caller without an identity sent \
+                 more than {} in a minute; the last event of the minute names it and the number",
+                REFUSED.source.lines
+            )
+        })
+    }
+
+    fn lost_condition(&self, count: u64, now: Instant) -> Option<String> {
+        self.lost.lock().is_recent(count, now).then(|| {
             let output = match &self.settings.output {
                 AuditOutput::Off | AuditOutput::Stdout => "standard output".to_owned(),
                 AuditOutput::File(path) => path.display().to_string(),
@@ -275,10 +349,21 @@ impl AuditLog {
     }
 }
 
+impl MissingEvents {
+    /// Returns whether the count has grown in the last hour.
+    fn is_recent(&mut self, count: u64, now: Instant) -> bool {
+        if count > self.count {
+            (self.count, self.at) = (count, Some(now));
+        }
+        self.at
+            .is_some_and(|at| now.duration_since(at) < MISSING_SHOWN)
+    }
+}
+
 /// The reporter of the audit log.
 struct AuditReporter<F>(F);
 
-impl<F: Fn(&AuditLog) + Send + 'static> LogReporter for AuditReporter<F> {
+impl<F: Fn(&AuditLog, bool) + Send + 'static> LogReporter for AuditReporter<F> {
     fn dropped(&mut self, dropped: DroppedCounts) {
         warn!(
             events = dropped.other,
@@ -287,9 +372,9 @@ impl<F: Fn(&AuditLog) + Send + 'static> LogReporter for AuditReporter<F> {
     }
 
     /// Streams become due without a line that wakes the thread.
-    fn report_due(&mut self, _is_last: bool) -> bool {
+    fn report_due(&mut self, is_last: bool) -> bool {
         if let Some(audit_log) = audit_log() {
-            self.0(audit_log);
+            self.0(audit_log, is_last);
         }
         true
     }
@@ -320,8 +405,21 @@ fn is_decoded(encoded: &str, name: &str) -> bool {
 const DEFAULT_MAX_BYTES: u64 = 100 << 20;
 /// Number of full files without `--audit-log-max-backups`.
 const DEFAULT_BACKUPS: u32 = 10;
-/// Time for which lost events are a condition: longer than alerts wait.
-const LOST_SHOWN: Duration = Duration::from_secs(3600);
+/// Events of requests of callers without an identity that reached no target, about 1 KiB each. One source
+/// writes less than 30 MiB a day. Sources at a thousand addresses fill the files of the default rotation in
+/// half a day at least.
+const REFUSED: Quotas = Quotas {
+    source: Quota {
+        lines: 20,
+        length: Duration::from_secs(60),
+    },
+    total: Quota {
+        lines: 200,
+        length: Duration::from_secs(60),
+    },
+};
+/// Time for which missing events are a condition: longer than alerts wait.
+const MISSING_SHOWN: Duration = Duration::from_secs(3600);
 /// Parameters with the command of a kubelet's exec and run.
 const COMMANDS: [&str; 2] = ["command", "cmd"];
 /// Parameters without `--audit-log-query`: those of a kubelet's exec, attach, portForward and
@@ -361,11 +459,8 @@ mod tests {
     }
 
     fn log(settings: AuditSettings) -> AuditLog {
-        AuditLog {
-            settings,
-            writer: BatchWriter::new(LogOutput::Stdout(io::stdout()), &AUDIT_DROPPED),
-            lost: Mutex::default(),
-        }
+        let writer = BatchWriter::new(LogOutput::Stdout(io::stdout()), &AUDIT_DROPPED);
+        AuditLog::new(settings, writer)
     }
 
     #[test]
@@ -444,11 +539,36 @@ mod tests {
     #[test]
     fn lost_events_are_a_condition_for_an_hour() {
         let (log, start) = (log(AuditSettings::default()), Instant::now());
-        assert_eq!(log.condition(0, start), None);
-        let condition = log.condition(7, start).unwrap();
-        assert!(condition.contains("7 since the start"), "{condition}");
-        let almost = start + LOST_SHOWN - Duration::from_secs(1);
-        assert!(log.condition(7, almost).is_some());
-        assert_eq!(log.condition(7, start + LOST_SHOWN), None);
+        let almost = start + MISSING_SHOWN - Duration::from_secs(1);
+        type Condition = fn(&AuditLog, u64, Instant) -> Option<String>;
+        for condition in [
+            AuditLog::lost_condition as Condition,
+            AuditLog::left_out_condition,
+        ] {
+            assert_eq!(condition(&log, 0, start), None);
+            let text = condition(&log, 7, start).unwrap();
+            assert!(text.contains("7 since the start"), "{text}");
+            assert!(condition(&log, 7, almost).is_some());
+            assert_eq!(condition(&log, 7, start + MISSING_SHOWN), None);
+        }
+    }
+
+    #[test]
+    fn source_without_an_identity_has_twenty_events_of_refused_requests_a_minute() {
+        let log = log(AuditSettings::default());
+        let source = |last| UnverifiedSource::Address([192, 0, 2, last].into());
+        let admitted = |source, requests: u32| {
+            let requests = 0..requests;
+            requests.filter(|_| log.admits_refused(source)).count()
+        };
+        assert_eq!(admitted(source(1), 1_000), 20);
+        assert_eq!(admitted(source(2), 3), 3);
+        assert_eq!(log.take_left_out(false), [], "the minute is not over");
+        let left_out = LeftOutEvents {
+            source: "192.0.2.1".to_owned(),
+            events: 980,
+        };
+        assert_eq!(log.take_left_out(true), [left_out]);
+        assert_eq!(log.take_left_out(true), []);
     }
 }

@@ -55,6 +55,10 @@ impl DropCounters {
         self.limited.fetch_add(1, Ordering::Relaxed);
     }
 
+    pub(super) fn limited(&self) -> u64 {
+        self.limited.load(Ordering::Relaxed)
+    }
+
     /// Returns the counts of lines that the output did not accept since the start.
     pub(super) fn snapshot(&self) -> DroppedCounts {
         DroppedCounts {
@@ -94,8 +98,8 @@ pub struct DroppedLines;
 impl Collector for DroppedLines {
     fn encode(&self, mut encoder: DescriptorEncoder<'_>) -> Result<(), fmt::Error> {
         let help = "Number of log lines that were not written, by kind: access and other lines while standard error was blocked, \
-                    lines suppressed by the limits of repeated lines and of the lines of a source, and audit events while \
-                    their output was blocked or failed";
+                    lines suppressed by the limits of repeated lines and of the lines of a source, audit events while \
+                    their output was blocked or failed, and audit events of refused requests above the limit of a source";
         let mut family =
             encoder.encode_descriptor("log_lines_dropped", help, None, MetricType::Counter)?;
         let kinds = [
@@ -103,6 +107,7 @@ impl Collector for DroppedLines {
             ("other", &DROPPED.other),
             ("limited", &DROPPED.limited),
             ("audit", &AUDIT_DROPPED.other),
+            ("audit_limited", &AUDIT_DROPPED.limited),
         ];
         for (kind, count) in kinds {
             let labels = [("kind", kind)];
@@ -123,7 +128,7 @@ mod tests {
         registry.register_collector(Box::new(DroppedLines));
         let mut shown = String::new();
         prometheus_client::encoding::text::encode(&mut shown, &registry).unwrap();
-        for kind in ["access", "other", "limited", "audit"] {
+        for kind in ["access", "other", "limited", "audit", "audit_limited"] {
             let series = format!("x_log_lines_dropped_total{{kind=\"{kind}\"}} ");
             assert!(shown.contains(&series), "{shown}");
         }

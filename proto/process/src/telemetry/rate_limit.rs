@@ -176,6 +176,17 @@ impl Window {
     }
 }
 
+impl Suppressed {
+    /// Logs how many lines were not written.
+    pub(super) fn report(&self) {
+        let (kind, suppressed) = (self.kind, self.lines);
+        match &self.source {
+            Some(source) => warn!(kind, source, suppressed, "{kind}: and {suppressed} more"),
+            None => warn!(kind, suppressed, "{kind}: and {suppressed} more"),
+        }
+    }
+}
+
 /// Logs how many lines of each kind were suppressed in windows that are over; with `is_last`, in
 /// every window. Returns whether a window is still open.
 pub(super) fn report(is_last: bool) -> bool {
@@ -190,17 +201,8 @@ pub(super) fn report(is_last: bool) -> bool {
         });
         !used_up.is_empty()
     };
-    for Suppressed {
-        kind,
-        source,
-        lines,
-    } in ended.into_iter().filter(|ended| ended.lines > 0)
-    {
-        let suppressed = lines;
-        match source {
-            Some(source) => warn!(kind, source, suppressed, "{kind}: and {suppressed} more"),
-            None => warn!(kind, suppressed, "{kind}: and {suppressed} more"),
-        }
+    for suppressed in ended.iter().filter(|ended| ended.lines > 0) {
+        suppressed.report();
     }
     is_open
 }

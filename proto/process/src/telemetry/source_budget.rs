@@ -10,16 +10,26 @@ use parking_lot::Mutex;
 use super::dropped::DROPPED;
 use super::rate_limit::{Quota, Suppressed, Suppressing, Window, WindowState, list};
 
-/// Lines of one source. A scraper with 50 targets that are away stays below it.
-const SOURCE_QUOTA: Quota = Quota {
-    lines: 50,
-    length: Duration::from_secs(1),
-};
-/// Lines of all sources together, about 300 KB a second. The first line of a source in a second is
-/// not counted here, so that many noisy sources do not hide a quiet one.
-const TOTAL_QUOTA: Quota = Quota {
-    lines: 500,
-    length: Duration::from_secs(1),
+/// Quotas of a kind of lines.
+#[derive(Debug, Clone, Copy)]
+pub(super) struct Quotas {
+    pub(super) source: Quota,
+    /// Lines of all sources together. The first line of a source in its window is not counted here, so
+    /// that many noisy sources do not hide a quiet one.
+    pub(super) total: Quota,
+}
+
+/// A scraper with 50 targets that are away stays below its quota. All sources together write about
+/// 300 KB a second.
+const LINES: Quotas = Quotas {
+    source: Quota {
+        lines: 50,
+        length: Duration::from_secs(1),
+    },
+    total: Quota {
+        lines: 500,
+        length: Duration::from_secs(1),
+    },
 };
 /// Sources that have a budget of their own. Further ones share one.
 const SOURCES_MAX: usize = 1024;
@@ -47,6 +57,7 @@ pub enum LineForm {
 
 #[derive(Debug)]
 struct SourceTable<K> {
+    quotas: Quotas,
     sources: BTreeMap<K, Source>,
     /// The sources that have no budget of their own.
     others: Source,
@@ -77,9 +88,13 @@ crate::partial_debug!(SourceBudget<K> { kind });
 impl<K: Ord + Clone + Display + Send + 'static> SourceBudget<K> {
     /// Creates a budget. `kind` names the lines in the report of suppressed lines.
     pub const fn new(kind: &'static str) -> Self {
+        Self::with_quotas(kind, LINES)
+    }
+
+    pub(super) const fn with_quotas(kind: &'static str, quotas: Quotas) -> Self {
         Self {
             kind,
-            sources: Mutex::new(SourceTable::new()),
+            sources: Mutex::new(SourceTable::new(quotas)),
         }
     }
 
@@ -100,6 +115,12 @@ impl<K: Ord + Clone + Display + Send + 'static> SourceBudget<K> {
         }
         form
     }
+
+    /// Returns whether a line about `source` may be written. Only [`Suppressing::take`] reports the others.
+    pub(super) fn admit_unlisted(&self, source: K) -> bool {
+        let (form, _is_used_up) = self.sources.lock().admit(source, "", Instant::now());
+        form.is_some()
+    }
 }
 
 impl<K: Ord + Clone + Display + Send + 'static> Suppressing for SourceBudget<K> {
@@ -115,11 +136,12 @@ impl<K: Ord + Clone + Display + Send + 'static> Suppressing for SourceBudget<K> 
 }
 
 impl<K: Ord + Clone + Display> SourceTable<K> {
-    const fn new() -> Self {
+    const fn new(quotas: Quotas) -> Self {
         Self {
+            quotas,
             sources: BTreeMap::new(),
-            others: Source::new(),
-            total: Window::new(TOTAL_QUOTA),
+            others: Source::new(quotas.source),
+            total: Window::new(quotas.total),
             is_listed: false,
         }
     }
@@ -131,7 +153,9 @@ impl<K: Ord + Clone + Display> SourceTable<K> {
         }
         let has_space = self.sources.len() < SOURCES_MAX || self.sources.contains_key(&key);
         let source = if has_space {
-            self.sources.entry(key).or_insert_with(Source::new)
+            let quota = self.quotas.source;
+            let source = self.sources.entry(key);
+            source.or_insert_with(|| Source::new(quota))
         } else {
             &mut self.others
         };
@@ -201,9 +225,9 @@ impl<K: Ord + Clone + Display> SourceTable<K> {
 const OTHERS: &str = "others";
 
 impl Source {
-    const fn new() -> Self {
+    const fn new(quota: Quota) -> Self {
         Self {
-            window: Window::new(SOURCE_QUOTA),
+            window: Window::new(quota),
             advised: Vec::new(),
             last: None,
         }
@@ -235,7 +259,7 @@ mod tests {
 
     #[test]
     fn source_has_fifty_lines_a_second_and_the_others_have_theirs() {
-        let (mut table, start) = (SourceTable::new(), Instant::now());
+        let (mut table, start) = (SourceTable::new(LINES), Instant::now());
         let at = |millis| start + Duration::from_millis(millis);
         assert_eq!(written(&mut table, &[(1, 10_000), (2, 1)], at(0)), 51);
         let nothing = (Vec::new(), WindowState::Open);
@@ -254,7 +278,7 @@ mod tests {
 
     #[test]
     fn advice_is_written_once_for_each_code_of_a_source() {
-        let (mut table, now) = (SourceTable::new(), Instant::now());
+        let (mut table, now) = (SourceTable::new(LINES), Instant::now());
         let mut form = |source, code| table.admit(source, code, now).0.unwrap();
         for (source, code) in [(1, "a"), (1, "b"), (2, "a")] {
             assert_eq!(form(source, code), LineForm::Full);
@@ -268,7 +292,7 @@ mod tests {
 
     #[test]
     fn any_number_of_sources_has_a_bounded_number_of_lines_and_of_entries() {
-        let (mut table, now) = (SourceTable::new(), Instant::now());
+        let (mut table, now) = (SourceTable::new(LINES), Instant::now());
         let noisy: Vec<_> = (0..20).map(|source| (source, 1_000)).collect();
         let of_noisy = written(&mut table, &noisy, now);
         assert_eq!(of_noisy, 500 + 20, "the first line of each is not counted");

@@ -126,6 +126,10 @@ impl RecordSinks for PeerStream<'_> {
         record.peer = Some(RecordedPeer::Server(self.replica.clone()));
     }
 
+    fn has_reached_target(&self, record: &StreamRecord) -> bool {
+        record.end.has_reached_target()
+    }
+
     fn end(&self, record: &mut StreamRecord) -> Option<LineForm> {
         // A refusal of the agent has passed through, as bytes of a stream that was forwarded.
         let forwarded = match record.end {
