@@ -26,7 +26,7 @@ use crate::config::KubernetesSettings;
 use crate::egress::labeled_nodes::LabeledNodes;
 use crate::metrics::Metrics;
 use crate::routing::Routing;
-use crate::routing::access_review::ReviewRequest;
+use crate::routing::access_review::ReviewQueues;
 use crate::routing::pod_lookup::PodLookupRequest;
 use crate::routing::routes::Routes;
 use tunnel_ca::ServingNames;
@@ -137,7 +137,7 @@ pub struct ClusterInputs {
     /// Pod lookups from the listeners.
     pub pod_lookups: Option<mpsc::Receiver<PodLookupRequest>>,
     /// Questions of the listeners about callers.
-    pub reviews: Option<mpsc::Receiver<ReviewRequest>>,
+    pub reviews: Option<ReviewQueues>,
     /// Token reviews for enrollments.
     pub attestations: Option<mpsc::Receiver<tunnel_ca::attestation::TokenReviewRequest>>,
     /// Receives the CA of kubelet client certificates.

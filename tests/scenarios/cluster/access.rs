@@ -1,5 +1,7 @@
-//! Rules that ask the cluster: RBAC on the subresources of Node decides about a reviewed ServiceAccount.
+//! Rules that ask the cluster: RBAC on the subresources of Node decides about a reviewed ServiceAccount that
+//! calls the kubelet's port of the HTTPS listener.
 
+use std::net::Ipv4Addr;
 use std::time::{Duration, SystemTime};
 
 use anyhow::{Context, Result, ensure};
@@ -8,133 +10,265 @@ use tunnel_process::yaml;
 use tunnel_server::config::RawConfig;
 use tunnel_tests::apiserver::TokenClaims;
 use tunnel_tests::checks::ensure_contains;
-use tunnel_tests::client::{RawRequest, request};
-use tunnel_tests::cluster::Cluster;
-use tunnel_tests::env::TestEnv;
+use tunnel_tests::client::{RawRequest, UpgradeClient, request};
+use tunnel_tests::cluster::{Cluster, is_status};
+use tunnel_tests::env::{Agent, TestEnv};
 use tunnel_tests::eventually::eventually;
 use tunnel_tests::manifests::{documents, folder};
+use tunnel_tests::process::next_loopback;
+use tunnel_tests::targets::{FakeKubelet, TargetTls};
 
-use super::authority::{cluster, server};
+use super::ClusterEnv;
+use super::authority::server;
 
 const NODE: &str = "worker-1";
+const HOST: &str = "worker-1:10250";
 const RULES: &str = "callers: { scrape: { serviceAccount: monitoring/prometheus } }\n\
                      rules: [{ name: rbac, callers: [authenticated], ports: [kubelet], authorize: kubernetes }]\n";
+const RBAC: &str = "/apis/rbac.authorization.k8s.io/v1";
 /// A right that is given or taken back applies within this time.
 const CHANGED: Duration = Duration::from_secs(15);
+const METRICS: &str = "/metrics/cadvisor";
+const LOGS: &str = "/containerLogs/ns/pod/c";
+const EXEC: &str = "/exec/ns/pod/c?command=ls";
+
+on_both!(
+    observer_gets_metrics_and_neither_logs_nor_exec_until_rbac_says_so,
+    forged_tokens_of_a_source_keep_no_good_token_of_it_waiting,
+);
+
+/// A server that asks the cluster about callers, and a kubelet that asks for nothing behind an agent.
+struct Site {
+    cluster: Cluster,
+    env: TestEnv,
+    prometheus: String,
+    _kubelet: FakeKubelet,
+    _agent: Agent,
+}
+
+impl Site {
+    async fn start(cluster_env: ClusterEnv) -> Result<Self> {
+        let cluster = cluster_env.cluster;
+        create(&cluster, "/api/v1/namespaces", "monitoring").await?;
+        let accounts = "/api/v1/namespaces/monitoring/serviceaccounts";
+        for account in ["prometheus", "other"] {
+            create(&cluster, accounts, account).await?;
+        }
+        let file = folder().join("policy/reviews.yaml");
+        let reviews = std::fs::read_to_string(&file).with_context(|| file.display().to_string())?;
+        for object in documents(&reviews)? {
+            let kind = object["kind"].as_str().unwrap_or_default().to_lowercase();
+            let path = format!("{RBAC}/{kind}s");
+            cluster.admin().create(&path, &object).await?;
+        }
+        let env = server(&cluster, |settings| {
+            let file = yaml::parse::<RawConfig>(RULES).ok().flatten();
+            settings.rules = None;
+            *settings = file.unwrap_or_default().or(std::mem::take(settings));
+        });
+        let env = env.await?;
+        let address: Ipv4Addr = next_loopback();
+        let tls = TargetTls::self_signed(&[NODE])?;
+        let kubelet = FakeKubelet::start_on((address, 10250).into(), NODE, Some(tls)).await?;
+        let config = env.agent_config_with(NODE, |config| {
+            config.node_ip = Some(address.to_string());
+        });
+        let agent = Agent::start(config?).await?;
+        env.connected(NODE).await;
+        Ok(Self {
+            prometheus: token(&cluster, "prometheus").await?,
+            cluster,
+            env,
+            _kubelet: kubelet,
+            _agent: agent,
+        })
+    }
+
+    /// Gives the account prometheus these verbs on a subresource of Node, and no others.
+    async fn grant(&self, subresource: &str, verbs: &[&str]) -> Result<()> {
+        let admin = self.cluster.admin();
+        let name = format!("prometheus-{subresource}");
+        let rules = json!([{ "apiGroups": [""], "resources": [format!("nodes/{subresource}")], "verbs": verbs }]);
+        let path = format!("{RBAC}/clusterroles/{name}");
+        if admin.get(&path).await?.is_some() {
+            // RBAC has no rule without a verb.
+            let rules = if verbs.is_empty() { json!([]) } else { rules };
+            return admin
+                .merge(&path, &json!({ "rules": rules }))
+                .await
+                .map(drop);
+        }
+        let role = json!({ "metadata": { "name": name }, "rules": rules });
+        admin.create(&format!("{RBAC}/clusterroles"), &role).await?;
+        let binding = json!({
+            "metadata": { "name": name },
+            "roleRef": { "apiGroup": "rbac.authorization.k8s.io", "kind": "ClusterRole", "name": name },
+            "subjects": [{ "kind": "ServiceAccount", "name": "prometheus", "namespace": "monitoring" }],
+        });
+        let bindings = format!("{RBAC}/clusterrolebindings");
+        admin.create(&bindings, &binding).await.map(drop)
+    }
+
+    /// Returns the status and the text of a request for the kubelet.
+    async fn ask(&self, token: &str, method: &str, path: &str) -> Result<(u16, String)> {
+        let asked = RawRequest::new(method, path, HOST);
+        let asked = asked.header("Authorization", &format!("Bearer {token}"));
+        let reply = request(self.env.https(NODE)?, &asked).await?;
+        Ok((reply.status, reply.text()))
+    }
+
+    async fn passes(&self, method: &str, path: &str) -> Result<()> {
+        let (status, text) = self.ask(&self.prometheus, method, path).await?;
+        ensure!(status == 200, "{method} {path}: {status}: {text}");
+        Ok(())
+    }
+
+    async fn refused(&self, method: &str, path: &str, right: &str) -> Result<()> {
+        let (status, text) = self.ask(&self.prometheus, method, path).await?;
+        ensure!(status == 403, "{method} {path}: {status}: {text}");
+        let reason = format!("may not {right} of {NODE}");
+        ensure_contains(&text, &["rule rbac asks the cluster", &reason])
+    }
+
+    /// Returns the status of exec by WebSocket (GET) and by SPDY (POST and GET).
+    async fn execs(&self) -> Result<[u16; 3]> {
+        let bearer = format!("Bearer {}", self.prometheus);
+        let spdy = RawRequest::new("GET", EXEC, HOST)
+            .header("Connection", "Upgrade")
+            .header("Upgrade", "SPDY/3.1");
+        let clients = [
+            UpgradeClient::websocket(HOST, EXEC),
+            UpgradeClient::spdy(HOST, EXEC),
+            UpgradeClient::asking_for_spdy(spdy),
+        ];
+        let mut statuses = [0; 3];
+        for (client, status) in clients.into_iter().zip(&mut statuses) {
+            let client = client.header("Authorization", &bearer);
+            let upgraded = client.connect(self.env.https(NODE)?).await?;
+            *status = upgraded.refused().map_or(101, |reply| reply.status);
+        }
+        Ok(statuses)
+    }
+
+    /// Waits until exec has this status in all its forms.
+    async fn execs_are(&self, status: u16, what: &str) {
+        eventually(what, CHANGED, async || {
+            let statuses = self.execs().await?;
+            ensure!(statuses == [status; 3], "{statuses:?}");
+            Ok(())
+        })
+        .await;
+    }
+}
+
+/// Creates an object that has only a name. It may exist.
+async fn create(cluster: &Cluster, collection: &str, name: &str) -> Result<()> {
+    let object = json!({ "metadata": { "name": name } });
+    match cluster.admin().create(collection, &object).await {
+        Err(error) if !is_status(&error, 409) => Err(error),
+        Ok(_) | Err(_) => Ok(()),
+    }
+}
 
 /// Returns a token of a ServiceAccount in the namespace monitoring.
-fn token(cluster: &Cluster, account: &str) -> Result<String> {
-    let now = SystemTime::now();
-    Ok(cluster.fake_api()?.sign(&TokenClaims {
-        account: ("monitoring".into(), account.into()),
-        audiences: vec!["https://kubernetes.default.svc.cluster.local".into()],
-        pod: None,
-        issued: now - Duration::from_secs(60),
-        ends: Some(now + Duration::from_secs(3540)),
-    }))
-}
-
-/// Gives the account prometheus these verbs on a subresource of Node.
-fn grant(cluster: &Cluster, subresource: &str, verbs: &[&str]) -> Result<()> {
-    let name = format!("prometheus-{subresource}");
-    let role = json!({
-        "metadata": { "name": name },
-        "rules": [{ "apiGroups": [""], "resources": [format!("nodes/{subresource}")], "verbs": verbs }],
-    });
-    let binding = json!({
-        "metadata": { "name": name },
-        "roleRef": { "apiGroup": "rbac.authorization.k8s.io", "kind": "ClusterRole", "name": name },
-        "subjects": [{ "kind": "ServiceAccount", "name": "prometheus", "namespace": "monitoring" }],
-    });
-    cluster.fake_api()?.put("clusterroles", None, role)?;
-    cluster
-        .fake_api()?
-        .put("clusterrolebindings", None, binding)
-}
-
-/// Returns the status and the text of a request for the kubelet, on which nothing listens.
-async fn ask(env: &TestEnv, token: &str, method: &str, path: &str) -> Result<(u16, String)> {
-    let asked = RawRequest::new(method, path, &format!("{NODE}:10250"))
-        .header("Authorization", &format!("Bearer {token}"));
-    let reply = request(env.https(NODE)?, &asked).await?;
-    Ok((reply.status, reply.text()))
-}
-
-#[tokio::test(flavor = "multi_thread")]
-async fn rbac_on_subresources_of_node_decides_about_a_reviewed_account() -> Result<()> {
-    let cluster = cluster().await?;
-    let file = folder().join("policy/reviews.yaml");
-    let reviews = std::fs::read_to_string(&file).with_context(|| file.display().to_string())?;
-    for object in documents(&reviews)? {
-        let plural = match object["kind"].as_str() {
-            Some("ClusterRole") => "clusterroles",
-            _ => "clusterrolebindings",
-        };
-        cluster.fake_api()?.put(plural, None, object)?;
+async fn token(cluster: &Cluster, account: &str) -> Result<String> {
+    if let Ok(fake_api) = cluster.fake_api() {
+        let now = SystemTime::now();
+        return Ok(fake_api.sign(&TokenClaims {
+            account: ("monitoring".into(), account.into()),
+            audiences: vec!["https://kubernetes.default.svc.cluster.local".into()],
+            pod: None,
+            issued: now - Duration::from_secs(60),
+            ends: Some(now + Duration::from_secs(3540)),
+        }));
     }
-    grant(&cluster, "metrics", &["get"])?;
-    let env = server(&cluster, |settings| {
-        let file = yaml::parse::<RawConfig>(RULES).ok().flatten();
-        settings.rules = None;
-        *settings = file.unwrap_or_default().or(std::mem::take(settings));
-    });
-    let env = env.await?;
-    let _agent = env.agent(NODE).await?;
-    let prometheus = token(&cluster, "prometheus")?;
-    let passes = async |method: &str, path: &str| -> Result<()> {
-        let (status, text) = ask(&env, &prometheus, method, path).await?;
-        ensure!(status != 403 && !text.contains("is starting"), "{text}");
-        Ok(())
-    };
-    let refused = async |method: &str, path: &str, right: &str| -> Result<()> {
-        let (status, text) = ask(&env, &prometheus, method, path).await?;
-        ensure!(status == 403, "{status}: {text}");
-        ensure_contains(
-            &text,
-            &[
-                "rule rbac asks the cluster",
-                &format!("may not {right} of {NODE}"),
-            ],
-        )
-    };
-    let (logs, exec) = ("/containerLogs/ns/pod/c", "/exec/ns/pod/c");
-    let known = async || passes("GET", "/metrics/cadvisor").await;
-    eventually("the nodes are known", CHANGED, known).await;
-    refused("GET", logs, "get nodes/proxy").await?;
-    refused("GET", "/pods", "get nodes/pods nor nodes/proxy").await?;
-    refused("GET", "/logs/syslog", "get nodes/log").await?;
-    refused("POST", "/metrics", "create nodes/metrics").await?;
+    let path = format!("/api/v1/namespaces/monitoring/serviceaccounts/{account}/token");
+    let asked = json!({ "spec": { "expirationSeconds": 3600 } });
+    let answer = cluster.admin().create(&path, &asked).await?;
+    let token = answer["status"]["token"].as_str().context("no token")?;
+    Ok(token.to_owned())
+}
+
+async fn observer_gets_metrics_and_neither_logs_nor_exec_until_rbac_says_so(
+    cluster_env: ClusterEnv,
+) -> Result<()> {
+    let site = Site::start(cluster_env).await?;
+    site.grant("metrics", &["get"]).await?;
+    let known = async || site.passes("GET", METRICS).await;
+    eventually("the right for metrics", CHANGED, known).await;
+    for (method, path, right) in [
+        ("GET", LOGS, "get nodes/proxy"),
+        ("POST", LOGS, "create nodes/proxy"),
+        ("GET", "/pods", "get nodes/pods nor nodes/proxy"),
+        ("GET", "/logs/syslog", "get nodes/log"),
+        ("POST", "/metrics", "create nodes/metrics"),
+        ("GET", EXEC, "create nodes/proxy"),
+        ("POST", EXEC, "create nodes/proxy"),
+    ] {
+        site.refused(method, path, right).await?;
+    }
+    ensure!(site.execs().await? == [403; 3]);
 
     // nodes/proxy get reads logs and pods. exec stays create, also as GET of a WebSocket.
-    grant(&cluster, "proxy", &["get"])?;
+    site.grant("proxy", &["get"]).await?;
     eventually("the right for logs", CHANGED, async || {
-        passes("GET", logs).await
+        site.passes("GET", LOGS).await
     })
     .await;
-    passes("GET", "/pods").await?;
-    refused("GET", exec, "create nodes/proxy").await?;
-    refused("POST", exec, "create nodes/proxy").await?;
-    grant(&cluster, "proxy", &["get", "create"])?;
-    eventually("the right for exec", CHANGED, async || {
-        passes("GET", exec).await
-    })
-    .await;
-    grant(&cluster, "metrics", &[])?;
-    let taken_back = async || refused("GET", "/metrics", "get nodes/metrics").await;
-    eventually("the end of the right", CHANGED, taken_back).await;
+    site.passes("GET", "/pods").await?;
+    site.refused("GET", EXEC, "create nodes/proxy").await?;
+    ensure!(site.execs().await? == [403; 3]);
+    site.grant("proxy", &["get", "create"]).await?;
+    site.execs_are(101, "the right for exec").await;
+    site.grant("proxy", &[]).await?;
+    site.execs_are(403, "the end of the right for exec").await;
+    let taken_back = async || site.refused("GET", LOGS, "get nodes/proxy").await;
+    eventually("the end of the right for logs", CHANGED, taken_back).await;
+    site.passes("GET", METRICS).await?;
 
     // Nobody names this account, so its token is not reviewed, and its caller is anonymous.
-    let other = token(&cluster, "other")?;
-    let forged = format!("{}x", prometheus);
+    let other = token(&site.cluster, "other").await?;
+    let forged = format!("{}x", site.prometheus);
     for token in [other.as_str(), forged.as_str(), "abc"] {
-        let (status, text) = ask(&env, token, "GET", "/metrics").await?;
+        let (status, text) = site.ask(token, "GET", METRICS).await?;
         ensure!(status == 403, "{status}: {text}");
         ensure_contains(&text, &["no rule allows metrics"])?;
     }
-    let reviews = cluster.fake_api()?.requests();
-    let reviews = reviews
-        .iter()
-        .filter(|seen| seen.resource == "tokenreviews");
-    ensure!(reviews.count() < 20, "answers are remembered");
+    if let Ok(fake_api) = site.cluster.fake_api() {
+        let reviews = fake_api.requests();
+        let reviews = reviews
+            .iter()
+            .filter(|seen| seen.resource == "tokenreviews");
+        ensure!(reviews.count() < 20, "answers are remembered");
+    }
     Ok(())
+}
+
+async fn forged_tokens_of_a_source_keep_no_good_token_of_it_waiting(
+    cluster_env: ClusterEnv,
+) -> Result<()> {
+    let site = Site::start(cluster_env).await?;
+    site.grant("metrics", &["get"]).await?;
+    let known = async || site.passes("GET", METRICS).await;
+    eventually("the right for metrics", CHANGED, known).await;
+    let forging = async {
+        for number in 0_u32.. {
+            let forged = format!("{}{number}", site.prometheus);
+            let (status, text) = site.ask(&forged, "GET", METRICS).await?;
+            ensure!(status == 403, "{status}: {text}");
+        }
+        anyhow::Ok(())
+    };
+    let scraping = async {
+        // Longer than an answer about a token lasts, so that the good one is reviewed meanwhile.
+        let end = tokio::time::Instant::now() + Duration::from_secs(12);
+        while tokio::time::Instant::now() < end {
+            site.passes("GET", METRICS).await?;
+        }
+        anyhow::Ok(())
+    };
+    tokio::select! {
+        forged = forging => forged,
+        scraped = scraping => scraped,
+    }
 }

@@ -16,15 +16,25 @@ use super::api_call::with_limit;
 use super::conditions::{Condition, Conditions};
 use super::failure::{ApiError, ApiErrorKind};
 use crate::routing::access_review::{
-    AUTHENTICATED, ClusterUser, NodeAccess, ReviewError, ReviewRequest,
+    AUTHENTICATED, ClusterUser, NodeAccess, ReviewError, ReviewQueues, ReviewRequest,
 };
 use tunnel_ca::attestation::ServiceAccountToken;
 
 /// Answers questions until the listeners are gone.
-pub(super) async fn answer(
-    client: Client,
+pub(super) async fn answer(client: Client, queues: ReviewQueues, conditions: Conditions) {
+    tokio::join!(
+        answer_queue(&client, queues.rights, RIGHT_CALLS, &conditions),
+        answer_queue(&client, queues.known_tokens, TOKEN_CALLS, &conditions),
+        answer_queue(&client, queues.new_tokens, TOKEN_CALLS, &conditions),
+    );
+}
+
+/// Answers the questions of one queue, with `most` concurrent API calls.
+async fn answer_queue(
+    client: &Client,
     mut requests: mpsc::Receiver<ReviewRequest>,
-    conditions: Conditions,
+    most: usize,
+    conditions: &Conditions,
 ) {
     let mut calls: JoinSet<Option<String>> = JoinSet::new();
     loop {
@@ -36,7 +46,7 @@ pub(super) async fn answer(
                 }
                 continue;
             }
-            request = requests.recv(), if calls.len() < CALLS_MAX => request,
+            request = requests.recv(), if calls.len() < most => request,
         };
         let Some(request) = request else {
             return;
@@ -139,6 +149,8 @@ fn unavailable(resource: &'static str, failure: &ApiError) -> ReviewError {
     }
 }
 
-/// Maximum number of concurrent API calls. Further questions wait.
-const CALLS_MAX: usize = 16;
+/// Maximum number of concurrent API calls for rights. Further questions wait.
+const RIGHT_CALLS: usize = 8;
+/// Maximum number of concurrent API calls for the tokens of one queue.
+const TOKEN_CALLS: usize = 4;
 const CALL_LIMIT: Duration = Duration::from_secs(4);

@@ -11,7 +11,7 @@ use http::Method;
 use parking_lot::Mutex;
 use rustls_pki_types::{CertificateDer, UnixTime};
 use serde::Deserialize;
-use tokio::sync::{mpsc, oneshot};
+use tokio::sync::{OnceCell, OwnedSemaphorePermit, Semaphore, mpsc, oneshot};
 use tokio::time::{Instant, timeout};
 use tunnel_process::conn_limiter::source;
 use tunnel_proto::identity::{common_name, organizations, sha256};
@@ -66,10 +66,24 @@ pub enum ReviewError {
     Unavailable(String),
 }
 
-/// A client of the cluster's authorization. Clones share the queue and the answers.
+/// The questions, apart by who can cause them: tokens that anyone can make up delay neither rights nor the
+/// tokens that the cluster has accepted before.
+#[derive(Debug)]
+pub struct ReviewQueues {
+    /// Rights of verified users.
+    pub rights: mpsc::Receiver<ReviewRequest>,
+    /// Tokens that were accepted before.
+    pub known_tokens: mpsc::Receiver<ReviewRequest>,
+    /// Tokens of which nothing is known.
+    pub new_tokens: mpsc::Receiver<ReviewRequest>,
+}
+
+/// A client of the cluster's authorization. Clones share the queues and the answers.
 #[derive(Debug, Clone)]
 pub struct AccessReviewer {
-    requests: mpsc::Sender<ReviewRequest>,
+    rights: mpsc::Sender<ReviewRequest>,
+    known_tokens: mpsc::Sender<ReviewRequest>,
+    new_tokens: mpsc::Sender<ReviewRequest>,
     state: Arc<Mutex<ReviewState>>,
     /// Has the cluster's client CA.
     trust: Option<Arc<AgentTrust>>,
@@ -77,26 +91,43 @@ pub struct AccessReviewer {
 
 #[derive(Debug)]
 struct ReviewState {
-    /// Answers by the hash of their question.
-    answers: HashMap<[u8; 32], (Instant, Answer)>,
-    /// Reviews of tokens, by source.
-    tokens: Budget<IpAddr>,
-    /// Reviews of rights, by the name of the verified user.
-    rights: Budget<String>,
+    rights: Answers<bool>,
+    /// Users of accepted tokens, and the time until which a request needs no further review.
+    accepted: Answers<(Instant, Arc<ClusterUser>)>,
+    rejected: Answers<()>,
+    /// Questions that are under review.
+    pending: HashMap<QuestionKey, Arc<OnceCell<Reviewed>>>,
+    /// Who asks about tokens that are not known, by source.
+    token_askers: Askers<IpAddr>,
+    /// Who asks about rights, by the name of the verified user.
+    right_askers: Askers<String>,
 }
 
-/// Reviews of each asker since `since`.
-#[derive(Debug)]
-struct Budget<K> {
-    most: u32,
-    used: HashMap<K, u32>,
-    since: Instant,
-}
+/// The hash of a question.
+type QuestionKey = [u8; 32];
+
+type Reviewed = Result<Answer, ReviewError>;
 
 #[derive(Debug, Clone)]
 enum Answer {
     Access(bool),
     Token(Option<Arc<ClusterUser>>),
+}
+
+/// Answers with the time of their end. A full table takes no further ones.
+#[derive(Debug)]
+struct Answers<T>(HashMap<QuestionKey, (Instant, T)>);
+
+/// How many reviews each asker may cause.
+#[derive(Debug)]
+struct Askers<K> {
+    /// Reviews of each within [`BUDGET_TIME`].
+    most: u32,
+    used: HashMap<K, u32>,
+    since: Instant,
+    /// Reviews of each at once. Further ones of the same asker wait.
+    at_once: usize,
+    turns: HashMap<K, Arc<Semaphore>>,
 }
 
 impl ClusterUser {
@@ -113,21 +144,32 @@ impl ClusterUser {
 }
 
 impl AccessReviewer {
-    /// Creates a client and the receiver of its questions.
-    pub fn new(trust: Option<Arc<AgentTrust>>) -> (Self, mpsc::Receiver<ReviewRequest>) {
-        let (requests, receiver) = mpsc::channel(QUEUE_MAX);
+    /// Creates a client and the receivers of its questions.
+    pub fn new(trust: Option<Arc<AgentTrust>>) -> (Self, ReviewQueues) {
+        let (rights, of_rights) = mpsc::channel(QUEUE_MAX);
+        let (known_tokens, of_known_tokens) = mpsc::channel(QUEUE_MAX);
+        let (new_tokens, of_new_tokens) = mpsc::channel(QUEUE_MAX);
         let state = ReviewState {
-            answers: HashMap::new(),
-            tokens: Budget::new(TOKEN_BUDGET),
-            rights: Budget::new(RIGHT_BUDGET),
+            rights: Answers::default(),
+            accepted: Answers::default(),
+            rejected: Answers::default(),
+            pending: HashMap::new(),
+            token_askers: Askers::new(TOKEN_BUDGET, TOKENS_AT_ONCE),
+            right_askers: Askers::new(RIGHT_BUDGET, RIGHTS_AT_ONCE),
         };
-        let state = Arc::new(Mutex::new(state));
         let reviewer = Self {
-            requests,
-            state,
+            rights,
+            known_tokens,
+            new_tokens,
+            state: Arc::new(Mutex::new(state)),
             trust,
         };
-        (reviewer, receiver)
+        let queues = ReviewQueues {
+            rights: of_rights,
+            known_tokens: of_known_tokens,
+            new_tokens: of_new_tokens,
+        };
+        (reviewer, queues)
     }
 
     /// Returns the user of a chain (leaf first) of the cluster's client CA. A certificate of another CA is
@@ -150,19 +192,37 @@ impl AccessReviewer {
         caller: IpAddr,
     ) -> Result<Option<Arc<ClusterUser>>, ReviewError> {
         let key = key(&["token", token]);
-        if let Some(Answer::Token(user)) = self.remembered(&key) {
-            return Ok(user);
+        let is_known = {
+            let (state, now) = (self.state.lock(), Instant::now());
+            let accepted = state.accepted.get(&key, now);
+            if let Some((_, user)) = accepted.filter(|(until, _)| now < *until) {
+                return Ok(Some(user.clone()));
+            }
+            if state.rejected.get(&key, now).is_some() {
+                return Ok(None);
+            }
+            accepted.is_some()
+        };
+        let reviewed = self.once(key, async {
+            let _turn = if is_known {
+                None
+            } else {
+                Some(self.token_turn(source(caller)).await?)
+            };
+            let queue = match is_known {
+                true => &self.known_tokens,
+                false => &self.new_tokens,
+            };
+            let token = ServiceAccountToken::new(token);
+            let asked = ask(queue, |answer| ReviewRequest::Token { token, answer });
+            let user = asked.await?.map(Arc::new);
+            self.state.lock().reviewed_token(key, user.as_ref());
+            Ok(Answer::Token(user))
+        });
+        match reviewed.await? {
+            Answer::Token(user) => Ok(user),
+            Answer::Access(_) => Ok(None),
         }
-        let source = source(caller);
-        let is_admitted = self.state.lock().tokens.admit(source, Instant::now());
-        if !is_admitted {
-            return Err(ReviewError::TooMany);
-        }
-        let token = ServiceAccountToken::new(token);
-        let asked = |answer| ReviewRequest::Token { token, answer };
-        let user = self.ask(asked).await?.map(Arc::new);
-        self.remember(key, user.is_some(), Answer::Token(user.clone()));
-        Ok(user)
     }
 
     /// Returns whether a user may do something at a node: one of the subresources of the operation is
@@ -203,80 +263,167 @@ impl AccessReviewer {
             access.verb,
             access.subresource,
         ]);
-        if let Some(Answer::Access(is_allowed)) = self.remembered(&key) {
+        let remembered = self.state.lock().rights.get(&key, Instant::now()).copied();
+        if let Some(is_allowed) = remembered {
             return Ok(is_allowed);
         }
-        let name = access.user.name.clone();
-        let is_admitted = self.state.lock().rights.admit(name, Instant::now());
-        if !is_admitted {
-            return Err(ReviewError::TooMany);
-        }
-        let asked = |answer| ReviewRequest::Access { access, answer };
-        let is_allowed = self.ask(asked).await?;
-        self.remember(key, is_allowed, Answer::Access(is_allowed));
-        Ok(is_allowed)
+        let reviewed = self.once(key, async {
+            let name = access.user.name.clone();
+            let turn = self.state.lock().right_askers.admit(name, Instant::now());
+            let _turn = take(turn).await?;
+            let asked = |answer| ReviewRequest::Access { access, answer };
+            let is_allowed = ask(&self.rights, asked).await?;
+            let now = Instant::now();
+            let lasts = if is_allowed { ALLOW_LASTS } else { DENY_LASTS };
+            self.state
+                .lock()
+                .rights
+                .insert(key, now + lasts, is_allowed, now);
+            Ok(Answer::Access(is_allowed))
+        });
+        Ok(matches!(reviewed.await?, Answer::Access(true)))
     }
 
-    async fn ask<T>(
-        &self,
-        request: impl FnOnce(oneshot::Sender<Result<T, ReviewError>>) -> ReviewRequest,
-    ) -> Result<T, ReviewError> {
-        let unavailable = |why: &str| ReviewError::Unavailable(why.to_owned());
-        let (answer, answered) = oneshot::channel();
-        let asking = async {
-            let sent = self.requests.send(request(answer)).await;
-            sent.map_err(|_closed| unavailable("the server is stopping"))?;
-            let answered = answered.await;
-            answered.unwrap_or_else(|_dropped| Err(unavailable("the server is stopping")))
+    async fn token_turn(&self, source: IpAddr) -> Result<OwnedSemaphorePermit, ReviewError> {
+        let turn = self.state.lock().token_askers.admit(source, Instant::now());
+        take(turn).await
+    }
+
+    /// Returns the answer to a question, which all that ask for it meanwhile share.
+    async fn once(&self, key: QuestionKey, review: impl Future<Output = Reviewed>) -> Reviewed {
+        let cell = self.state.lock().pending.entry(key).or_default().clone();
+        let pending = PendingReview {
+            reviewer: self,
+            key,
+            cell,
         };
-        let waited = timeout(ANSWER_TIMEOUT, asking).await;
-        waited.unwrap_or_else(|_elapsed| Err(unavailable("no answer in time")))
+        let limited = async {
+            let waited = timeout(ANSWER_TIMEOUT, review).await;
+            waited.unwrap_or_else(|_elapsed| Err(unavailable("no answer in time")))
+        };
+        // If the asker that reviews is gone, the next one does.
+        pending.cell.get_or_init(|| limited).await.clone()
     }
+}
 
-    fn remembered(&self, key: &[u8; 32]) -> Option<Answer> {
-        let state = self.state.lock();
-        let (until, answer) = state.answers.get(key)?;
-        (Instant::now() < *until).then(|| answer.clone())
-    }
+/// A question that somebody asks, until it is dropped.
+struct PendingReview<'a> {
+    reviewer: &'a AccessReviewer,
+    key: QuestionKey,
+    cell: Arc<OnceCell<Reviewed>>,
+}
 
-    fn remember(&self, key: [u8; 32], is_allowed: bool, answer: Answer) {
-        let now = Instant::now();
-        let lasts = if is_allowed { ALLOW_LASTS } else { DENY_LASTS };
-        let mut state = self.state.lock();
-        if state.answers.len() >= ANSWERS_MAX {
-            state.answers.retain(|_key, (until, _answer)| now < *until);
-        }
-        if state.answers.len() < ANSWERS_MAX {
-            state.answers.insert(key, (now + lasts, answer));
+impl Drop for PendingReview<'_> {
+    fn drop(&mut self) {
+        let mut state = self.reviewer.state.lock();
+        // One is of this asker, and one of the table. Later askers look at the remembered answers first.
+        if self.cell.initialized() || Arc::strong_count(&self.cell) == 2 {
+            let own = state.pending.get(&self.key);
+            if own.is_some_and(|own| Arc::ptr_eq(own, &self.cell)) {
+                state.pending.remove(&self.key);
+            }
         }
     }
 }
 
-impl<K: Eq + Hash> Budget<K> {
-    fn new(most: u32) -> Self {
+async fn ask<T>(
+    queue: &mpsc::Sender<ReviewRequest>,
+    request: impl FnOnce(oneshot::Sender<Result<T, ReviewError>>) -> ReviewRequest,
+) -> Result<T, ReviewError> {
+    let (answer, answered) = oneshot::channel();
+    let sent = queue.send(request(answer)).await;
+    sent.map_err(|_closed| unavailable("the server is stopping"))?;
+    let answered = answered.await;
+    answered.unwrap_or_else(|_dropped| Err(unavailable("the server is stopping")))
+}
+
+fn unavailable(why: &str) -> ReviewError {
+    ReviewError::Unavailable(why.to_owned())
+}
+
+async fn take(turn: Option<Arc<Semaphore>>) -> Result<OwnedSemaphorePermit, ReviewError> {
+    let turn = turn.ok_or(ReviewError::TooMany)?;
+    let taken = turn.acquire_owned().await;
+    taken.map_err(|_never_closed| ReviewError::TooMany)
+}
+
+impl ReviewState {
+    fn reviewed_token(&mut self, key: QuestionKey, user: Option<&Arc<ClusterUser>>) {
+        let now = Instant::now();
+        match user {
+            Some(user) => {
+                let accepted = (now + ALLOW_LASTS, user.clone());
+                self.accepted.insert(key, now + KNOWN_LASTS, accepted, now);
+            }
+            None => {
+                self.accepted.0.remove(&key);
+                self.rejected.insert(key, now + DENY_LASTS, (), now);
+            }
+        }
+    }
+}
+
+impl<T> Default for Answers<T> {
+    fn default() -> Self {
+        Self(HashMap::new())
+    }
+}
+
+impl<T> Answers<T> {
+    fn get(&self, key: &QuestionKey, now: Instant) -> Option<&T> {
+        let (until, answer) = self.0.get(key)?;
+        (now < *until).then_some(answer)
+    }
+
+    fn insert(&mut self, key: QuestionKey, until: Instant, answer: T, now: Instant) {
+        if self.0.len() >= ANSWERS_MAX {
+            self.0.retain(|_key, (until, _answer)| now < *until);
+        }
+        if self.0.len() < ANSWERS_MAX || self.0.contains_key(&key) {
+            self.0.insert(key, (until, answer));
+        }
+    }
+}
+
+impl<K: Eq + Hash + Clone> Askers<K> {
+    fn new(most: u32, at_once: usize) -> Self {
         Self {
             most,
             used: HashMap::new(),
             since: Instant::now(),
+            at_once,
+            turns: HashMap::new(),
         }
     }
 
-    fn admit(&mut self, asker: K, now: Instant) -> bool {
+    /// Counts a review. Returns what the asker waits for, or `None` if it has used up its budget.
+    fn admit(&mut self, asker: K, now: Instant) -> Option<Arc<Semaphore>> {
         if now.duration_since(self.since) >= BUDGET_TIME {
             self.used.clear();
+            self.turns
+                .retain(|_asker, turn| Arc::strong_count(turn) > 1);
             self.since = now;
         }
-        if self.used.len() >= ASKERS_MAX && !self.used.contains_key(&asker) {
-            return false;
+        let has_space = |count: usize| count < ASKERS_MAX;
+        if !has_space(self.used.len().max(self.turns.len())) && !self.used.contains_key(&asker) {
+            return None;
         }
-        let used = self.used.entry(asker).or_default();
+        let used = self.used.entry(asker.clone()).or_default();
         *used += 1;
-        *used <= self.most
+        if *used > self.most {
+            return None;
+        }
+        let at_once = self.at_once;
+        let turn = self.turns.entry(asker);
+        Some(
+            turn.or_insert_with(|| Arc::new(Semaphore::new(at_once)))
+                .clone(),
+        )
     }
 }
 
 /// Returns the hash of a question. The length before each part keeps two questions apart.
-fn key(parts: &[&str]) -> [u8; 32] {
+fn key(parts: &[&str]) -> QuestionKey {
     let mut bytes = Vec::new();
     for part in parts {
         bytes.extend_from_slice(&part.len().to_be_bytes());
@@ -340,7 +487,7 @@ fn base64_url(text: &str) -> Option<Vec<u8>> {
 
 /// The group of all users whose identity was checked.
 pub const AUTHENTICATED: &str = "system:authenticated";
-/// Questions that fit into the queue. Further callers wait until the queue has room.
+/// Questions that fit into a queue. Further callers wait until the queue has room.
 const QUEUE_MAX: usize = 64;
 /// Time that a request waits for an answer.
 const ANSWER_TIMEOUT: Duration = Duration::from_secs(5);
@@ -348,136 +495,23 @@ const ANSWER_TIMEOUT: Duration = Duration::from_secs(5);
 const ALLOW_LASTS: Duration = Duration::from_secs(10);
 /// A right that is granted applies after this time.
 const DENY_LASTS: Duration = Duration::from_secs(5);
-/// Answers that are remembered.
+/// Time for which a token that was accepted is known: it is reviewed again before tokens that are not.
+const KNOWN_LASTS: Duration = Duration::from_secs(3600);
+/// Answers of one kind that are remembered.
 const ANSWERS_MAX: usize = 4096;
-/// Tokens of one source that are reviewed within [`BUDGET_TIME`]. Anyone can send tokens.
+/// Unknown tokens of one source that are reviewed within [`BUDGET_TIME`]. Anyone can send tokens.
 const TOKEN_BUDGET: u32 = 20;
+/// Unknown tokens of one source that are under review or wait in the queue. Further ones of the source wait
+/// for these, so that no source fills the queue.
+const TOKENS_AT_ONCE: usize = 2;
 /// Rights of one verified user that are reviewed within [`BUDGET_TIME`]: a scrape of many nodes asks about
 /// each.
 const RIGHT_BUDGET: u32 = 200;
+/// Rights of one user that are under review or wait in the queue.
+const RIGHTS_AT_ONCE: usize = 4;
 const BUDGET_TIME: Duration = Duration::from_secs(1);
 /// Sources, and users, that may ask within [`BUDGET_TIME`].
 const ASKERS_MAX: usize = 1024;
 
 #[cfg(test)]
-mod tests {
-    use std::net::Ipv4Addr;
-
-    use super::*;
-
-    const CALLER: IpAddr = IpAddr::V4(Ipv4Addr::LOCALHOST);
-
-    fn user(name: &str) -> Arc<ClusterUser> {
-        Arc::new(ClusterUser {
-            name: name.to_owned(),
-            ..ClusterUser::default()
-        })
-    }
-
-    /// Answers questions by the subresources that are allowed, and counts them.
-    fn answering(
-        allowed: &'static [&'static str],
-    ) -> (
-        AccessReviewer,
-        Arc<Mutex<Vec<String>>>,
-        tokio::task::JoinSet<()>,
-    ) {
-        let (reviewer, mut requests) = AccessReviewer::new(None);
-        let asked = Arc::new(Mutex::new(Vec::new()));
-        let (seen, mut tasks) = (asked.clone(), tokio::task::JoinSet::new());
-        tasks.spawn(async move {
-            while let Some(request) = requests.recv().await {
-                match request {
-                    ReviewRequest::Access { access, answer } => {
-                        seen.lock()
-                            .push(format!("{} {}", access.verb, access.subresource));
-                        let _gone = answer.send(Ok(allowed.contains(&access.subresource)));
-                    }
-                    ReviewRequest::Token { answer, .. } => {
-                        seen.lock().push("token".to_owned());
-                        let _gone = answer.send(Ok(None));
-                    }
-                }
-            }
-        });
-        (reviewer, asked, tasks)
-    }
-
-    #[tokio::test(start_paused = true)]
-    async fn own_subresource_is_asked_before_proxy_and_answers_last_for_seconds() {
-        let (reviewer, asked, _tasks) = answering(&["proxy"]);
-        let (ops, node) = (user("ops"), "edge-1".parse().unwrap());
-        let allows = async |operation: Operation, method: &Method| {
-            let allows = reviewer.allows(&ops, &node, operation, method);
-            allows.await.unwrap()
-        };
-        assert!(allows(Operation::Pods, &Method::GET).await);
-        assert!(!allows(Operation::Metrics, &Method::GET).await);
-        assert!(allows(Operation::Exec, &Method::GET).await);
-        assert!(!allows(Operation::Metrics, &Method::HEAD).await, "no verb");
-        let once = ["get pods", "get proxy", "get metrics", "create proxy"];
-        assert_eq!(*asked.lock(), once);
-        assert!(allows(Operation::Exec, &Method::POST).await);
-        assert_eq!(asked.lock().len(), once.len(), "remembered");
-        tokio::time::advance(DENY_LASTS).await;
-        assert!(!allows(Operation::Metrics, &Method::GET).await);
-        assert!(allows(Operation::Exec, &Method::POST).await);
-        assert_eq!(
-            asked.lock().len(),
-            once.len() + 1,
-            "an answer that denies ends first"
-        );
-        tokio::time::advance(ALLOW_LASTS).await;
-        assert!(allows(Operation::Exec, &Method::POST).await);
-        assert_eq!(asked.lock().len(), once.len() + 2);
-    }
-
-    #[tokio::test(start_paused = true)]
-    async fn source_has_a_budget_and_others_have_theirs() {
-        let (reviewer, asked, _tasks) = answering(&[]);
-        let ask = async |number: u32, caller: IpAddr| {
-            reviewer.user_of(&format!("{number}"), caller).await
-        };
-        for number in 0..TOKEN_BUDGET {
-            assert_eq!(ask(number, CALLER).await, Ok(None));
-        }
-        assert_eq!(ask(TOKEN_BUDGET, CALLER).await, Err(ReviewError::TooMany));
-        assert_eq!(ask(0, CALLER).await, Ok(None), "remembered");
-        let other = Ipv4Addr::new(192, 0, 2, 1).into();
-        assert_eq!(ask(TOKEN_BUDGET, other).await, Ok(None));
-        assert_eq!(asked.lock().len(), 21);
-        tokio::time::advance(BUDGET_TIME).await;
-        assert_eq!(ask(TOKEN_BUDGET + 1, CALLER).await, Ok(None));
-    }
-
-    #[tokio::test]
-    async fn cluster_that_does_not_answer_is_an_error() {
-        let (reviewer, requests) = AccessReviewer::new(None);
-        drop(requests);
-        let asked = reviewer.user_of("token", CALLER).await;
-        assert!(
-            matches!(asked, Err(ReviewError::Unavailable(_))),
-            "{asked:?}"
-        );
-    }
-
-    #[test]
-    fn claims_name_an_account_or_none() {
-        // {"sub":"system:serviceaccount:monitoring:prometheus-k8s"} in base64url.
-        let payload =
-            "eyJzdWIiOiJzeXN0ZW06c2VydmljZWFjY291bnQ6bW9uaXRvcmluZzpwcm9tZXRoZXVzLWs4cyJ9";
-        let account = claimed_account(&format!("e30.{payload}.c2ln"));
-        assert_eq!(account.as_deref(), Some("monitoring/prometheus-k8s"));
-        // {"sub":"admin"}
-        for token in [
-            "",
-            "abc",
-            "a.b.c",
-            "e30.eyJzdWIiOiJhZG1pbiJ9.c",
-            "e30.e30.c",
-            "a.b.c.d",
-        ] {
-            assert_eq!(claimed_account(token), None, "{token}");
-        }
-    }
-}
+mod tests;

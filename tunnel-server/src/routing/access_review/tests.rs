@@ -1,0 +1,195 @@
+use std::net::Ipv4Addr;
+
+use tokio::task::JoinSet;
+
+use super::*;
+
+const CALLER: IpAddr = IpAddr::V4(Ipv4Addr::LOCALHOST);
+
+fn user(name: &str) -> Arc<ClusterUser> {
+    Arc::new(ClusterUser {
+        name: name.to_owned(),
+        ..ClusterUser::default()
+    })
+}
+
+/// What answers the questions, and the questions so far.
+struct Cluster {
+    asked: Arc<Mutex<Vec<String>>>,
+    tasks: JoinSet<()>,
+}
+
+/// Answers each question after this time: that a right is one of `allowed`, and that a token is that of
+/// the user `good` if it begins with this word.
+fn answering(allowed: &'static [&'static str], time: Duration) -> (AccessReviewer, Cluster) {
+    let (reviewer, queues) = AccessReviewer::new(None);
+    let asked = Arc::default();
+    let mut tasks = JoinSet::new();
+    for (mut queue, most) in [
+        (queues.rights, 8),
+        (queues.known_tokens, 4),
+        (queues.new_tokens, 4),
+    ] {
+        let asked = Arc::clone(&asked);
+        tasks.spawn(async move {
+            let calls = Arc::new(Semaphore::new(most));
+            let mut answers = JoinSet::new();
+            while let Some(request) = queue.recv().await {
+                let call = calls.clone().acquire_owned().await;
+                let asked = Arc::clone(&asked);
+                answers.spawn(async move {
+                    tokio::time::sleep(time).await;
+                    asked.lock().push(answer(request, allowed));
+                    drop(call);
+                });
+            }
+        });
+    }
+    (reviewer, Cluster { asked, tasks })
+}
+
+/// Answers a question, and returns it.
+fn answer(request: ReviewRequest, allowed: &[&str]) -> String {
+    match request {
+        ReviewRequest::Access { access, answer } => {
+            let _gone = answer.send(Ok(allowed.contains(&access.subresource)));
+            format!("{} {}", access.verb, access.subresource)
+        }
+        ReviewRequest::Token { token, answer } => {
+            let good = ClusterUser {
+                name: "good".to_owned(),
+                ..ClusterUser::default()
+            };
+            let is_good = token.reveal().starts_with("good");
+            let _gone = answer.send(Ok(is_good.then_some(good)));
+            "token".to_owned()
+        }
+    }
+}
+
+#[tokio::test(start_paused = true)]
+async fn own_subresource_is_asked_before_proxy_and_answers_last_for_seconds() {
+    let (reviewer, cluster) = answering(&["proxy"], Duration::ZERO);
+    let asked = &cluster.asked;
+    let (ops, node) = (user("ops"), "edge-1".parse().unwrap());
+    let allows = async |operation: Operation, method: &Method| {
+        let allows = reviewer.allows(&ops, &node, operation, method);
+        allows.await.unwrap()
+    };
+    assert!(allows(Operation::Pods, &Method::GET).await);
+    assert!(!allows(Operation::Metrics, &Method::GET).await);
+    assert!(allows(Operation::Exec, &Method::GET).await);
+    assert!(!allows(Operation::Metrics, &Method::HEAD).await, "no verb");
+    let once = ["get pods", "get proxy", "get metrics", "create proxy"];
+    assert_eq!(*asked.lock(), once);
+    assert!(allows(Operation::Exec, &Method::POST).await);
+    assert_eq!(asked.lock().len(), once.len(), "remembered");
+    tokio::time::advance(DENY_LASTS).await;
+    assert!(!allows(Operation::Metrics, &Method::GET).await);
+    assert!(allows(Operation::Exec, &Method::POST).await);
+    assert_eq!(
+        asked.lock().len(),
+        once.len() + 1,
+        "an answer that denies ends first"
+    );
+    tokio::time::advance(ALLOW_LASTS).await;
+    assert!(allows(Operation::Exec, &Method::POST).await);
+    assert_eq!(asked.lock().len(), once.len() + 2);
+}
+
+#[tokio::test(start_paused = true)]
+async fn source_has_a_budget_and_others_have_theirs() {
+    let (reviewer, cluster) = answering(&[], Duration::ZERO);
+    let asked = &cluster.asked;
+    let ask =
+        async |number: u32, caller: IpAddr| reviewer.user_of(&format!("{number}"), caller).await;
+    for number in 0..TOKEN_BUDGET {
+        assert_eq!(ask(number, CALLER).await, Ok(None));
+    }
+    assert_eq!(ask(TOKEN_BUDGET, CALLER).await, Err(ReviewError::TooMany));
+    assert_eq!(ask(0, CALLER).await, Ok(None), "remembered");
+    let other = Ipv4Addr::new(192, 0, 2, 1).into();
+    assert_eq!(ask(TOKEN_BUDGET, other).await, Ok(None));
+    assert_eq!(asked.lock().len(), 21);
+    tokio::time::advance(BUDGET_TIME).await;
+    assert_eq!(ask(TOKEN_BUDGET + 1, CALLER).await, Ok(None));
+}
+
+/// Ten sources send forged tokens as fast as they may, and the API server takes 100 ms for a review.
+#[tokio::test(start_paused = true)]
+async fn forged_tokens_delay_neither_known_tokens_nor_rights_and_hardly_new_tokens_of_others() {
+    const REVIEW: Duration = Duration::from_millis(100);
+    let (reviewer, mut cluster) = answering(&["metrics"], REVIEW);
+    assert!(reviewer.user_of("good", CALLER).await.unwrap().is_some());
+    tokio::time::advance(ALLOW_LASTS).await;
+    for number in 0..10 * TOKEN_BUDGET {
+        let reviewer = reviewer.clone();
+        let forger = Ipv4Addr::from(0xc000_0200 + number % 10).into();
+        cluster.tasks.spawn(async move {
+            let _refused = reviewer.user_of(&format!("forged {number}"), forger).await;
+        });
+    }
+    while reviewer.state.lock().pending.len() < 200 {
+        tokio::task::yield_now().await;
+    }
+    let start = Instant::now();
+    // The known token comes from a source of the forged ones.
+    let forger = Ipv4Addr::from(0xc000_0200).into();
+    let known = reviewer.user_of("good", forger);
+    let (ops, node) = (user("ops"), "edge-1".parse().unwrap());
+    let right = reviewer.allows(&ops, &node, Operation::Metrics, &Method::GET);
+    let (known, right) = tokio::join!(known, right);
+    assert!(known.unwrap().is_some() && right.unwrap());
+    assert!(start.elapsed() < 2 * REVIEW, "{:?}", start.elapsed());
+    let new = reviewer.user_of("good 2", CALLER).await;
+    assert!(new.unwrap().is_some());
+    // Two tokens of each of ten sources are before it, of which four are reviewed at once.
+    assert!(start.elapsed() < 8 * REVIEW, "{:?}", start.elapsed());
+}
+
+#[tokio::test(start_paused = true)]
+async fn callers_with_one_token_at_once_cause_one_review_which_outlives_the_first_of_them() {
+    let (reviewer, cluster) = answering(&[], Duration::from_millis(100));
+    let ask = || reviewer.user_of("good", CALLER);
+    let first = timeout(Duration::from_millis(50), ask());
+    let many = (0..10 * TOKEN_BUDGET).map(|_| ask());
+    let (first, many) = tokio::join!(first, futures_util::future::join_all(many));
+    assert!(first.is_err(), "it is gone");
+    assert!(many.iter().all(|user| matches!(user, Ok(Some(_)))));
+    assert_eq!(
+        cluster.asked.lock().len(),
+        2,
+        "one for the first, and one for all others"
+    );
+    assert!(reviewer.state.lock().pending.is_empty());
+}
+
+#[tokio::test]
+async fn cluster_that_does_not_answer_is_an_error() {
+    let (reviewer, queues) = AccessReviewer::new(None);
+    drop(queues);
+    let asked = reviewer.user_of("token", CALLER).await;
+    assert!(
+        matches!(asked, Err(ReviewError::Unavailable(_))),
+        "{asked:?}"
+    );
+}
+
+#[test]
+fn claims_name_an_account_or_none() {
+    // {"sub":"system:serviceaccount:monitoring:prometheus-k8s"} in base64url.
+    let payload = "eyJzdWIiOiJzeXN0ZW06c2VydmljZWFjY291bnQ6bW9uaXRvcmluZzpwcm9tZXRoZXVzLWs4cyJ9";
+    let account = claimed_account(&format!("e30.{payload}.c2ln"));
+    assert_eq!(account.as_deref(), Some("monitoring/prometheus-k8s"));
+    // {"sub":"admin"}
+    for token in [
+        "",
+        "abc",
+        "a.b.c",
+        "e30.eyJzdWIiOiJhZG1pbiJ9.c",
+        "e30.e30.c",
+        "a.b.c.d",
+    ] {
+        assert_eq!(claimed_account(token), None, "{token}");
+    }
+}
