@@ -1,6 +1,6 @@
 //! Rules: who may do what over each listener, without a file and with the examples of the guide.
 
-use std::net::Ipv4Addr;
+use std::net::{Ipv4Addr, SocketAddr};
 
 use anyhow::{Context, Result, ensure};
 use base64::prelude::{BASE64_STANDARD, Engine as _};
@@ -9,7 +9,9 @@ use tunnel_process::yaml;
 use tunnel_server::config::RawConfig;
 use tunnel_tests::ca::{Leaf, TestCa};
 use tunnel_tests::checks::{ensure_contains, ensure_refused, ensure_status};
-use tunnel_tests::client::{ClientTls, Endpoint, Exchange, RawRequest, UpgradeClient, request};
+use tunnel_tests::client::{
+    ByteStream, ClientTls, Endpoint, Exchange, RawRequest, UpgradeClient, request,
+};
 use tunnel_tests::env::{Agent, TestEnv, WAIT_TIMEOUT};
 use tunnel_tests::eventually::eventually;
 use tunnel_tests::guides::{blocks, page};
@@ -120,9 +122,13 @@ impl Site {
 
     /// Returns the status and the text of a CONNECT with a password.
     async fn connect(&self, user: &str, port: u16) -> Result<(u16, String)> {
-        let target = format!("{}:{port}", self.node);
-        let asked = RawRequest::new("CONNECT", &target, &target)
-            .header("Proxy-Authorization", &basic(user));
+        self.connect_to(user, &format!("{}:{port}", self.node))
+            .await
+    }
+
+    async fn connect_to(&self, user: &str, target: &str) -> Result<(u16, String)> {
+        let asked =
+            RawRequest::new("CONNECT", target, target).header("Proxy-Authorization", &basic(user));
         let endpoint = self.env.bound().connect.context("no CONNECT listener")?;
         let exchange = Exchange::start(endpoint, &asked).await?;
         if exchange.status() == 200 {
@@ -217,37 +223,72 @@ async fn without_rules_other_ports_are_read_and_a_port_may_say_more() -> Result<
     ensure_refused(&reply, 502, "target_refused")
 }
 
-/// The three holes that no rule could close: a password for metrics reached sshd by CONNECT, an anonymous
-/// caller sent HTTP to it, and targets without an agent and of services were decided by nobody.
+/// Four ways to an sshd on a node and to one without an agent. The first two are those of the password for
+/// metrics and of an anonymous caller, and the others lead to destinations that no rule was asked about.
+const HOLES: [&str; 4] = [
+    "CONNECT to the node with the password of Prometheus",
+    "GET of an anonymous caller on the HTTP listener",
+    "CONNECT without an agent with the password of Prometheus",
+    "TCP service to the node",
+];
+
+/// Returns through which of the [`HOLES`] bytes reach an sshd, with the port of both in `{port}` of the file,
+/// and whether ops reach the one of the node.
+async fn holes(file: &str) -> Result<([bool; 4], bool)> {
+    let direct = EchoTarget::start_on((next_loopback(), 0).into()).await?;
+    let port = direct.addr().port();
+    let file = format!(
+        "connectDirect: [127.0.0.0/8]\nservices: [{{ name: raw, listen: \"127.0.0.1:0\", node: worker-1, target: \"{port}\" }}]\n{}",
+        file.replace("{port}", &port.to_string())
+    );
+    let site = Site::start("worker-1", &file).await?;
+    let sshd = EchoTarget::start_on((site.address, port).into()).await?;
+    let accepted = || sshd.traffic().accepted() + direct.traffic().accepted();
+    let mut open = [false; 4];
+    for (hole, is_open) in open.iter_mut().enumerate() {
+        let before = accepted();
+        let status = match hole {
+            0 => site.connect(PROMETHEUS, port).await?.0,
+            1 => {
+                let get = RawRequest::get(&format!("worker-1:{port}"), "/");
+                request(site.env.http(), &get).await?.status
+            }
+            2 => {
+                site.connect_to(PROMETHEUS, &direct.addr().to_string())
+                    .await?
+                    .0
+            }
+            _ => {
+                let service = Endpoint::plain(site.env.bound().services[0].1);
+                let mut caller = ByteStream::connect(service).await?;
+                caller.send(b"SSH-2.0-x").await?;
+                let echoed = caller.receive(9).await;
+                if echoed.is_ok() { 200 } else { 403 }
+            }
+        };
+        *is_open = status != 403;
+        if *is_open {
+            eventually(HOLES[hole], WAIT_TIMEOUT, async || {
+                ensure!(accepted() > before);
+                anyhow::Ok(())
+            })
+            .await;
+        }
+        ensure!(*is_open || accepted() == before, "{}", HOLES[hole]);
+    }
+    Ok((open, site.connect(OPS, port).await?.0 == 200))
+}
+
+/// As it was before there were rules, and with those of the guide.
 #[tokio::test(flavor = "multi_thread")]
 async fn password_for_metrics_reaches_no_sshd_and_rules_are_asked_about_every_destination()
 -> Result<()> {
-    let sshd = EchoTarget::start_on((next_loopback(), 0).into()).await?;
-    let port = sshd.addr().port();
-    let file = format!(
-        "connectPorts: {port}\nconnectDirect: [127.0.0.0/8]\ncallers: {{ ops: {{ user: ops }}, prometheus: {{ user: prometheus }} }}\n\
-         rules:\n- {{ name: scrape, callers: [prometheus], operations: [observe, read] }}\n\
-         - {{ name: ssh, callers: [ops], ports: [{port}], listeners: [connect], destinations: [node] }}\n"
-    );
-    let site = Site::start("worker-1", &file).await?;
-    ensure_no_rule(&site.connect(PROMETHEUS, port).await?, "connect")?;
-    // Nothing listens at this address of the node: the request has passed the rules.
-    let (status, text) = site.connect(OPS, port).await?;
-    ensure!(status == 502, "{status}: {text}");
-    let host = format!("worker-1:{port}");
-    let reply = request(site.env.http(), &RawRequest::get(&host, "/")).await?;
-    ensure_refused(&reply, 403, "refused_by_policy")?;
-    let direct = sshd.addr().to_string();
-    let asked =
-        RawRequest::new("CONNECT", &direct, &direct).header("Proxy-Authorization", &basic(OPS));
-    let endpoint = site.env.bound().connect.context("no CONNECT listener")?;
-    let reply = request(endpoint, &asked).await?;
-    ensure_refused(&reply, 403, "refused_by_policy")?;
-    ensure_contains(
-        &reply.text(),
-        &["no rule allows connect at port", "without an agent"],
-    )?;
-    ensure!(sshd.traffic().accepted() == 0);
+    let before = "compat: yurt-tunnel\nhttpProxyPorts: \"{port}\"\n";
+    ensure!(holes(before).await? == ([true; 4], true), "the holes");
+    let rules = example("prometheus")?;
+    ensure_contains(&rules, &["connectPorts: 22", "ports: [22]"])?;
+    let now = rules.replace("22", "{port}");
+    ensure!(holes(&now).await? == ([false; 4], true), "closed");
     Ok(())
 }
 
@@ -367,4 +408,65 @@ async fn rules_follow_the_file_under_load_and_a_mistake_changes_nothing() -> Res
     reaches("no rule", false).await;
     let reply = request(env.http(), &RawRequest::get(&host, "/metrics")).await?;
     ensure_refused(&reply, 403, "refused_by_policy")
+}
+
+/// Each of two files forbids the port and the service: one has them with rules that deny, and the other one
+/// has neither.
+#[tokio::test(flavor = "multi_thread")]
+async fn file_that_takes_away_a_port_and_a_service_with_their_denies_opens_neither() -> Result<()> {
+    let (exporter, target) = (
+        Exporter::start("worker-1").await?,
+        EchoTarget::start().await?,
+    );
+    let service = SocketAddr::new(next_loopback().into(), 7022);
+    let (port, raw) = (exporter.addr().port(), target.addr().port());
+    let denied = format!(
+        "httpProxyPorts: \"{port}\"\n\
+         services: [{{ name: raw, listen: \"{service}\", node: worker-1, target: \"{raw}\" }}]\n\
+         rules:\n- {{ name: no-port, effect: deny, ports: [{port}] }}\n\
+         - {{ name: no-service, effect: deny, destinations: [service] }}\n- {{ name: all }}\n"
+    );
+    let absent = "rules: [{ name: all }]\n";
+    let env = TestEnv::start_with_file(&denied, |_| {}).await?;
+    let _agent = env.agent("worker-1").await?;
+    let get = RawRequest::get(&format!("worker-1:{port}"), "/metrics");
+    let asking = async || loop {
+        let reply = request(env.http(), &get).await?;
+        ensure!(reply.status == 403, "{}: {}", reply.status, reply.text());
+    };
+    let dialing = async || loop {
+        // The listener is closed half of the time.
+        if let Ok(mut caller) = ByteStream::connect(Endpoint::plain(service)).await {
+            let _reset = caller.send(b"x").await;
+            ensure!(caller.receive(1).await.is_err(), "bytes reached the target");
+        } else {
+            tokio::task::yield_now().await;
+        }
+    };
+    let replacing = async {
+        for file in [absent, &denied].into_iter().cycle().take(20) {
+            std::fs::write(env.config_file(), file)?;
+            env.reload();
+            let reason = if file == absent {
+                "is not allowed"
+            } else {
+                "rule no-port denies"
+            };
+            eventually("the next file", WAIT_TIMEOUT, async || {
+                ensure_contains(&request(env.http(), &get).await?.text(), &[reason])
+            })
+            .await;
+        }
+        anyhow::Ok(())
+    };
+    let ended: Result<()> = tokio::select! {
+        asked = asking() => asked,
+        dialed = dialing() => dialed,
+        dialed = dialing() => dialed,
+        replaced = replacing => replaced,
+    };
+    ended?;
+    let reached = exporter.traffic().accepted() + target.traffic().accepted();
+    ensure!(reached == 0, "{reached} requests reached a target");
+    Ok(())
 }

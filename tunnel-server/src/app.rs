@@ -18,7 +18,6 @@ use tunnel_ca::LocalCa;
 use tunnel_ca::revocation::Revocations;
 use tunnel_ca::tokens::TokenStore;
 use tunnel_dns::Records;
-use tunnel_routing::policy::PortPolicy;
 use tunnel_store::known_nodes::KnownNodes;
 
 mod admin;
@@ -235,8 +234,8 @@ fn publish_addresses(bound: &BoundAddrs, context: &ServerContext) -> anyhow::Res
     let advertised = bound.advertised(&context.config.advertise);
     context.data.set_advertised(&advertised)?;
     context.ports.send_replace(context.config.ports.clone());
-    let policy = PortPolicy::new(context.config.ports.clone(), bound.reserved_ports());
-    context.policy.replace(policy);
+    let policy = context.config.access_policy(bound.reserved_ports());
+    context.policy.replace(&policy);
     Ok(advertised)
 }
 

@@ -8,7 +8,7 @@
 //!
 //! The controllers are level-triggered. An event only triggers a new derivation of the desired
 //! state, so a missed event leaves no residue. The data plane does not depend on this module. The
-//! data plane reads [`Routes`], [`Records`] and [`SharedPortPolicy`], and queries a
+//! data plane reads [`Routes`], [`Records`] and [`SharedPolicy`], and queries a
 //! [`crate::routing::pod_lookup::PodResolver`].
 
 use std::sync::Arc;
@@ -32,7 +32,7 @@ use crate::routing::routes::Routes;
 use tunnel_ca::ServingNames;
 use tunnel_dns::{RecordSet, Records};
 use tunnel_routing::dial_policy::{ClusterNetworks, LiveClusterNetworks};
-use tunnel_routing::policy::{PortSettings, SharedPortPolicy};
+use tunnel_routing::policy::{PortSettings, SharedPolicy};
 use tunnel_store::data_dir::DataDir;
 use tunnel_store::state_store::StateStore;
 
@@ -106,7 +106,7 @@ pub struct ClusterInputs {
     /// Receives the DNS records.
     pub records: Records,
     /// Receives the port policy.
-    pub policy: SharedPortPolicy,
+    pub policy: SharedPolicy,
     /// Settings of the ports, whose lists the ConfigMap replaces. They follow the file.
     pub ports: watch::Receiver<PortSettings>,
     /// Ports of the tunnel itself.

@@ -19,7 +19,7 @@ use tunnel_proto::wire::name::Port;
 
 use tunnel_dns::DnsSettings;
 use tunnel_routing::destination::Scheme;
-use tunnel_routing::policy::{DefaultPorts, PortPolicy, PortSettings};
+use tunnel_routing::policy::{DefaultPorts, DelegationPolicy, Policy, PortPolicy, PortSettings};
 
 mod capacity;
 mod certificates;
@@ -275,6 +275,19 @@ impl Config {
     pub fn extra_listeners(&self) -> Vec<(SocketAddr, Port, Scheme)> {
         let policy = PortPolicy::new(self.ports.clone(), Vec::new());
         self.listeners.extra(&policy)
+    }
+
+    /// Returns what decides about accesses. `own` are the ports of the tunnel itself.
+    pub fn access_policy(&self, own: Vec<Port>) -> Policy {
+        let services = self.listeners.services.iter();
+        Policy {
+            rules: self.policy.table.clone(),
+            services: services
+                .map(|(_, service)| service.destination.clone())
+                .collect(),
+            delegation: DelegationPolicy::named(self.targets.delegation_callers.clone()),
+            ..PortPolicy::new(self.ports.clone(), own).into()
+        }
     }
 
     /// Returns what the settings add to the rules that hold without a file.

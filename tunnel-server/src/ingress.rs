@@ -17,7 +17,7 @@ use tunnel_proto::tcp;
 
 use crate::config::Limit;
 use crate::ingress::caller_stream::{CallerSocket, CallerStream, CloseMode};
-use crate::ingress::client_auth::ListenerTls;
+use crate::ingress::client_auth::{ListenerTls, has_delegation};
 use crate::ingress::peer::{CallerAddr, CallerIdentity};
 pub use crate::outcome;
 use tunnel_routing::destination::TcpService;
@@ -238,7 +238,7 @@ impl IngressContext {
     /// certificate that is a caller certificate.
     fn identify(&self, conn: &mut CallerConn, tls: &ServerConnection) -> bool {
         let chain = tls.peer_certificates();
-        conn.has_delegation = self.delegation_callers.load().admit(chain);
+        conn.has_delegation = has_delegation(&self.policy.load().delegation, chain);
         if conn.has_delegation {
             conn.server_name = tls.server_name().and_then(|name| name.parse().ok());
         }

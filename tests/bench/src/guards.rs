@@ -3,6 +3,7 @@
 
 use std::hint::black_box;
 use std::io::Write;
+use std::net::SocketAddr;
 use std::process::{Command, ExitCode};
 
 use anyhow::{Context, Result, ensure};
@@ -10,6 +11,8 @@ use bytes::BytesMut;
 use http::{HeaderMap, HeaderValue, Method, Uri, header::HOST};
 use tokio::io::{AsyncReadExt, AsyncWriteExt, duplex};
 use tokio::task::JoinSet;
+use tunnel_process::telemetry::{AuditOutput, AuditSettings};
+use tunnel_proto::audit;
 use tunnel_proto::relay::{Socket, relay};
 use tunnel_proto::wire::frame::{self, STREAM_MESSAGE_MAX};
 use tunnel_proto::wire::header::{StreamHeader, StreamKind, Target};
@@ -27,7 +30,10 @@ use tunnel_routing::policy::{
 use tunnel_server::routing::routes::RouteTable;
 use tunnel_tests::client::{RawRequest, request};
 use tunnel_tests::env::TestEnv;
+use tunnel_tests::process::ScratchDir;
 use tunnel_tests::targets::Exporter;
+
+use crate::client::{Caller, Endpoint};
 
 /// Kinds of work that are counted.
 #[derive(Debug, Clone, Copy, clap::ValueEnum)]
@@ -45,7 +51,18 @@ enum Work {
     /// Sends a request over a new connection through server and agent. The count includes the
     /// caller and the target.
     Stream,
+    /// Sends a request of 1 KiB over a kept connection to the target.
+    Direct,
+    /// The same through server and agent.
+    Kept,
+    /// The same with an audit log.
+    Audited,
 }
+
+/// The largest part of the instructions of server and agent for a request over a kept connection that
+/// the audit log may add.
+const AUDIT_PART: f64 = 0.05;
+const AUDITED: u32 = 500;
 
 /// The count, the kind of work, how often the work is repeated, and the limit for each repetition.
 /// The limits are a tenth above the counts of a release build. Relaying a chunk must not allocate
@@ -82,6 +99,20 @@ impl Worker {
             Work::Rules => rules(self.times)?,
             Work::Chunk => chunk(self.times).await?,
             Work::Stream => stream(self.times).await?,
+            Work::Direct => {
+                let exporter = Exporter::start("worker-1").await?;
+                kept(exporter.addr(), "worker-1", self.times).await?;
+            }
+            Work::Kept => tunneled(self.times).await?,
+            Work::Audited => {
+                let scratch = ScratchDir::new()?;
+                let settings = AuditSettings {
+                    output: AuditOutput::File(scratch.path().join("audit.log")),
+                    ..AuditSettings::default()
+                };
+                let _audit = audit::start(&settings, "server")?;
+                tunneled(self.times).await?;
+            }
         }
         Ok(ExitCode::SUCCESS)
     }
@@ -220,6 +251,29 @@ async fn stream(times: u32) -> Result<()> {
     Ok(())
 }
 
+async fn tunneled(times: u32) -> Result<()> {
+    let env = TestEnv::start().await?;
+    let exporter = Exporter::start("worker-1").await?;
+    let _agent = env.agent("worker-1").await?;
+    let host = format!("worker-1:{}", exporter.addr().port());
+    let http = env.bound().http.context("no HTTP listener")?;
+    kept(http, &host, times).await
+}
+
+async fn kept(address: SocketAddr, host: &str, times: u32) -> Result<()> {
+    let mut caller = Caller::connect(&Endpoint {
+        address,
+        tls: None,
+        host: host.into(),
+        is_connect: false,
+    })
+    .await?;
+    for _ in 0..times {
+        caller.get(1024).await?;
+    }
+    Ok(())
+}
+
 /// Counts all kinds of work. Fails when a count is above its limit. Without valgrind the function
 /// prints that the guards are skipped, and succeeds.
 pub(crate) fn run() -> Result<ExitCode> {
@@ -230,14 +284,28 @@ pub(crate) fn run() -> Result<ExitCode> {
     }
     let mut within = true;
     for (count, name, times, limit) in LIMITS {
-        // The difference of two runs does not contain the work that each run does once.
-        let each = (count.of(name, 2 * times)? - count.of(name, times)?) / f64::from(times);
+        let each = count.each(name, times)?;
         let verdict = if each <= limit { "fine" } else { "too many" };
         within &= each <= limit;
         let unit = count.unit();
         writeln!(out, "{name}: {each:.2} {unit}, at most {limit}: {verdict}")?;
         out.flush()?;
     }
+    let each = |name| Count::Instructions.each(name, AUDITED);
+    let (direct, kept, audited) = (each("direct")?, each("kept")?, each("audited")?);
+    let part = (audited - kept) / (kept - direct);
+    let verdict = if part <= AUDIT_PART {
+        "fine"
+    } else {
+        "too many"
+    };
+    within &= part <= AUDIT_PART;
+    writeln!(
+        out,
+        "audit: {:.0} instructions for a request of {:.0}, a part of {part:.3}, at most {AUDIT_PART}: {verdict}",
+        audited - kept,
+        kept - direct
+    )?;
     Ok(if within {
         ExitCode::SUCCESS
     } else {
@@ -251,6 +319,12 @@ impl Count {
             Self::Instructions => "instructions",
             Self::Allocations => "allocations",
         }
+    }
+
+    /// Returns the count for each repetition. The difference of two runs does not contain the work that each
+    /// run does once.
+    fn each(self, work: &str, times: u32) -> Result<f64> {
+        Ok((self.of(work, 2 * times)? - self.of(work, times)?) / f64::from(times))
     }
 
     /// Returns the count for a process that does `work` `times` times.

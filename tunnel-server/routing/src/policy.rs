@@ -4,7 +4,6 @@
 use std::net::IpAddr;
 use std::sync::Arc;
 
-use arc_swap::ArcSwap;
 use tunnel_proto::wire::header::Target;
 use tunnel_proto::wire::name::{NodeName, Port};
 
@@ -20,11 +19,13 @@ mod defaults;
 mod listener;
 mod ports;
 pub mod rules;
+mod shared;
 
 pub use caller::{CallerIdentity, CallerIdentityError};
 pub use defaults::DefaultPorts;
 pub use listener::{Listener, ListenerError, ListenerSet};
 pub use ports::{KUBELET_PORTS, PortEntry, PortLists, PortSettings, TargetClass, TargetClassError};
+pub use shared::{DelegationPolicy, Policy, SharedPolicy};
 
 /// The ports of the nodes that callers may reach.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
@@ -137,45 +138,6 @@ impl PortPolicy {
     /// mapped by a Service.
     pub fn extra_ports(&self) -> impl Iterator<Item = (Port, Scheme)> {
         self.settings.listen_ports().into_iter()
-    }
-}
-
-/// The current policy. In a cluster it follows a ConfigMap. Clones share the policy.
-#[derive(Debug, Clone, Default)]
-pub struct SharedPortPolicy(Arc<ArcSwap<PortPolicy>>);
-
-impl SharedPortPolicy {
-    pub fn load(&self) -> Arc<PortPolicy> {
-        self.0.load_full()
-    }
-
-    /// Replaces the policy for later requests. Returns `true` if the new policy differs from the
-    /// old one.
-    pub fn replace(&self, policy: PortPolicy) -> bool {
-        let is_other = *self.load() != policy;
-        if is_other {
-            self.0.store(Arc::new(policy));
-        }
-        is_other
-    }
-}
-
-/// The rules in use, which the configuration replaces. Clones share them.
-#[derive(Debug, Clone, Default)]
-pub struct SharedRules(Arc<ArcSwap<RuleTable>>);
-
-impl SharedRules {
-    pub fn new(rules: RuleTable) -> Self {
-        Self(Arc::new(ArcSwap::from_pointee(rules)))
-    }
-
-    pub fn load(&self) -> Arc<RuleTable> {
-        self.0.load_full()
-    }
-
-    /// Replaces the rules for later requests.
-    pub fn replace(&self, rules: RuleTable) {
-        self.0.store(Arc::new(rules));
     }
 }
 

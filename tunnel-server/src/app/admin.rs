@@ -160,7 +160,7 @@ fn nodes_endpoint(nodes: NodeSources) -> EndpointHandler {
 fn discovery_endpoint(nodes: NodeSources, context: &ServerContext) -> EndpointHandler {
     let (policy, peers) = (context.policy.clone(), context.peers.clone());
     Box::new(move |request: EndpointRequest<'_>| {
-        let query = match checked_query(request.query, &policy.load()) {
+        let query = match checked_query(request.query, &policy.load().ports) {
             Ok(query) => query,
             Err((status, text)) => return EndpointAnswer::Now(meta::text(status, text)),
         };

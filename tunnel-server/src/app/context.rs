@@ -28,9 +28,8 @@ use crate::session::failures::Failures;
 use tunnel_ca::IsKnown;
 use tunnel_ca::enrollment::IsTaken;
 use tunnel_dns::Records;
-use tunnel_routing::destination::Destination;
 use tunnel_routing::dial_policy::LiveClusterNetworks;
-use tunnel_routing::policy::{PortSettings, SharedPortPolicy, SharedRules};
+use tunnel_routing::policy::{PortSettings, SharedPolicy};
 use tunnel_routing::routes::RouteError;
 use tunnel_store::data_dir::{DataDir, DirLock};
 use tunnel_store::known_nodes::{KnownNodes, NodeMap};
@@ -68,18 +67,14 @@ pub(super) struct ServerContext {
     /// Last requests of each node, if the console is on.
     pub(super) recent: Option<Arc<RecentRequests>>,
     pub(super) records: Records,
-    /// Ports that callers may reach.
-    pub(super) policy: SharedPortPolicy,
+    /// Who may do what.
+    pub(super) policy: SharedPolicy,
     /// Settings of the ports, which a ConfigMap of the cluster may replace.
     pub(super) ports: watch::Sender<PortSettings>,
     /// Limits, of which some follow the file of the configuration.
     pub(super) limits: SharedLimits,
-    /// Destinations of the TCP services.
-    pub(super) services: Followed<Vec<Destination>>,
     /// Ports of this server's listeners over TCP.
     pub(super) own_ports: Followed<Vec<Port>>,
-    /// Who may do what.
-    pub(super) rules: SharedRules,
     /// Networks of the cluster, for the dial policy of the CONNECT listeners.
     pub(super) ranges: LiveClusterNetworks,
     /// Nodes with the labels that targets of the cloud name.
@@ -195,7 +190,6 @@ impl ServerContext {
                 shutdown: shutdown.clone(),
             },
             session_settings: session_settings(&config, pool),
-            rules: SharedRules::new(config.policy.table.clone()),
             config,
             data,
             store,
@@ -209,10 +203,9 @@ impl ServerContext {
             routes,
             recent,
             records: Records::default(),
-            policy: SharedPortPolicy::default(),
+            policy: SharedPolicy::default(),
             ports: watch::Sender::default(),
             limits: shared_limits,
-            services: Followed::default(),
             own_ports: Followed::default(),
             ranges: LiveClusterNetworks::default(),
             labeled_nodes,

@@ -8,7 +8,6 @@ use tunnel_process::conn_limiter::ConnLimiter;
 use super::cluster::ClusterServices;
 use super::context::ServerContext;
 use crate::config::Capacity;
-use crate::ingress::client_auth::DelegationPolicy;
 use crate::ingress::head_memory::HeadMemory;
 use crate::ingress::target_tls::TargetTls;
 use crate::ingress::{IngressContext, ListenerKind};
@@ -21,17 +20,13 @@ pub(super) fn start(
     capacity: Capacity,
     context: &ServerContext,
 ) -> Arc<IngressContext> {
-    let config = &context.config;
     let ingress = Arc::new(IngressContext {
         routes: context.routes.clone(),
         routing: context.routing(),
         policy: context.policy.clone(),
-        rules: context.rules.clone(),
         pods: cluster.pods.clone(),
         reviewer: cluster.reviewer.clone(),
         targets,
-        delegation_callers: DelegationPolicy::named(config.targets.delegation_callers.clone())
-            .into(),
         limits: context.limits.clone(),
         head_memory: HeadMemory::new(context.session_settings.pool.clone()),
         callers: ConnLimiter::new(capacity.callers),

@@ -49,7 +49,6 @@ pub(super) fn start(
         policy: ForwardPolicy {
             policy: context.policy.clone(),
             routes: context.routes.clone(),
-            services: context.services.clone(),
         },
         list_linger: LIST_LINGER,
         open_timeout: limits.open_timeout,

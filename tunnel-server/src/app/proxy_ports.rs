@@ -77,7 +77,7 @@ impl ProxyPorts {
 
     /// Closes the ports that are not desired and binds those that are missing.
     async fn reconcile(&mut self) {
-        let mut desired = self.listeners.extra(&self.ingress.policy.load());
+        let mut desired = self.listeners.extra(&self.ingress.policy.load().ports);
         let mut lines = Vec::new();
         if let Some(excess) = desired
             .len()

@@ -28,9 +28,8 @@ use crate::config::{
 };
 use crate::egress::labeled_nodes::LabeledNodes;
 use crate::ingress::IngressContext;
-use crate::ingress::client_auth::DelegationPolicy;
 use crate::routing::peers::Peers;
-use tunnel_routing::policy::{PortPolicy, PortSettings, SharedPortPolicy, SharedRules};
+use tunnel_routing::policy::{PortSettings, SharedPolicy};
 
 /// The parts of the server that follow the file.
 pub(super) struct Followers {
@@ -69,7 +68,6 @@ impl Followers {
             ports: context.ports.clone(),
             policy: context.policy.clone(),
             reserved_ports: self.reserved_ports,
-            rules: context.rules.clone(),
             labeled_nodes: context.labeled_nodes.clone(),
             peers: context.peers.clone(),
             ingress: self.ingress,
@@ -127,8 +125,7 @@ struct Reload {
     ports: watch::Sender<PortSettings>,
     /// Ports of the tunnel itself.
     reserved_ports: Vec<Port>,
-    policy: SharedPortPolicy,
-    rules: SharedRules,
+    policy: SharedPolicy,
     labeled_nodes: LabeledNodes,
     peers: Arc<Peers>,
     ingress: Arc<IngressContext>,
@@ -194,18 +191,9 @@ impl Reload {
         self.sessions
             .cloud
             .replace(&config.cloud, capacity.cloud_streams);
-        let callers = config.targets.delegation_callers.clone();
-        self.ingress
-            .delegation_callers
-            .replace(DelegationPolicy::named(callers));
-        // Before the ports, which a request loads first: a port is not open before its deny is in force. The
-        // rules that hold without `rules` depend on the ports.
-        self.rules.replace(config.policy.table.clone());
-        if config.kubernetes.is_none() {
-            let policy = PortPolicy::new(config.ports.clone(), self.reserved_ports.clone());
-            self.policy.replace(policy);
-        }
-        // In a cluster, the publisher decides with the ConfigMap of the ports.
+        let policy = config.access_policy(self.reserved_ports.clone());
+        self.policy.replace(&policy);
+        // In a cluster, the publisher combines them with the ConfigMap of the ports.
         self.ports.send_if_modified(|current| {
             let is_other = *current != config.ports;
             *current = config.ports.clone();

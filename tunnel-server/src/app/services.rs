@@ -19,7 +19,7 @@ use super::reported::ReportedCondition;
 use super::sockets::ServiceSocket;
 use crate::config::Config;
 use crate::ingress::{IngressContext, ListenerKind};
-use tunnel_routing::destination::{Destination, TcpService};
+use tunnel_routing::destination::TcpService;
 
 /// What the configuration says about listeners that it may change.
 #[derive(Debug, Clone, Default)]
@@ -43,8 +43,6 @@ impl Services {
 /// The listeners of TCP services that are open.
 pub(super) struct ServiceListeners {
     ingress: Arc<IngressContext>,
-    /// Destinations to which other servers may forward.
-    destinations: Followed<Vec<Destination>>,
     /// Ports of all listeners of this server.
     own_ports: Followed<Vec<Port>>,
     /// Those that never change.
@@ -77,7 +75,6 @@ impl ServiceListeners {
     ) -> Self {
         let mut listeners = Self {
             ingress,
-            destinations: context.services.clone(),
             own_ports: context.own_ports.clone(),
             fixed_ports,
             extra_ports: Services::of(&context.config).extra_ports,
@@ -167,11 +164,8 @@ impl ServiceListeners {
         self.open.insert(key, open);
     }
 
-    /// Publishes the destinations and the ports of the open listeners.
+    /// Publishes the ports of the open listeners.
     fn publish(&self) {
-        let services = self.open.values();
-        let destinations = services.map(|open| open.service.load().destination.clone());
-        self.destinations.replace(destinations.collect());
         let ports = self.open.values().filter_map(|open| Port::new(open.port));
         let others = self.fixed_ports.iter().chain(&self.extra_ports).copied();
         let all = others.chain(ports);

@@ -23,7 +23,7 @@ use crate::routing::Routing;
 use crate::routing::routes::{RouteSource, Routes};
 use tunnel_dns::{RecordSet, Records};
 use tunnel_routing::dial_policy::{ClusterNetworks, LiveClusterNetworks};
-use tunnel_routing::policy::{PortSettings, SharedPortPolicy};
+use tunnel_routing::policy::{PortSettings, SharedPolicy};
 
 /// Applies the state derived from the cluster as soon as it changes.
 pub(super) struct Publisher {
@@ -35,7 +35,7 @@ pub(super) struct Publisher {
     pub(super) routes: Routes,
     pub(super) labeled_nodes: LabeledNodes,
     pub(super) records: Records,
-    pub(super) policy: SharedPortPolicy,
+    pub(super) policy: SharedPolicy,
     pub(super) ranges: Option<LiveClusterNetworks>,
     /// Set if a connected agent makes its node an edge node. The agents of all servers count.
     pub(super) agents: Option<Routing>,
@@ -119,7 +119,8 @@ impl Publisher {
         self.publish_ranges(observed);
         let derived = observed.ports(&self.local_facts);
         let (records_observed, ports_observed) = observed.is_observed();
-        self.policy.replace(derived.policy.clone());
+        let lists = derived.are_of_cluster.then_some(&derived.lists);
+        self.policy.replace_lists(lists);
         self.conditions.set(Condition::PortLists, derived.mistakes);
         self.conditions
             .set(Condition::Service, self.service_condition(observed));
@@ -358,7 +359,7 @@ mod tests {
                 routes: Routes::default(),
                 labeled_nodes: labeled_nodes.clone(),
                 records: Records::default(),
-                policy: SharedPortPolicy::default(),
+                policy: SharedPolicy::default(),
                 ranges: Some(LiveClusterNetworks::default()),
                 agents: None,
                 route_metrics: Metrics::new(&mut MetricsRegistry::default(), BufferPool::new(POOL)),

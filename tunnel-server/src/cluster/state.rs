@@ -61,6 +61,8 @@ pub(super) struct DerivedPorts {
     pub(super) policy: PortPolicy,
     /// The lists of the policy.
     pub(super) lists: PortLists,
+    /// They are those of the ConfigMap.
+    pub(super) are_of_cluster: bool,
     /// Ignored entries of the ports ConfigMap.
     pub(super) mistakes: Vec<String>,
 }
@@ -121,6 +123,7 @@ impl ClusterState {
         }
         DerivedPorts {
             lists: settings.lists.clone(),
+            are_of_cluster: self.port_lists().is_some(),
             policy: PortPolicy::new(settings, local_facts.own_ports.clone()),
             mistakes,
         }

@@ -28,7 +28,7 @@ struct Fixture {
     cluster: Cluster,
     routes: Routes,
     records: Records,
-    policy: SharedPortPolicy,
+    policy: SharedPolicy,
     peers: Arc<Peers>,
     readiness: Readiness,
     pods: PodResolver,
@@ -53,8 +53,8 @@ fn fixture(data: &DataDir, nodes: &[Value]) -> Fixture {
     };
     let mut counters = MetricsRegistry::default();
     let (pods, pod_lookups) = PodResolver::new();
-    let policy = SharedPortPolicy::default();
-    policy.replace(PortPolicy::new(config.ports.clone(), Vec::new()));
+    let policy = SharedPolicy::default();
+    policy.replace(&PortPolicy::new(config.ports.clone(), Vec::new()).into());
     let registry = Registry::new(RegistryLimits {
         streams_per_agent: 1,
         buffer_pool: POOL,
@@ -203,8 +203,8 @@ impl Fixture {
     }
 }
 
-fn serves(policy: &SharedPortPolicy, port: u16) -> bool {
-    policy.load().entry(Port::new(port).unwrap()).is_ok()
+fn serves(policy: &SharedPolicy, port: u16) -> bool {
+    policy.load().ports.entry(Port::new(port).unwrap()).is_ok()
 }
 
 #[tokio::test(start_paused = true)]

@@ -1,7 +1,6 @@
 //! Client authentication on TLS listeners: the CA for callers' certificates, which can be replaced
-//! at run time, and the callers that have client-certificate delegation.
+//! at run time, and which callers have client-certificate delegation.
 
-use std::collections::BTreeSet;
 use std::sync::Arc;
 
 use arc_swap::ArcSwap;
@@ -10,7 +9,7 @@ use rustls::{Error, RootCertStore, ServerConfig};
 use rustls_pki_types::CertificateDer;
 use tunnel_proto::identity::common_name;
 use tunnel_proto::tls;
-use tunnel_routing::policy::CallerIdentity;
+use tunnel_routing::policy::DelegationPolicy;
 
 /// The TLS configuration of a listener. Each handshake uses the configuration that is current when
 /// the handshake begins.
@@ -58,35 +57,19 @@ impl ListenerTls {
 
 tunnel_process::partial_debug!(ListenerTls);
 
-/// The callers that have client-certificate delegation: callers with a certificate of `--client-ca`
-/// whose common name is in this set.
-#[derive(Debug, Clone, Default)]
-pub struct DelegationPolicy(BTreeSet<String>);
-
-impl DelegationPolicy {
-    /// Creates a policy for callers with these common names.
-    pub fn named(names: impl IntoIterator<Item = String>) -> Self {
-        Self(names.into_iter().collect())
-    }
-
-    /// Returns whether the caller with this certificate chain has delegation. The chain begins with
-    /// the leaf and was verified in the handshake. A caller without a certificate has no
-    /// delegation, and neither has one whose certificate has no common name or several.
-    pub fn admit(&self, chain: Option<&[CertificateDer<'_>]>) -> bool {
-        let leaf = chain.and_then(<[_]>::first);
-        let name = leaf.and_then(common_name);
-        name.is_some_and(|name| self.0.contains(&name))
-    }
-
-    /// Returns whether this caller, which was admitted in its handshake, still has delegation.
-    pub fn still_admits(&self, identity: &CallerIdentity) -> bool {
-        matches!(identity, CallerIdentity::Certificate(name) if self.0.contains(&**name))
-    }
+/// Returns whether the caller with this certificate chain has client-certificate delegation. The chain begins
+/// with the leaf and was verified in the handshake against `--client-ca`. A caller without a certificate has no
+/// delegation, and neither has one whose certificate has no common name or several.
+pub fn has_delegation(policy: &DelegationPolicy, chain: Option<&[CertificateDer<'_>]>) -> bool {
+    let leaf = chain.and_then(<[_]>::first);
+    let name = leaf.and_then(common_name);
+    name.is_some_and(|name| policy.has_name(&name))
 }
 
 #[cfg(test)]
 mod tests {
     use rcgen::{CertificateParams, DnType, KeyPair};
+    use tunnel_routing::policy::CallerIdentity;
 
     use super::*;
 
@@ -108,7 +91,7 @@ mod tests {
     fn only_the_named_callers_have_delegation() {
         let delegation_callers =
             DelegationPolicy::named(["kube-apiserver-kubelet-client".to_owned()]);
-        let admits = |name| delegation_callers.admit(Some(&chain(name)));
+        let admits = |name| has_delegation(&delegation_callers, Some(&chain(name)));
         assert!(admits(Some("kube-apiserver-kubelet-client")));
         for name in [
             None,
@@ -120,10 +103,14 @@ mod tests {
         ] {
             assert!(!admits(name), "{name:?}");
         }
-        assert!(!delegation_callers.admit(None));
-        assert!(!delegation_callers.admit(Some(&[])));
-        assert!(!delegation_callers.admit(Some(&[CertificateDer::from(vec![1, 2, 3])])));
-        assert!(!DelegationPolicy::default().admit(Some(&chain(Some("")))));
+        let garbage = [CertificateDer::from(vec![1, 2, 3])];
+        for chain in [None, Some(&[][..]), Some(&garbage[..])] {
+            assert!(!has_delegation(&delegation_callers, chain));
+        }
+        assert!(!has_delegation(
+            &DelegationPolicy::default(),
+            Some(&chain(Some("")))
+        ));
         for (identity, still) in [
             (
                 CallerIdentity::Certificate("kube-apiserver-kubelet-client".into()),

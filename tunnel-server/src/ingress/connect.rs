@@ -113,12 +113,14 @@ pub(super) async fn forward(
     request: Request<Incoming>,
     access_log: &mut AccessLog,
 ) -> Result<Forwarded, ProxyError> {
-    let has_delegation = caller.has_delegation();
+    let policy = caller.ingress.policy.load();
+    let has_delegation = caller.has_delegation(&policy);
     let name = proxy.authenticate(caller, &request, has_delegation)?;
     access_log.caller(&name);
     let key = caller.peer.key(&name);
     let proxy_request = ProxyRequest::of(request.method(), request.uri(), request.headers())?;
     let access = IngressRequest {
+        policy: &policy,
         caller: proxy.access(&name, caller.peer, has_delegation),
         target: IngressTarget::Proxy {
             request: &proxy_request,

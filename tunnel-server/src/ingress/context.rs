@@ -4,13 +4,12 @@ use std::sync::Arc;
 
 use tokio_util::task::TaskTracker;
 use tunnel_process::conn_limiter::{ConnLimiter, ConnPermit};
-use tunnel_process::followed::Followed;
 use tunnel_process::shutdown::Shutdown;
 use tunnel_proto::identity::CallerError;
 use tunnel_proto::wire::name::{NodeName, Port};
 
 use super::caller_stream::{CallerClosed, CloseMode};
-use super::client_auth::{DelegationPolicy, ListenerTls};
+use super::client_auth::ListenerTls;
 use super::connect::basic_auth::BasicAuth;
 use super::connect::dial::DirectDialer;
 use super::head_memory::HeadMemory;
@@ -24,7 +23,7 @@ use crate::routing::access_review::{AccessReviewer, ClusterUser};
 use crate::routing::pod_lookup::PodResolver;
 use crate::routing::routes::Routes;
 use tunnel_routing::destination::Scheme;
-use tunnel_routing::policy::{Listener, SharedPortPolicy, SharedRules};
+use tunnel_routing::policy::{Listener, SharedPolicy};
 
 /// State that all listeners share.
 #[derive(Debug, Clone)]
@@ -32,17 +31,14 @@ pub struct IngressContext {
     pub routes: Routes,
     /// Opens streams to agents.
     pub routing: Routing,
-    /// Ports that callers may reach.
-    pub policy: SharedPortPolicy,
     /// Who may do what.
-    pub rules: SharedRules,
+    pub policy: SharedPolicy,
     /// Looks up the node of a Pod, for callers with delegation. Set only in a cluster.
     pub pods: Option<PodResolver>,
     /// Asks the cluster about callers. Set only in a cluster.
     pub reviewer: Option<AccessReviewer>,
     /// TLS configuration for connections to https targets.
     pub targets: Arc<TargetTls>,
-    pub delegation_callers: Followed<DelegationPolicy>,
     pub limits: SharedLimits,
     /// Memory for large request heads.
     pub head_memory: Arc<HeadMemory>,

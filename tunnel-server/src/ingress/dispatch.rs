@@ -33,11 +33,13 @@ use tunnel_routing::decision::{DecisionError, RequestFacts, decide};
 use tunnel_routing::destination::{Destination, DialTarget, RequestedDestination, RequestedNode};
 use tunnel_routing::dial_policy::AddressClaims;
 use tunnel_routing::operation::RequestedOperation;
-use tunnel_routing::policy::{Access, AccessCaller, Authorized, Denied, Route, authorize};
+use tunnel_routing::policy::{Access, AccessCaller, Authorized, Denied, Policy, Route, authorize};
 
 /// A request of a caller, as its listener has read it.
 #[derive(Debug)]
 pub(super) struct IngressRequest<'a> {
+    /// The policy in force when the request began.
+    pub(super) policy: &'a Policy,
     pub(super) caller: AccessCaller<'a>,
     pub(super) target: IngressTarget<'a>,
     pub(super) operation: RequestedOperation<'a>,
@@ -92,7 +94,7 @@ pub(super) async fn route(
     if !ingress.routes.are_known() {
         return Err(ProxyError::new(Outcome::Starting, STARTING));
     }
-    let destination = resolve(ingress, &request.target).await?;
+    let destination = resolve(ingress, &request).await?;
     access_log.record_in(ingress.recent.clone());
     match &destination {
         RequestedDestination::Node(requested) => {
@@ -110,7 +112,7 @@ pub(super) async fn route(
         destination,
         operation: request.operation,
     };
-    let authorized = authorize(&ingress.policy.load(), &ingress.rules.load(), access);
+    let authorized = authorize(&request.policy.ports, &request.policy.rules, access);
     let authorized = authorized.inspect_err(|denied| {
         if let Some((operation, rule)) = denied.decided() {
             access_log.decided(operation, rule);
@@ -170,9 +172,9 @@ const STARTING: &str =
 
 async fn resolve(
     ingress: &IngressContext,
-    target: &IngressTarget<'_>,
+    request: &IngressRequest<'_>,
 ) -> Result<RequestedDestination<DirectRoute>, ProxyError> {
-    match target {
+    match &request.target {
         IngressTarget::Host(facts) => {
             let requested = decide(facts, &ingress.routes.load())?;
             Ok(RequestedDestination::Node(requested))
@@ -182,6 +184,13 @@ async fn resolve(
             Ok(RequestedDestination::Node(requested))
         }
         IngressTarget::Proxy { request, dialer } => resolve_proxy(ingress, request, dialer),
+        // The listener of a service closes some time after the file has lost the service and its rules.
+        IngressTarget::TcpService(destination)
+            if !request.policy.services.contains(destination) =>
+        {
+            let text = "the configuration has no such TCP service any more";
+            Err(ProxyError::new(Outcome::RefusedByPolicy, text))
+        }
         IngressTarget::TcpService(destination) => {
             Ok(RequestedDestination::Configured((*destination).clone()))
         }

@@ -66,6 +66,7 @@ use tunnel_routing::destination::Scheme;
 use tunnel_routing::operation::RequestedOperation;
 use tunnel_routing::pod::KubeletPath;
 use tunnel_routing::policy::AccessCaller;
+use tunnel_routing::policy::rules::RuleTable;
 
 /// Idle time after which a connection frees hyper's buffers. The buffers are most of the memory of
 /// an idle connection.
@@ -591,8 +592,9 @@ impl Caller {
         upgrade: Option<&HeaderValue>,
         access_log: &mut AccessLog,
     ) -> Result<Forwarded, ProxyError> {
+        let policy = self.ingress.policy.load();
         // Few requests need the memory of a review.
-        let token_user = match self.named_token(request.headers()) {
+        let token_user = match self.named_token(&policy.rules, request.headers()) {
             Some(token) => Box::pin(self.token_user(token)).await?,
             None => None,
         };
@@ -603,8 +605,9 @@ impl Caller {
         if account.is_some() {
             access_log.caller(identity);
         }
-        let has_delegation = self.has_delegation();
+        let has_delegation = self.has_delegation(&policy);
         let access = IngressRequest {
+            policy: &policy,
             caller: AccessCaller {
                 identity,
                 listener: self.listener.kind(),
@@ -629,8 +632,7 @@ impl Caller {
 
     /// Returns the bearer token of a request, if it claims an account that a rule names. The token passes on
     /// to the target in any case.
-    fn named_token<'a>(&self, headers: &'a HeaderMap) -> Option<&'a str> {
-        let rules = self.ingress.rules.load();
+    fn named_token<'a>(&self, rules: &RuleTable, headers: &'a HeaderMap) -> Option<&'a str> {
         if rules.callers.is_empty() || self.identity != CallerIdentity::Anonymous {
             return None;
         }

@@ -64,6 +64,7 @@ async fn open(
         ..AccessCaller::ANONYMOUS
     };
     let request = IngressRequest {
+        policy: &ingress.policy.load(),
         caller,
         target: IngressTarget::TcpService(&service.destination),
         cluster_user: None,

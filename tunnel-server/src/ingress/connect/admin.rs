@@ -123,6 +123,7 @@ impl AdminTunnels {
             "the admin socket accepts CONNECT only"
         );
         let access = IngressRequest {
+            policy: &self.ingress.policy.load(),
             caller: self.proxy.access(&identity, CallerAddr::Unix, false),
             target: IngressTarget::Proxy {
                 request: &proxy_request,

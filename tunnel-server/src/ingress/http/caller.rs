@@ -10,6 +10,7 @@ use tunnel_process::conn_limiter::ConnPermit;
 use tunnel_proto::identity::CallerError;
 use tunnel_proto::relay::PollCut;
 use tunnel_proto::wire::name::NodeName;
+use tunnel_routing::policy::Policy;
 
 use super::timeouts::ConnTimeouts;
 use super::upstream::UpstreamPool;
@@ -67,9 +68,8 @@ pub(in crate::ingress) struct Caller {
 impl Caller {
     /// Returns whether the caller has client-certificate delegation: connections to targets use the
     /// server's client certificate. The names of such callers may change while the connection is open.
-    pub(in crate::ingress) fn has_delegation(&self) -> bool {
-        let policy = &self.ingress.delegation_callers;
-        self.had_delegation && policy.load().still_admits(&self.identity)
+    pub(in crate::ingress) fn has_delegation(&self, policy: &Policy) -> bool {
+        self.had_delegation && policy.delegation.still_admits(&self.identity)
     }
 
     /// Requests the connection once hyper has written the response to the current request. That

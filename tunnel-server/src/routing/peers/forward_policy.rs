@@ -1,10 +1,9 @@
 //! The targets that other servers reach through this one. The rules are those of the policy.
 
-use tunnel_process::followed::Followed;
 use tunnel_proto::wire::header::Target;
 use tunnel_proto::wire::name::NodeName;
 use tunnel_routing::destination::Destination;
-use tunnel_routing::policy::{PortPolicyError, SharedPortPolicy};
+use tunnel_routing::policy::{PortPolicyError, SharedPolicy};
 
 use crate::routing::current_routes::Routes;
 
@@ -12,10 +11,8 @@ use crate::routing::current_routes::Routes;
 /// may reach. Otherwise the server with the widest lists would decide for all.
 #[derive(Debug)]
 pub struct ForwardPolicy {
-    pub policy: SharedPortPolicy,
+    pub policy: SharedPolicy,
     pub routes: Routes,
-    /// The destinations of the configured TCP services.
-    pub services: Followed<Vec<Destination>>,
 }
 
 impl ForwardPolicy {
@@ -25,10 +22,11 @@ impl ForwardPolicy {
     /// Returns the [`PortPolicyError`] of this server's listeners.
     pub(super) fn check(&self, node: &NodeName, target: &Target) -> Result<(), PortPolicyError> {
         let is_service = |service: &Destination| service.node == *node && service.target == *target;
-        if self.services.load().iter().any(is_service) {
+        let policy = self.policy.load();
+        if policy.services.iter().any(is_service) {
             return Ok(());
         }
         let kubelet = self.routes.load().kubelet_port(node);
-        self.policy.load().check_target(target, kubelet)
+        policy.ports.check_target(target, kubelet)
     }
 }

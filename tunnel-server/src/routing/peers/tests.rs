@@ -183,7 +183,7 @@ async fn forwarded_stream_is_recorded_once_at_the_server_of_its_agent() {
         .await
         .unwrap();
     eventually("the first is recorded", || b.records.lock().len() == 1).await;
-    b.policy.replace(PortPolicy::default());
+    b.policy.replace(&PortPolicy::default().into());
     let mut refused = a.open("x", None).await.unwrap();
     assert_eq!(refusal(&mut refused).await, RefusalCode::Policy);
     eventually("both are recorded", || b.records.lock().len() == 2).await;
@@ -225,18 +225,19 @@ async fn forwarded_stream_to_a_port_that_its_holder_does_not_allow_is_refused() 
     let [a, b] = installation.connected(["a", "b"]).await;
     let agent = b.agent("x", 1);
     a.sees("x", &b).await;
-    b.policy.replace(PortPolicy::default());
+    b.policy.replace(&PortPolicy::default().into());
     let mut refused = a.open("x", None).await.unwrap();
     assert_eq!(refusal(&mut refused).await, RefusalCode::Policy);
     let lists = PortLists {
         localhost: "9100".parse().unwrap(),
         ..PortLists::default()
     };
-    b.policy.replace(PortPolicy::of_lists(lists, Vec::new()));
+    b.policy
+        .replace(&PortPolicy::of_lists(lists, Vec::new()).into());
     let mut refused = a.open("x", None).await.unwrap();
     let code = refusal(&mut refused).await;
     assert_eq!(code, RefusalCode::Policy, "as a port of the loopback only");
-    b.policy.replace(fixture::policy());
+    b.policy.replace(&fixture::policy().into());
     let _opened = a.open("x", None).await.unwrap();
     let _target = agent.accepts().await;
 }

@@ -10,7 +10,6 @@ use tokio::net::{TcpListener, TcpStream};
 use tokio::time::Instant;
 use tokio_util::task::TaskTracker;
 use tunnel_process::conn_limiter::{ConnLimiter, ConnLimits};
-use tunnel_process::followed::Followed;
 use tunnel_process::shutdown::Shutdown;
 use tunnel_proto::transport::memory::{self, MemorySession};
 use tunnel_proto::transport::{BufferPool, Session, Stream};
@@ -21,7 +20,6 @@ use tunnel_proto::wire::name::InstanceId;
 use crate::config::{Limits, SharedLimits};
 use crate::ingress::ListenerKind;
 use crate::ingress::caller_stream::CallerClosed;
-use crate::ingress::client_auth::DelegationPolicy;
 use crate::ingress::context::{CallerConn, ConnectProxy, HttpListener, IngressContext};
 use crate::ingress::head_memory::HeadMemory;
 use crate::ingress::http::serve;
@@ -35,7 +33,7 @@ use crate::routing::routes::{RouteNode, RouteSource, Routes};
 use crate::testing::{POOL, STREAMS, WAIT_TIMEOUT, node, within};
 use tunnel_routing::destination::Scheme;
 use tunnel_routing::policy::rules::RuleTable;
-use tunnel_routing::policy::{PortLists, PortPolicy, SharedPortPolicy, SharedRules};
+use tunnel_routing::policy::{DelegationPolicy, Policy, PortLists, PortPolicy, SharedPolicy};
 
 /// Name of the caller with client-certificate delegation.
 const DELEGATED: &str = "kube-apiserver-kubelet-client";
@@ -119,12 +117,16 @@ impl Fixture {
             RouteSource::Known,
             vec![RouteNode::edge(node(), Vec::new())],
         );
-        let policy = SharedPortPolicy::default();
+        let policy = SharedPolicy::default();
         let lists = PortLists {
             http: "9100, 9101".parse().unwrap(),
             ..PortLists::default()
         };
-        policy.replace(PortPolicy::of_lists(lists, Vec::new()));
+        policy.replace(&Policy {
+            rules: RuleTable::yurt_tunnel(),
+            delegation: DelegationPolicy::named([DELEGATED.to_owned()]),
+            ..PortPolicy::of_lists(lists, Vec::new()).into()
+        });
         let limits = RegistryLimits {
             streams_per_agent: STREAMS,
             buffer_pool: POOL,
@@ -137,11 +139,9 @@ impl Fixture {
             routes,
             routing: Routing::new(registry.clone(), peers),
             policy,
-            rules: SharedRules::new(RuleTable::yurt_tunnel()),
             pods: None,
             reviewer: None,
             targets: TargetTls::new(None).unwrap(),
-            delegation_callers: Followed::from(DelegationPolicy::named([DELEGATED.to_owned()])),
             limits: SharedLimits::from(Limits {
                 request_head_bytes: 64 << 10,
                 ..Limits::default()

@@ -6,9 +6,9 @@ use tokio::sync::mpsc::Receiver;
 use tunnel_proto::wire::code::RefusalCode;
 use tunnel_proto::wire::header::{StreamKind, Target};
 use tunnel_proto::wire::name::Port;
+use tunnel_routing::policy::{DelegationPolicy, Policy};
 
 use super::fixture::{Agent, Fixture};
-use crate::ingress::client_auth::DelegationPolicy;
 use crate::routing::pod_lookup::{PodLookupError, PodLookupRequest, PodResolver};
 use crate::routing::routes::{RouteNode, RouteSource};
 use crate::testing::{assert_contains, node};
@@ -94,8 +94,11 @@ async fn other_callers_never_cause_a_question() {
 #[tokio::test(start_paused = true)]
 async fn caller_that_is_no_longer_named_has_no_delegation() {
     let (fixture, agent, mut questions) = fixture();
-    let named = &fixture.ingress.delegation_callers;
-    named.replace(DelegationPolicy::default());
+    let policy = &fixture.ingress.policy;
+    policy.replace(&Policy {
+        delegation: DelegationPolicy::default(),
+        ..Policy::clone(&policy.load())
+    });
     let exec = EXEC.replace("10.77.100.3:6443", "unknown-1:10250");
     let answer = fixture.ask_delegated(Some("worker-1"), &exec).await;
     assert_contains(&answer, "X-Tunnel-Error: unknown_node\r\n");

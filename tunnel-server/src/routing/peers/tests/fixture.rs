@@ -11,7 +11,6 @@ use tokio::net::{TcpListener, TcpStream};
 use tokio::sync::watch;
 use tokio::time::{Instant, timeout};
 use tokio_rustls::TlsConnector;
-use tunnel_process::followed::Followed;
 use tunnel_process::shutdown::Shutdown;
 use tunnel_proto::session::control::{self, PeerReader, PeerWriter};
 use tunnel_proto::stream_record::StreamRecord;
@@ -27,7 +26,7 @@ use tunnel_proto::wire::name::{InstanceId, NodeName, ReplicaId};
 use tunnel_proto::wire::order::NodeOrder;
 use tunnel_proto::wire::peer::{HeldNode, Holds, PeerHello, PeerMessage};
 use tunnel_proto::wire::{VERSION_MAX, VERSION_MIN};
-use tunnel_routing::policy::{PortLists, PortPolicy, SharedPortPolicy};
+use tunnel_routing::policy::{PortLists, PortPolicy, SharedPolicy};
 
 use crate::routing::Routing;
 use crate::routing::current_routes::Routes;
@@ -135,14 +134,14 @@ impl Installation {
             routing: Routing::new(registry.clone(), peers.clone()),
             peers,
             registry,
-            policy: SharedPortPolicy::default(),
+            policy: SharedPolicy::default(),
             orders: Arc::default(),
             records: Arc::default(),
             address,
             membership,
             shutdown: Shutdown::new(),
         };
-        server.policy.replace(policy());
+        server.policy.replace(&policy().into());
         server.endpoint(self).start(listener, members);
         server
     }
@@ -237,7 +236,7 @@ pub(super) struct Server {
     pub(super) peers: Arc<Peers>,
     pub(super) routing: Routing,
     pub(super) registry: Arc<Registry>,
-    pub(super) policy: SharedPortPolicy,
+    pub(super) policy: SharedPolicy,
     /// Orders of other servers.
     pub(super) orders: Arc<Mutex<Vec<NodeOrder>>>,
     /// Records of the streams that other servers forwarded.
@@ -260,7 +259,6 @@ impl Server {
             policy: ForwardPolicy {
                 policy: self.policy.clone(),
                 routes: Routes::default(),
-                services: Followed::default(),
             },
             list_linger: LINGER,
             open_timeout: LIMIT,
