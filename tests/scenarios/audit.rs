@@ -197,6 +197,85 @@ async fn streams_of_every_listener_have_one_event_at_each_end() -> Result<()> {
         claimed.is_some(),
         "the agent names the caller as the server says"
     );
+    // Nothing ends without an event.
+    eventually("an event for each end", WAIT_TIMEOUT, async || {
+        let ended = env.metric("tunnel_server_streams_total").await?;
+        let events = complete(&events).into_iter();
+        let of_server = events.filter(|event| event.annotation("reporter") == "server");
+        ensure!(of_server.count() as u64 == ended, "{ended} streams");
+        anyhow::Ok(())
+    })
+    .await;
+    Ok(())
+}
+
+/// The log has the level debug, which names each request.
+#[tokio::test(flavor = "multi_thread")]
+async fn secrets_of_requests_are_in_no_log_and_on_no_page_of_either_process() -> Result<()> {
+    let scratch = ScratchDir::new()?;
+    let exporter = Exporter::start("worker-1").await?;
+    let port = exporter.addr().port();
+    let passwords = scratch.file("passwords", format!("ops:{CANARY}\n"))?;
+    let address = next_loopback();
+    let proxy = SocketAddr::new(address.into(), PROXY_PORT);
+    let verbose = ["--log-level", "debug", "--access-log", "all"];
+    let setup = ServerSetup::on_address(&scratch.path().join("server"), address).audited();
+    let setup = setup.args(&verbose).args(&[
+        "--http-proxy-ports",
+        &port.to_string(),
+        "--proxy-port-listen",
+        "off",
+        "--connect-listen",
+        &proxy.to_string(),
+        "--connect-auth",
+        &passwords.to_string_lossy(),
+    ]);
+    let server = setup.start().await?;
+    let folder = scratch.path().join("agent");
+    let agent = server.agent_setup("worker-1", &folder).await?;
+    let agent = agent.audited().args(&verbose).start()?;
+    server.wait_until_connected(&["worker-1"]).await;
+    let host = format!("worker-1:{port}");
+    let read = format!("/metrics?token={CANARY}&command={CANARY}");
+    let requests = [
+        with_secrets(&host, "/upload"),
+        with_secrets("nobody:9100", "/"),
+        RawRequest::get(&host, &read).header("Authorization", &format!("Bearer {CANARY}")),
+        RawRequest::get(&host, "/reset-mid-body").header("Cookie", CANARY),
+    ];
+    for asked in &requests {
+        let _answered_or_cut = request(server.address(Listener::Http), asked).await;
+    }
+    for (password, status) in [(CANARY, 200), ("wrong-4711-4711", 407)] {
+        let basic = format!("Basic {}", base64_of(&format!("ops:{password}")));
+        for target in [
+            format!("http://{host}{read}"),
+            format!("http://ops:{CANARY}@{host}/metrics"),
+        ] {
+            let asked = RawRequest::get(&host, &target).header("Proxy-Authorization", &basic);
+            ensure_status(&request(proxy, &asked).await?, status)?;
+        }
+    }
+    let encoded = base64_of(&format!("ops:{CANARY}"));
+    let seen = |text: &str| text.contains(CANARY) || text.contains(&encoded);
+    eventually("the events of the last requests", START, async || {
+        let (of_server, of_agent) = (complete(server.audit()), complete(agent.audit()));
+        ensure!(
+            of_server.len() >= 8 && of_agent.len() >= 3,
+            "{of_server:#?}"
+        );
+        Ok(())
+    })
+    .await;
+    for log in [server.log(), agent.log()] {
+        ensure!(log.contains("access"), "{log}");
+        let line = log.lines().into_iter().find(|line| seen(line));
+        ensure!(line.is_none(), "{line:?}");
+    }
+    for page in ["/metrics", "/nodes", "/readyz?verbose"] {
+        let text = meta_page(server.address(Listener::Meta), page).await?;
+        ensure!(!seen(&text), "{page}: {text}");
+    }
     Ok(())
 }
 
@@ -484,7 +563,7 @@ async fn refused_requests_of_strangers_rotate_no_event_of_others_away_and_are_co
         &["audit events of refused requests: and "],
     )?;
     let events = read_events(&file)?;
-    let of_user = |user: &str| {
+    let of_user = |user: &'static str| {
         let events = events.iter();
         events.filter(move |event| event.user.username.as_deref() == Some(user))
     };

@@ -88,9 +88,9 @@ impl AuditEvent {
         Ok(())
     }
 
-    /// What no two `ResponseComplete` of one end have in common. A stream that is opened again after a
-    /// refusal has its own end at each agent or server that was asked.
-    fn end_of_stream(&self) -> [String; 5] {
+    /// What no two `ResponseComplete` of one end have in common. A request whose session ended, or that was
+    /// refused, has another stream at each agent or server that was asked again, which began later.
+    fn end_of_stream(&self) -> [String; 6] {
         let node = self
             .object_ref
             .as_ref()
@@ -102,6 +102,7 @@ impl AuditEvent {
             node.cloned().unwrap_or_else(|| annotation("node")),
             annotation("session"),
             annotation("hop-from"),
+            self.request_received_timestamp.clone(),
         ]
     }
 }
@@ -113,7 +114,7 @@ pub struct AuditEvents(Arc<Mutex<Collected>>);
 #[derive(Debug, Default)]
 struct Collected {
     events: Vec<AuditEvent>,
-    ended: BTreeSet<[String; 5]>,
+    ended: BTreeSet<[String; 6]>,
 }
 
 impl AuditEvents {
