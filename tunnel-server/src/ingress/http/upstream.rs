@@ -11,7 +11,7 @@ use std::time::Duration;
 use http::header::UPGRADE;
 use http::request::Parts;
 use http::{Method, Request, Response};
-use http_body_util::{Either, Empty};
+use http_body_util::Either;
 use hyper::body::{Body as _, Incoming};
 use tokio::time::{sleep, timeout};
 use tokio_rustls::TlsConnector;
@@ -35,10 +35,12 @@ use tunnel_routing::destination::{Destination, Scheme};
 
 pub(crate) mod connection;
 mod pool;
+mod sent_head;
 mod target_io;
 
 use connection::{Carrier, SendError, SentBody, Upstream};
 pub(crate) use pool::{PoolKey, UpstreamPool};
+use sent_head::SentHead;
 pub(in crate::ingress) use target_io::{TargetConn, TargetIo};
 
 /// Time for which a request waits before anything of it is sent, while its caller has the most unread
@@ -83,9 +85,8 @@ impl UpstreamRequest<'_> {
         } else {
             Replay::Unserved
         };
-        let head_again = (replay != Replay::Never).then(|| head.clone());
         let mut request = Some(Request::from_parts(head, Either::Left(body)));
-        let (mut attempts, mut failed) = (Attempts::default(), None);
+        let (mut attempts, mut failed, mut sent_head) = (Attempts::default(), None, None);
         let idle = match self.pool {
             Some((pool, pool_key)) => {
                 let routing = &self.ingress.routing;
@@ -104,8 +105,9 @@ impl UpstreamRequest<'_> {
                 Ok(response) => return Ok((response, upstream)),
                 Err(error) => error,
             };
-            request = error.unsent.take();
+            (request, sent_head) = (error.unsent.take(), error.head.take());
             if request.is_none() {
+                let replay = sent_head.as_ref().map_or(Replay::Never, |_head| replay);
                 let Failed { failure, error } = self.failed(*error, via.as_ref(), replay, true);
                 if attempts.next(via.as_ref(), &failure) == NextAttempt::GiveUp {
                     return Err(error);
@@ -124,7 +126,7 @@ impl UpstreamRequest<'_> {
             let mut attempt = SendAttempt {
                 upstream: self,
                 request,
-                head: head_again,
+                head: sent_head,
                 replay,
                 access_log,
             };
@@ -171,11 +173,18 @@ impl UpstreamRequest<'_> {
             audit_id: Some(audit_id),
         };
         let unsent = unsent_for_long(&carrier, true);
-        let mut upstream = tokio::select! {
+        let connected = tokio::select! {
             biased;
-            connected = self.connect(opened.stream, carrier) => connected?,
-            () = unsent => return Err(self.memory_full().into()),
-            () = self.moves(replay, Some(&via)) => return Err(SendError::moved(self.destination)),
+            connected = self.connect(opened.stream, carrier) => connected.map_err(Into::into),
+            () = unsent => Err(self.memory_full().into()),
+            () = self.moves(replay, Some(&via)) => Err(SendError::moved(self.destination)),
+        };
+        let mut upstream = match connected {
+            Ok(upstream) => upstream,
+            Err(mut error) => {
+                error.unsent = Some(request);
+                return Err(error);
+            }
         };
         let response = self.send(&mut upstream, request, replay).await?;
         Ok((response, upstream))
@@ -190,11 +199,19 @@ impl UpstreamRequest<'_> {
         let via = upstream.carrier.via.clone();
         let moves = pin!(self.moves(replay, via.as_ref()));
         let unsent = unsent_for_long(&upstream.carrier, false);
-        tokio::select! {
+        if replay != Replay::Never {
+            upstream.traffic.keep_head();
+        }
+        let sent = tokio::select! {
             biased;
             sent = upstream.send(request, &self.ingress.drivers, self.destination, moves) => sent,
             () = unsent => Err(self.memory_full().into()),
-        }
+        };
+        let head = upstream.traffic.take_head();
+        sent.map_err(|mut error| {
+            error.head = head;
+            error
+        })
     }
 
     fn memory_full(&self) -> ProxyError {
@@ -284,10 +301,10 @@ fn unsent_for_long(
 /// Sends a request over the stream of each attempt.
 struct SendAttempt<'a> {
     upstream: &'a UpstreamRequest<'a>,
-    /// Sent first.
+    /// The request, as long as nothing of it was sent.
     request: Option<Request<SentBody>>,
-    /// Sent after that, unless the request has a body.
-    head: Option<Parts>,
+    /// The head of the request after that, unless it has a body.
+    head: Option<SentHead>,
     replay: Replay,
     access_log: &'a mut AccessLog,
 }
@@ -309,18 +326,24 @@ impl Attempt for SendAttempt<'_> {
             accepted(&mut opened.stream, upstream.destination).await?;
         }
         let via = opened.via.clone();
-        let again = || {
-            let empty = Either::Right(Empty::new());
-            Some(Request::from_parts(self.head.clone()?, empty))
+        let request = match (self.request.take(), &self.head) {
+            (Some(request), _) => Some(request),
+            (None, Some(head)) => Box::pin(head.request()).await,
+            (None, None) => None,
         };
-        let sent = match self.request.take().or_else(again) {
+        let sent = match request {
             Some(request) => {
                 let audit_id = self.access_log.audit_id();
                 upstream.send_over(opened, request, replay, audit_id).await
             }
             None => Err(SendError::moved(upstream.destination)),
         };
-        sent.map_err(|error| upstream.failed(*error, Some(&via), replay, false))
+        sent.map_err(|mut error| {
+            (self.request, self.head) = (error.unsent.take(), error.head.take());
+            let has_request = self.request.is_some() || self.head.is_some();
+            let replay = if has_request { replay } else { Replay::Never };
+            upstream.failed(*error, Some(&via), replay, false)
+        })
     }
 
     fn not_opened(&self, error: OpenError) -> ProxyError {

@@ -4,7 +4,6 @@ use std::fmt;
 use std::future::poll_fn;
 use std::pin::{Pin, pin};
 use std::sync::Arc;
-use std::sync::atomic::{AtomicUsize, Ordering};
 use std::task::{Context, Poll, ready};
 use std::time::Duration;
 
@@ -15,14 +14,14 @@ use http_body_util::{Either, Empty};
 use hyper::body::{Body as _, Incoming};
 use hyper::client::conn::http1::{Builder, SendRequest};
 use hyper_util::rt::TokioIo;
-use tokio::sync::Notify;
 use tokio::time::{Instant, timeout};
 use tokio_util::task::{AbortOnDropHandle, TaskTracker};
 use tracing::debug;
 use tunnel_proto::transport::{ByteCount, StreamCut, StreamWatch, find_cause};
 use tunnel_proto::wire::header::AuditId;
 
-use super::target_io::{TargetConn, TargetIo, TargetTraffic};
+use super::sent_head::SentHead;
+use super::target_io::{INTERIM_MAX, TargetConn, TargetIo, TargetTraffic};
 use crate::ingress::context::IngressContext;
 use crate::ingress::error::ProxyError;
 use crate::ingress::http::head_check::size::FIELDS_MAX;
@@ -41,9 +40,6 @@ const STALLED_END_LIMIT: Duration = Duration::from_secs(180);
 const ANSWER_HEAD_MAX_BYTES: usize = 256 * 1024;
 /// Largest number of fields in such a head.
 const ANSWER_FIELDS_MAX: usize = FIELDS_MAX;
-
-/// Interim responses (1xx) to one request that are skipped. More are an error.
-const INTERIM_MAX: usize = 64;
 
 /// Appended to the error for a target that answers plain HTTP with a TLS alert.
 const HTTPS_HINT: &str = "; the target speaks TLS: move its port to --https-proxy-ports, and send \
@@ -97,7 +93,7 @@ pub(crate) struct Upstream {
     pub(super) sender: SendRequest<SentBody>,
     driver: Driver,
     pub(super) carrier: Carrier,
-    traffic: Arc<TargetTraffic>,
+    pub(super) traffic: Arc<TargetTraffic>,
     /// The body of the request, if it has one.
     upload: Option<UploadHandle>,
 }
@@ -107,6 +103,8 @@ pub(super) struct SendError {
     pub(super) failure: ProxyError,
     /// The request, if no byte of it was sent.
     pub(super) unsent: Option<Request<SentBody>>,
+    /// The head of a request without a body that was sent.
+    pub(super) head: Option<SentHead>,
     /// A byte of an answer arrived.
     pub(super) has_answer: bool,
 }
@@ -125,6 +123,7 @@ impl From<ProxyError> for Box<SendError> {
         Self::new(SendError {
             failure,
             unsent: None,
+            head: None,
             has_answer: false,
         })
     }
@@ -191,13 +190,11 @@ impl Upstream {
         if let Either::Left(body) = request.body_mut() {
             body.queue_in(self.traffic.upload_queue.clone());
         }
-        let (interim, too_many) = (AtomicUsize::new(0), Arc::new(Notify::new()));
-        let notify = too_many.clone();
-        hyper::ext::on_informational(&mut request, move |_| {
-            if interim.fetch_add(1, Ordering::Relaxed) >= INTERIM_MAX {
-                notify.notify_one();
-            }
-        });
+        let traffic = self.traffic.clone();
+        traffic.begin_request();
+        let interim = traffic.clone();
+        hyper::ext::on_informational(&mut request, move |_| interim.record_interim());
+        let mut too_many = pin!(traffic.too_many_interim());
         let must_go_on = !request.body().is_end_stream() || request.headers().contains_key(UPGRADE);
         if must_go_on
             && let Driver::Caller(driven) = &mut self.driver
@@ -215,12 +212,13 @@ impl Upstream {
                     let _ended = self.poll_driver(cx);
                     sending.as_mut().poll(cx)
                 }) => break sent,
-                () = too_many.notified() => {
+                () = too_many.as_mut() => {
                     let text = format!("{target_label}: the target sent more than {INTERIM_MAX} interim answers");
                     let failure = ProxyError::new(Outcome::TargetBadResponse, text);
                     return Err(Box::new(SendError {
                         failure,
                         unsent: None,
+                        head: None,
                         has_answer: true,
                     }));
                 }
@@ -242,6 +240,7 @@ impl Upstream {
             Box::new(SendError {
                 failure,
                 unsent,
+                head: None,
                 has_answer: self.traffic.bytes_read() != before,
             })
         })

@@ -3,20 +3,26 @@
 use std::io;
 use std::pin::Pin;
 use std::sync::Arc;
-use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
 use std::task::{Context, Poll, ready};
 
 use hyper::upgrade::Upgraded;
 use hyper_util::rt::TokioIo;
+use parking_lot::Mutex;
 use tokio::io::{AsyncRead, AsyncWrite, ReadBuf};
+use tokio::sync::Notify;
 use tokio_rustls::client::TlsStream;
 use tunnel_proto::egress::TargetSocket;
 use tunnel_proto::relay::PollCut;
 use tunnel_proto::transport::Stream;
 use tunnel_proto::wire::code::ResetCode;
 
+use super::sent_head::SentHead;
 use crate::ingress::http::unread::UnreadBytes;
 use crate::ingress::http::upload_queue::UploadQueue;
+
+/// Interim responses (1xx) to one request that are skipped. More are an error.
+pub(super) const INTERIM_MAX: usize = 64;
 
 /// First bytes of a TLS alert (RFC 8446, section 5.1), with which a TLS server answers plain HTTP.
 const TLS_ALERT: [u8; 2] = [21, 3];
@@ -28,6 +34,13 @@ pub(super) struct TargetTraffic {
     bytes: AtomicU64,
     /// Whether the first bytes were a TLS alert.
     is_alert: AtomicBool,
+    /// The next write begins with a head that is to be kept.
+    is_head_due: AtomicBool,
+    head: Mutex<Option<SentHead>>,
+    /// Number of interim responses to the request in progress.
+    interim: AtomicUsize,
+    /// Notified when these are too many.
+    interim_exceeded: Notify,
     pub(super) upload_queue: Arc<UploadQueue>,
 }
 
@@ -36,6 +49,10 @@ impl TargetTraffic {
         Self {
             bytes: AtomicU64::new(0),
             is_alert: AtomicBool::new(false),
+            is_head_due: AtomicBool::new(false),
+            head: Mutex::default(),
+            interim: AtomicUsize::new(0),
+            interim_exceeded: Notify::new(),
             upload_queue: Arc::new(upload_queue),
         }
     }
@@ -48,6 +65,46 @@ impl TargetTraffic {
 
     pub(super) fn is_alert(&self) -> bool {
         self.is_alert.load(Ordering::Relaxed)
+    }
+
+    /// Keeps the head of the next request, which has no body, until [`Self::take_head`].
+    pub(super) fn keep_head(&self) {
+        self.is_head_due.store(true, Ordering::Relaxed);
+    }
+
+    /// Returns the head of the request in progress, if hyper has begun to write it.
+    pub(super) fn take_head(&self) -> Option<SentHead> {
+        self.is_head_due.store(false, Ordering::Relaxed);
+        self.head.lock().take()
+    }
+
+    /// Records what hyper writes. Its first write has the whole head, and the rest of it again if the
+    /// connection takes a part.
+    fn write(&self, data: &[u8]) {
+        if self.is_head_due.load(Ordering::Relaxed) {
+            self.is_head_due.store(false, Ordering::Relaxed);
+            *self.head.lock() = Some(data.into());
+        }
+    }
+
+    /// Begins a request.
+    pub(super) fn begin_request(&self) {
+        self.interim.store(0, Ordering::Relaxed);
+    }
+
+    /// Records an interim response.
+    pub(super) fn record_interim(&self) {
+        if self.interim.fetch_add(1, Ordering::Relaxed) >= INTERIM_MAX {
+            self.interim_exceeded.notify_one();
+        }
+    }
+
+    /// Waits until there are more than [`INTERIM_MAX`] interim responses. Cancel-safe.
+    pub(super) async fn too_many_interim(&self) {
+        // A notification can be one of an earlier request.
+        while self.interim.load(Ordering::Relaxed) <= INTERIM_MAX {
+            self.interim_exceeded.notified().await;
+        }
     }
 
     fn read(&self, data: &[u8]) {
@@ -151,6 +208,7 @@ impl AsyncWrite for TargetIo {
         cx: &mut Context<'_>,
         data: &[u8],
     ) -> Poll<io::Result<usize>> {
+        self.traffic.write(data);
         let written = on_conn!(self, conn => Pin::new(conn).poll_write(cx, data));
         self.traffic.upload_queue.record_write(&written);
         written
@@ -161,6 +219,8 @@ impl AsyncWrite for TargetIo {
         cx: &mut Context<'_>,
         data: &[io::IoSlice<'_>],
     ) -> Poll<io::Result<usize>> {
+        self.traffic
+            .write(data.first().map_or(&[][..], |first| &**first));
         let written = on_conn!(self, conn => Pin::new(conn).poll_write_vectored(cx, data));
         self.traffic.upload_queue.record_write(&written);
         written
