@@ -10,6 +10,7 @@ use anyhow::{Context, Result, ensure};
 use bytes::BytesMut;
 use http::{HeaderMap, HeaderValue, Method, Uri, header::HOST};
 use tokio::io::{AsyncReadExt, AsyncWriteExt, duplex};
+use tokio::net::{TcpListener, TcpStream};
 use tokio::task::JoinSet;
 use tunnel_process::telemetry::{AuditOutput, AuditSettings};
 use tunnel_proto::audit;
@@ -31,7 +32,7 @@ use tunnel_server::routing::routes::RouteTable;
 use tunnel_tests::client::{RawRequest, request};
 use tunnel_tests::env::TestEnv;
 use tunnel_tests::process::ScratchDir;
-use tunnel_tests::targets::Exporter;
+use tunnel_tests::targets::{Exporter, TargetTls};
 
 use crate::client::{Caller, Endpoint};
 
@@ -57,6 +58,12 @@ enum Work {
     Kept,
     /// The same with an audit log.
     Audited,
+    /// Sends a request over a connection that has carried others, through server and agent. The
+    /// caller and the target allocate nothing.
+    Exchange,
+    /// Sends a request over a new connection through the HTTPS listener, to a target with TLS. The
+    /// count includes the caller and the target.
+    Https,
 }
 
 /// The largest part of the instructions of server and agent for a request over a kept connection that
@@ -67,7 +74,7 @@ const AUDITED: u32 = 500;
 /// The count, the kind of work, how often the work is repeated, and the limit for each repetition.
 /// The limits are a tenth above the counts of a release build. Relaying a chunk must not allocate
 /// at all.
-const LIMITS: [(Count, &str, u32, f64); 7] = [
+const LIMITS: [(Count, &str, u32, f64); 9] = [
     (Count::Instructions, "framing", 1000, 1620.0),
     (Count::Instructions, "route", 1000, 1000.0),
     (Count::Instructions, "policy", 1000, 3870.0),
@@ -75,6 +82,8 @@ const LIMITS: [(Count, &str, u32, f64); 7] = [
     (Count::Allocations, "rules", 1000, 0.01),
     (Count::Allocations, "chunk", 1000, 0.01),
     (Count::Allocations, "stream", 50, 240.0),
+    (Count::Allocations, "exchange", 200, 100.0),
+    (Count::Instructions, "https", 50, 1e9),
 ];
 
 #[derive(Debug, Clone, Copy)]
@@ -113,6 +122,8 @@ impl Worker {
                 let _audit = audit::start(&settings, "server")?;
                 tunneled(self.times).await?;
             }
+            Work::Exchange => exchange(self.times).await?,
+            Work::Https => https(self.times).await?,
         }
         Ok(ExitCode::SUCCESS)
     }
@@ -274,6 +285,62 @@ async fn kept(address: SocketAddr, host: &str, times: u32) -> Result<()> {
     Ok(())
 }
 
+async fn exchange(times: u32) -> Result<()> {
+    let env = TestEnv::start().await?;
+    let target = TcpListener::bind("127.0.0.1:0").await?;
+    let port = target.local_addr()?.port();
+    let _agent = env.agent("worker-1").await?;
+    let mut serving = JoinSet::new();
+    serving.spawn(async move {
+        let (mut socket, _) = target.accept().await?;
+        let mut head = [0; CHUNK];
+        while read_until(&mut socket, &mut head, b"\r\n\r\n").await? > 0 {
+            socket.write_all(ANSWER).await?;
+        }
+        anyhow::Ok(())
+    });
+    let mut caller = TcpStream::connect(env.bound().http.context("HTTP listener")?).await?;
+    let request = format!(
+        "GET /metrics HTTP/1.1\r\nHost: worker-1:{port}\r\nUser-Agent: guard\r\n\
+         Accept: text/plain\r\nAccept-Encoding: gzip\r\n\r\n"
+    );
+    let mut answer = [0; CHUNK];
+    for _ in 0..times {
+        caller.write_all(request.as_bytes()).await?;
+        let length = read_until(&mut caller, &mut answer, ANSWER_BODY).await?;
+        let answer = answer.get(..length).unwrap_or_default();
+        ensure!(answer.starts_with(b"HTTP/1.1 200"), "{answer:?}");
+    }
+    Ok(())
+}
+
+async fn https(times: u32) -> Result<()> {
+    let env = TestEnv::start().await?;
+    let tls = TargetTls::self_signed(&["worker-1"])?;
+    let exporter = Exporter::start_on(([127, 0, 0, 1], 0).into(), "worker-1", Some(tls)).await?;
+    let _agent = env.agent("worker-1").await?;
+    let host = format!("worker-1:{}", exporter.addr().port());
+    let (listener, wanted) = (env.https("worker-1")?, RawRequest::get(&host, "/size/1024"));
+    for _ in 0..times {
+        let reply = request(listener.clone(), &wanted).await?;
+        ensure!(reply.status == 200, "{}", reply.text());
+    }
+    Ok(())
+}
+
+/// Reads until the received bytes end with `end`, or the connection does. Returns their number.
+async fn read_until(socket: &mut TcpStream, buffer: &mut [u8], end: &[u8]) -> Result<usize> {
+    let mut length = 0;
+    while let Some(space) = buffer.get_mut(length..).filter(|space| !space.is_empty()) {
+        let count = socket.read(space).await?;
+        length += count;
+        if count == 0 || buffer.get(..length).unwrap_or_default().ends_with(end) {
+            break;
+        }
+    }
+    Ok(length)
+}
+
 /// Counts all kinds of work. Fails when a count is above its limit. Without valgrind the function
 /// prints that the guards are skipped, and succeeds.
 pub(crate) fn run() -> Result<ExitCode> {
@@ -353,3 +420,6 @@ impl Count {
 }
 
 const CHUNK: usize = 1024;
+const ANSWER: &[u8] =
+    b"HTTP/1.1 200 OK\r\nContent-Type: text/plain\r\nContent-Length: 6\r\n\r\nup 1.\n";
+const ANSWER_BODY: &[u8] = b"up 1.\n";
