@@ -33,8 +33,8 @@ pub fn head<B>(request: &Request<B>) -> Option<Box<AuditedHead>> {
     let user_agent = user_agent.map_or(&[][..], HeaderValue::as_bytes);
     Some(Box::new(AuditedHead {
         method: one_line(request.method().as_str()).into(),
-        uri: one_line(&[host, uri.path(), &query].concat()).into(),
-        user_agent: one_line(&String::from_utf8_lossy(user_agent)).into(),
+        uri: one_line([host, uri.path(), &query].concat()).into(),
+        user_agent: one_line(String::from_utf8_lossy(user_agent)).into(),
     }))
 }
 

@@ -165,7 +165,7 @@ fn run_command(arguments: &JoinArgs) -> String {
     let file = arguments.token_file.clone();
     let file = file.filter(|file| file != Path::new("-"));
     let file = file.unwrap_or_else(|| PathBuf::from("TOKEN-FILE"));
-    one_line(&format!("{command} --token-file {}", file.display()))
+    one_line(format!("{command} --token-file {}", file.display()))
 }
 
 /// Directory that exists while systemd is the init system; see sd_booted(3).

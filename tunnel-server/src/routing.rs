@@ -257,8 +257,7 @@ impl Routing {
     pub fn is_suspect(&self, node: &NodeName, via: &Via) -> bool {
         match via {
             Via::Local(session) => {
-                let sessions = self.registry.of_node(node);
-                let carrier = sessions.iter().find(|agent| agent.id == *session);
+                let carrier = self.registry.session(node, *session);
                 carrier.is_none_or(|agent| agent.suspect_reason().is_some())
             }
             Via::Replica(_) => false,
@@ -273,12 +272,7 @@ impl Routing {
         let Via::Local(session) = via else {
             return pending().await;
         };
-        let carrier = self
-            .registry
-            .of_node(node)
-            .into_iter()
-            .find(|agent| agent.id == *session);
-        let Some(carrier) = carrier else {
+        let Some(carrier) = self.registry.session(node, *session) else {
             // The stream reports the end of the session.
             return pending().await;
         };

@@ -299,11 +299,8 @@ pub(super) fn sanitize_addresses(mut addresses: Vec<String>) -> Vec<String> {
 }
 
 fn sanitize_lines(texts: Vec<String>) -> Vec<String> {
-    texts
-        .iter()
-        .take(REPEATED_FIELD_MAX)
-        .map(|text| one_line(text))
-        .collect()
+    let texts = texts.into_iter().take(REPEATED_FIELD_MAX);
+    texts.map(one_line).collect()
 }
 
 pub(super) fn millis(duration: Duration) -> u64 {

@@ -1,5 +1,6 @@
 //! Typed stream header and reply: the request of the opener and the answer of the accepting end.
 
+use std::borrow::Cow;
 use std::fmt;
 
 use bytes::BytesMut;
@@ -338,11 +339,12 @@ impl StreamReply {
 
 /// Returns one printable line of at most 512 bytes. Control characters become spaces, so that a
 /// peer's text cannot forge log lines or header fields.
-pub fn one_line(text: &str) -> String {
+pub fn one_line<'a>(text: impl Into<Cow<'a, str>>) -> String {
+    let text = text.into();
     // Nearly all texts need no change.
     let is_printable = |byte: u8| byte == b' ' || byte.is_ascii_graphic();
     if text.len() <= DETAIL_MAX && text.bytes().all(is_printable) {
-        return text.to_owned();
+        return text.into_owned();
     }
     let mut line = String::with_capacity(text.len().min(DETAIL_MAX));
     for character in text.chars() {

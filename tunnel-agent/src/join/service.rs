@@ -144,7 +144,7 @@ fn last_error(since: SystemTime) -> Option<String> {
     let lines = last.lines().enumerate();
     let lines = lines.take_while(|(index, line)| *index == 0 || line.starts_with(' '));
     let text: Vec<_> = lines.map(|(_, line)| line.trim()).collect();
-    Some(one_line(&text.join(" ")))
+    Some(one_line(text.join(" ")))
 }
 
 /// Runs a program of the system and returns its output.

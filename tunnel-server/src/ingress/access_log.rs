@@ -56,8 +56,8 @@ struct IngressSinks {
     /// The request failed before the target responded.
     has_failed: bool,
     recent: Option<Arc<RecentRequests>>,
-    /// Canceled when this server ends what its drain has left.
-    drained: CancellationToken,
+    /// Canceled when this server ends what its drain has left. `None` for a record that no drain ends.
+    drained: Option<CancellationToken>,
 }
 
 impl RecordSinks<Outcome> for IngressSinks {
@@ -69,7 +69,8 @@ impl RecordSinks<Outcome> for IngressSinks {
     }
 
     fn end(&self, record: &mut StreamRecord<Outcome>) -> Option<LineForm> {
-        if record.end == Outcome::Cut && self.drained.is_cancelled() {
+        let drained = self.drained.as_ref();
+        if record.end == Outcome::Cut && drained.is_some_and(CancellationToken::is_cancelled) {
             let detail = "this server stops, and --drain-timeout is over";
             record.fail(Outcome::Draining, detail);
         }
@@ -98,7 +99,7 @@ impl AccessLog {
     pub fn start(
         listener: &'static str,
         peer: impl Into<CallerAddr>,
-        subject: &str,
+        subject: impl Into<String>,
         metrics: &Metrics,
     ) -> Self {
         let peer = peer.into();
@@ -109,11 +110,12 @@ impl AccessLog {
             has_reached_target: false,
             has_failed: false,
             recent: None,
-            drained: CancellationToken::new(),
+            drained: None,
         };
         let mut record = OpenRecord::start(Instant::now(), sinks);
         record.listener = Some(listener);
         record.peer = Some(peer.into());
+        let subject: String = subject.into();
         record.request = one_line(subject);
         let length = beginning(&record.request).len();
         record.request.truncate(length);
@@ -123,12 +125,12 @@ impl AccessLog {
     /// Makes a cut that happens when a drain has reached its deadline one of the drain:
     /// [`Outcome::Draining`].
     pub fn ends_with(&mut self, shutdown: &Shutdown) {
-        self.0.sinks.drained = shutdown.drained().clone();
+        self.0.sinks.drained = Some(shutdown.drained().clone());
     }
 
     /// Records the caller's identity, as far as the caller has proved it.
     pub fn caller(&mut self, caller: &CallerIdentity) {
-        self.0.caller = one_line(&caller.to_string());
+        self.0.caller = one_line(caller.to_string());
     }
 
     /// Records the head of an HTTP request for the audit log.

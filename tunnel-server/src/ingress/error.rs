@@ -211,7 +211,7 @@ fn root_cause(error: &(dyn std::error::Error + 'static)) -> String {
     while let Some(source) = deepest.source() {
         deepest = source;
     }
-    one_line(&deepest.to_string())
+    one_line(deepest.to_string())
 }
 
 /// Returns what the caller can do about a target that fails, to append to the text.

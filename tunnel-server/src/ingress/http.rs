@@ -518,7 +518,7 @@ impl Caller {
         let mut access_log = AccessLog::start(
             self.listener.name,
             self.peer,
-            &subject,
+            subject,
             &self.ingress.metrics,
         );
         access_log.head(&request);

@@ -6,7 +6,7 @@ use std::time::{Duration, SystemTime};
 
 use parking_lot::Mutex;
 use tunnel_process::telemetry::non_empty;
-use tunnel_proto::stream_record::StreamRecord;
+use tunnel_proto::stream_record::{RecordedPeer, StreamRecord};
 use tunnel_proto::wire::name::{NodeName, Port};
 
 use super::outcome::Outcome;
@@ -24,8 +24,8 @@ pub struct RecentRequest {
     /// Time of the end.
     pub at: SystemTime,
     pub listener: &'static str,
-    /// The address of the caller, or the server that forwarded the stream.
-    pub peer: Box<str>,
+    /// The other end of the caller's connection, or the server that forwarded the stream.
+    pub peer: Option<RecordedPeer>,
     /// Identity that the caller has proved, or empty.
     pub caller: Box<str>,
     /// Method and path, or the name of the TCP service, or the target of a forwarded stream.
@@ -43,11 +43,10 @@ pub struct RecentRequest {
 impl RecentRequest {
     fn of<E: Copy + Into<Outcome>>(record: &StreamRecord<E>) -> Self {
         let request = non_empty(&record.request).unwrap_or(&record.target);
-        let peer = record.peer.as_ref().map(ToString::to_string);
         Self {
             at: SystemTime::now(),
             listener: record.listener.unwrap_or_default(),
-            peer: peer.unwrap_or_default().into(),
+            peer: record.peer.clone(),
             caller: beginning(&record.caller).into(),
             request: beginning(request).into(),
             port: record.port,
@@ -61,7 +60,7 @@ impl RecentRequest {
     }
 
     fn text_bytes(&self) -> usize {
-        self.peer.len() + self.caller.len() + self.request.len() + self.error.len()
+        self.caller.len() + self.request.len() + self.error.len()
     }
 }
 
@@ -244,7 +243,7 @@ impl Entries {
 #[cfg(test)]
 mod tests {
     use tokio::time::Instant;
-    use tunnel_proto::stream_record::{RecordedPeer, StreamEnd};
+    use tunnel_proto::stream_record::StreamEnd;
     use tunnel_proto::wire::code::RefusalCode;
     use tunnel_proto::wire::header::{StreamHeader, StreamKind, Target};
 
@@ -255,7 +254,7 @@ mod tests {
             Self {
                 at: SystemTime::UNIX_EPOCH,
                 listener: "http",
-                peer: "unix".into(),
+                peer: Some(RecordedPeer::Unix),
                 caller: "".into(),
                 request: "".into(),
                 port: None,
@@ -320,8 +319,8 @@ mod tests {
             panic!("one request");
         };
         assert_eq!(
-            (&*request.peer, &*request.request, &*request.error),
-            ("server-2", "node:9100", "no")
+            (&request.peer, &*request.request, &*request.error),
+            (&record.peer, "node:9100", "no")
         );
         assert_eq!(request.outcome, Outcome::RefusedByPolicy);
     }

@@ -33,7 +33,7 @@ pub async fn serve(
     // Dropped before the socket, so that an end without `finish` is a reset.
     let mut exchange_guard = Box::new(ExchangeGuard {
         response_guard: close_mode.start(),
-        access_log: AccessLog::start("service", peer, &service.name, &ingress.metrics),
+        access_log: AccessLog::start("service", peer, &*service.name, &ingress.metrics),
     });
     exchange_guard.access_log.ends_with(&ingress.shutdown);
     // The box is freed before the relay, which lasts as long as the connection.

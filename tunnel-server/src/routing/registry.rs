@@ -321,6 +321,13 @@ impl Registry {
             .map_or_else(Vec::new, |node| node.sessions.to_vec())
     }
 
+    /// Returns one session of a node.
+    pub fn session(&self, node: &NodeName, id: SessionId) -> Option<Arc<AgentSession>> {
+        let nodes = self.nodes.lock();
+        let mut sessions = nodes.get(node)?.sessions.iter();
+        sessions.find(|agent| agent.id == id).cloned()
+    }
+
     /// Returns the agent process of a node that has not withdrawn, with the admission of its oldest
     /// session. All sessions of a node that have not withdrawn are of one process. A node whose
     /// sessions are suspect is held, too: no other server may dial past an agent that is silent for a

@@ -46,7 +46,7 @@ pub(super) fn close_reason(error: quinn::ConnectionError) -> CloseReason {
             let code = CloseCode::from_number(
                 u32::try_from(close.error_code.into_inner()).unwrap_or(u32::MAX),
             );
-            let reason = crate::wire::header::one_line(&String::from_utf8_lossy(&close.reason));
+            let reason = crate::wire::header::one_line(String::from_utf8_lossy(&close.reason));
             return CloseReason {
                 by: ClosedBy::Peer,
                 code,

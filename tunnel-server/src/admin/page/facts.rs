@@ -202,7 +202,11 @@ impl From<RecentRequest> for RequestFacts {
         Self {
             at: rfc3339(request.at),
             listener: request.listener,
-            peer: VisibleText::new(request.peer),
+            peer: VisibleText::new(
+                request
+                    .peer
+                    .map_or_else(String::new, |peer| peer.to_string()),
+            ),
             caller: VisibleText::new(request.caller),
             request: VisibleText::new(request.request),
             port: request.port.map(|port| port.get()),

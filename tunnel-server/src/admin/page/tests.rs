@@ -6,6 +6,7 @@ use http::StatusCode;
 use http_body_util::BodyExt;
 use tokio::time::Instant;
 use tunnel_proto::calibration::scaled;
+use tunnel_proto::stream_record::RecordedPeer;
 
 use super::*;
 use crate::admin::status::CloseStatus;
@@ -85,7 +86,7 @@ async fn page_of_a_node_has_its_last_requests_as_html_and_as_json() {
         RecentRequest {
             at: SystemTime::UNIX_EPOCH,
             listener: "http",
-            peer: "unix".into(),
+            peer: Some(RecordedPeer::Unix),
             caller: HOSTILE.into(),
             request: HOSTILE.into(),
             port: None,

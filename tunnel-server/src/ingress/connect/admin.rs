@@ -69,7 +69,7 @@ impl AdminTunnels {
         let mut access_log = AccessLog::start(
             "admin",
             CallerAddr::Unix,
-            &subject(&request),
+            subject(&request),
             &self.ingress.metrics,
         );
         access_log.head(&request);

@@ -69,7 +69,7 @@ impl Exchange<'_> {
         let destination = target.destination;
         access_log.destination(&destination);
         let is_reusable = can_reuse_connection(&request);
-        rewrite_request(&mut request, &host, self.upgrade, !is_reusable);
+        rewrite_request(&mut request, host, self.upgrade, !is_reusable);
         let tls_profile = caller.ingress.targets.tls_profile(self.has_delegation);
         let pool_key = is_reusable.then(|| PoolKey {
             destination: destination.clone(),
@@ -127,7 +127,7 @@ pub(in crate::ingress) async fn forward_direct(
     target_label: &str,
     access_log: &mut AccessLog,
 ) -> Result<Forwarded, ProxyError> {
-    rewrite_request(&mut request, target_label, None, true);
+    rewrite_request(&mut request, target_label.to_owned(), None, true);
     access_log.dialed(socket.bytes());
     // The framing of the request marks its end.
     socket.finish();

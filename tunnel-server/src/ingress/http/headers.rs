@@ -140,7 +140,7 @@ fn switches_to(headers: &HeaderMap, wanted: &HeaderValue) -> bool {
 /// this one.
 pub(crate) fn rewrite_request(
     request: &mut Request<impl Body>,
-    host: &str,
+    host: String,
     upgrade: Option<&HeaderValue>,
     last: bool,
 ) {
@@ -225,6 +225,18 @@ fn normalize_content_length(headers: &mut HeaderMap, body: Option<u64>) {
     let first = content_lengths.peek().and_then(|value| plain(value));
     let length =
         body.or_else(|| first.filter(|_| content_lengths.all(|value| plain(value) == first)));
+    let mut content_lengths = headers.get_all(CONTENT_LENGTH).iter();
+    let is_normal = |value: &HeaderValue| {
+        let digits = value.as_bytes();
+        let is_padded = digits.len() > 1 && digits.starts_with(b"0");
+        digits.iter().all(u8::is_ascii_digit)
+            && !is_padded
+            && length.is_some_and(|length| plain(value) == Some(length))
+    };
+    // Nearly every message has one value like this, and a new one is two allocations.
+    if content_lengths.next().is_some_and(is_normal) && content_lengths.next().is_none() {
+        return;
+    }
     match length {
         Some(length) => {
             headers.insert(CONTENT_LENGTH, HeaderValue::from(length));
@@ -319,6 +331,31 @@ mod tests {
         assert!(switches_to(&headers(&[("upgrade", "spdy/3.1")]), &wanted));
         assert!(!switches_to(&headers(&[("upgrade", "h2c")]), &wanted));
         assert!(!switches_to(&headers(&[]), &wanted));
+    }
+
+    #[test]
+    fn content_length_is_one_value_in_plain_digits() {
+        let length = |value| ("content-length", value);
+        for (fields, body, expected) in [
+            (&[length("3")][..], Some(3), Some("3")),
+            (&[length("0")], None, Some("0")),
+            (&[length("3"), length("3")], None, Some("3")),
+            (&[length("3"), length("3")], Some(3), Some("3")),
+            (&[length("3"), length("4")], None, None),
+            (&[length("03")], None, Some("3")),
+            (&[length("+3")], None, Some("3")),
+            (&[length("3 ")], None, Some("3")),
+            (&[length("7")], Some(3), Some("3")),
+            (&[length("99999999999999999999")], None, None),
+            (&[length("")], None, None),
+            (&[], Some(3), None),
+        ] {
+            let mut map = headers(fields);
+            normalize_content_length(&mut map, body);
+            let values: Vec<_> = map.get_all(CONTENT_LENGTH).iter().collect();
+            let expected: Vec<_> = expected.into_iter().collect();
+            assert_eq!(values, expected, "{fields:?} {body:?}");
+        }
     }
 
     #[test]

@@ -280,7 +280,7 @@ impl ProxyError {
     pub fn response(&self) -> Response<ResponseBody> {
         let mut response = Response::new(ResponseBody::text(format!(
             "{}\n",
-            one_line(&self.to_string())
+            one_line(self.to_string())
         )));
         *response.status_mut() = self.outcome.status();
         let headers = response.headers_mut();
@@ -311,7 +311,7 @@ impl ProxyError {
     /// Returns the bytes of the response after which the connection closes, for a request that hyper
     /// has not read.
     pub fn last_answer(&self) -> String {
-        let text = one_line(&self.to_string());
+        let text = one_line(self.to_string());
         let response = self.response();
         let status = response.status();
         let reason = status.canonical_reason().unwrap_or_default();
@@ -331,7 +331,7 @@ impl ProxyError {
     /// kube-apiserver shows no other part of the response.
     pub fn connect_response(&self) -> Response<ResponseBody> {
         let mut response = self.response();
-        let mut reason = one_line(&self.to_string()).into_bytes();
+        let mut reason = one_line(self.to_string()).into_bytes();
         reason.truncate(REASON_MAX_BYTES);
         if let Ok(reason) = ReasonPhrase::try_from(reason) {
             response.extensions_mut().insert(reason);

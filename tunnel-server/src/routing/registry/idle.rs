@@ -1,7 +1,7 @@
 //! Idle streams, which callers' connections keep for their next request. A new stream that finds no
 //! permit closes one of them first.
 
-use std::collections::{BTreeMap, HashMap};
+use std::collections::BTreeMap;
 use std::sync::Arc;
 
 use parking_lot::Mutex;
@@ -18,8 +18,9 @@ pub(super) struct IdleStreams(Mutex<State>);
 #[derive(Debug, Default)]
 struct State {
     next_id: u64,
-    /// The entries of each node, never empty, oldest first.
-    nodes: HashMap<NodeName, BTreeMap<u64, Entry>>,
+    /// The entries by node, oldest first. One map for all nodes, since a kept-alive connection adds and
+    /// removes an entry with each request.
+    entries: BTreeMap<(NodeName, u64), Entry>,
 }
 
 #[derive(Debug)]
@@ -33,8 +34,7 @@ struct Entry {
 #[derive(Debug)]
 pub struct IdleStream {
     streams: Arc<IdleStreams>,
-    node: NodeName,
-    id: u64,
+    key: (NodeName, u64),
     evicted: CancellationToken,
 }
 
@@ -61,14 +61,12 @@ impl IdleStreams {
             evicted: evicted.clone(),
         };
         let mut state = self.0.lock();
-        let id = state.next_id;
+        let key = (node.clone(), state.next_id);
         state.next_id += 1;
-        let of_node = state.nodes.entry(node.clone()).or_default();
-        of_node.insert(id, entry);
+        state.entries.insert(key.clone(), entry);
         IdleStream {
             streams: self.clone(),
-            node: node.clone(),
-            id,
+            key,
             evicted,
         }
     }
@@ -80,15 +78,13 @@ impl IdleStreams {
         matches: impl Fn(&Via, &CallerKey) -> bool,
     ) -> bool {
         let mut state = self.0.lock();
-        let Some(of_node) = state.nodes.get(node) else {
-            return false;
-        };
-        let mut entries = of_node.iter();
+        let mut entries = state.of_node(node);
         let oldest = entries.find(|(_, entry)| matches(&entry.via, &entry.caller));
-        let Some(id) = oldest.map(|(id, _)| *id) else {
+        let Some(key) = oldest.map(|(key, _)| key.clone()) else {
             return false;
         };
-        let entry = state.remove(node, id);
+        drop(entries);
+        let entry = state.entries.remove(&key);
         drop(state);
         if let Some(entry) = entry {
             entry.evicted.cancel();
@@ -99,25 +95,21 @@ impl IdleStreams {
     /// Returns the number of idle streams of a node over `via`.
     pub(super) fn count(&self, node: &NodeName, via: &Via) -> usize {
         let state = self.0.lock();
-        let of_node = state.nodes.get(node).into_iter().flat_map(BTreeMap::values);
-        of_node.filter(|entry| entry.via == *via).count()
+        let of_node = state.of_node(node);
+        of_node.filter(|(_, entry)| entry.via == *via).count()
     }
 }
 
 impl State {
-    fn remove(&mut self, node: &NodeName, id: u64) -> Option<Entry> {
-        let of_node = self.nodes.get_mut(node)?;
-        let entry = of_node.remove(&id);
-        if of_node.is_empty() {
-            self.nodes.remove(node);
-        }
-        entry
+    fn of_node(&self, node: &NodeName) -> impl Iterator<Item = (&(NodeName, u64), &Entry)> {
+        self.entries
+            .range((node.clone(), 0)..=(node.clone(), u64::MAX))
     }
 }
 
 impl Drop for IdleStream {
     fn drop(&mut self) {
-        self.streams.0.lock().remove(&self.node, self.id);
+        self.streams.0.lock().entries.remove(&self.key);
     }
 }
 
@@ -150,6 +142,6 @@ mod tests {
         assert_eq!(evicted(), [false, true, true]);
         assert_eq!(streams.count(&node(), &other), 1);
         drop(kept);
-        assert!(streams.0.lock().nodes.is_empty());
+        assert!(streams.0.lock().entries.is_empty());
     }
 }

@@ -214,7 +214,7 @@ async fn serve(
             };
             let shares = can_reuse_connection(&request);
             let host = routed.destination.host_field();
-            rewrite_request(&mut request, &host, wanted.as_ref(), !shares);
+            rewrite_request(&mut request, host, wanted.as_ref(), !shares);
             let wire = Wire::new(&[]);
             let answered = ask(request, &wire, answer).await;
             routed.bytes.clone_from(&wire.0.borrow().output);
