@@ -171,7 +171,6 @@ mod tests {
     use super::*;
     use crate::scratch::ScratchDir;
 
-
     #[tokio::test]
     async fn path_leads_to_the_socket_that_replaced_another_one_until_that_ends() {
         let scratch = ScratchDir::new().unwrap();
