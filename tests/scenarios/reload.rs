@@ -450,7 +450,7 @@ async fn bad_file_of_an_agent_changes_nothing_and_reload_says_why() -> Result<()
     Ok(())
 }
 
-fn set_mode(path: &std::path::Path, mode: u32) -> Result<()> {
+fn set_mode(path: &Path, mode: u32) -> Result<()> {
     use std::os::unix::fs::PermissionsExt as _;
     Ok(fs::set_permissions(path, fs::Permissions::from_mode(mode))?)
 }

@@ -18,7 +18,7 @@ use tunnel_tests::gear::Gear;
 use tunnel_tests::link::Link;
 use tunnel_tests::metrics::meta_page;
 use tunnel_tests::netns::{CLOUD_ADDRESS, in_service_namespace, service_address};
-use tunnel_tests::process::{AgentSetup, Listener, ServerSetup, Signal, next_loopback};
+use tunnel_tests::process::{AgentSetup, Listener, Signal, next_loopback};
 
 use super::authority::Exec;
 use super::replicas::{Installation, Moment, Plan, Replica, VirtualPorts, on_own_address};

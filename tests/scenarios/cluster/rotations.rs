@@ -10,7 +10,7 @@ use futures_util::future::try_join_all;
 use rand::rngs::StdRng;
 use rand::{RngExt as _, SeedableRng as _};
 use tokio::time::sleep;
-use tunnel_tests::apiserver::{Fault, Status};
+use tunnel_tests::apiserver::{Fault as ApiFault, Status};
 use tunnel_tests::eventually::eventually;
 use tunnel_tests::gear::Gear;
 use tunnel_tests::process::{AgentSetup, Listener, Process, ScratchDir, Signal, next_loopback};
@@ -54,7 +54,7 @@ async fn no_agent_is_cut_off_whatever_happens_to_a_server_in_each_stage() -> Res
 async fn stage_is_refused_while_the_servers_cannot_be_listed() -> Result<()> {
     let cluster_env = ClusterEnv::fake().await?;
     let forbidden = Status::new(403, "Forbidden", "endpointslices is forbidden");
-    let fault = Fault::answer(forbidden).of("endpointslices");
+    let fault = ApiFault::answer(forbidden).of("endpointslices");
     cluster_env.fake_api()?.fault(fault);
     let peers = Listener::Peers.on(next_loopback()).to_string();
     let setup = cluster_env.setup("a")?.args(&["--peer-listen", &peers]);

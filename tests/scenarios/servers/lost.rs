@@ -52,10 +52,19 @@ async fn doctor_finds_a_killed_server_until_it_is_back() -> Result<()> {
 /// Waits until `doctor` has exactly the findings with these ids. D18 is the host's.
 async fn wait_for_findings(server: &Server, expected: &[&str]) {
     let meta = server.address(Listener::Meta).to_string();
-    let doctor = ["doctor", "-o", "json", "--kubernetes", "off"];
-    let only = ["--only", "D09,D17", "--meta-listen", &meta];
+    let doctor = [
+        "doctor",
+        "-o",
+        "json",
+        "--kubernetes",
+        "off",
+        "--only",
+        "D09,D17",
+        "--meta-listen",
+        &meta,
+    ];
     eventually("the findings", REPORTED, async || {
-        let printed = server.verb(&[doctor, only].concat())?.run().await?;
+        let printed = server.verb(&doctor)?.run().await?;
         let document: Value = serde_json::from_str(&printed.out)?;
         let findings = document["findings"].as_array().context("no findings")?;
         let ids: Vec<&Value> = findings.iter().map(|finding| &finding["id"]).collect();

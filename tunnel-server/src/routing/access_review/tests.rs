@@ -23,7 +23,7 @@ struct Cluster {
 /// the user `good` if it begins with this word.
 fn answering(allowed: &'static [&'static str], time: Duration) -> (AccessReviewer, Cluster) {
     let (reviewer, queues) = AccessReviewer::new(None);
-    let asked = Arc::default();
+    let asked = Arc::<Mutex<Vec<String>>>::default();
     let mut tasks = JoinSet::new();
     for (mut queue, most) in [
         (queues.rights, 8),
