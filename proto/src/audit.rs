@@ -377,6 +377,7 @@ impl<E: EndCode> Serialize for Annotations<'_, E> {
             ("culvert.io/listener", shown(&record.listener)),
             ("culvert.io/operation", shown(&record.operation)),
             ("culvert.io/rule", shown(&record.rule)),
+            ("culvert.io/dry-run", shown(&record.dry_run)),
             ("culvert.io/user-claimed-by", shown(&claimed_by)),
             ("culvert.io/service", shown(&service)),
             ("culvert.io/node", shown(&node)),

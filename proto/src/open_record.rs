@@ -133,6 +133,7 @@ fn log<E: EndCode>(record: &StreamRecord<E>, form: LineForm) {
         status = record.status,
         code = record.end.label(),
         retried = record.is_retried.then_some(true),
+        dry_run = record.dry_run.as_deref(),
         error = non_empty(form.of_error(&record.detail)),
         trace_parent = non_empty(&record.trace_parent),
         bytes_in = record.bytes_in,

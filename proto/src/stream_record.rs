@@ -190,6 +190,8 @@ pub struct StreamRecord<E = StreamEnd> {
     pub operation: Option<Cow<'static, str>>,
     /// The rule that decided.
     pub rule: Option<Arc<str>>,
+    /// What the rules of a dry run decide, if they decide otherwise.
+    pub dry_run: Option<Box<str>>,
     /// The node whose agent has a part in the stream, as soon as it is known.
     pub node: Option<NodeName>,
     /// The port that the opener asks for, as soon as it is known.
@@ -240,6 +242,7 @@ impl<E: EndCode> StreamRecord<E> {
             head: None,
             operation: None,
             rule: None,
+            dry_run: None,
             node: None,
             port: None,
             direction: None,

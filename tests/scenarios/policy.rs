@@ -1,19 +1,24 @@
 //! Rules: who may do what over each listener, without a file and with the examples of the guide.
 
 use std::net::{Ipv4Addr, SocketAddr};
+use std::time::Duration;
 
 use anyhow::{Context, Result, ensure};
 use base64::prelude::{BASE64_STANDARD, Engine as _};
 use rustls::RootCertStore;
+use tokio::io::{AsyncReadExt as _, AsyncWriteExt as _};
 use tunnel_process::yaml;
+use tunnel_server::admin::AdminClient;
 use tunnel_server::config::RawConfig;
+use tunnel_store::data_dir::DataDir;
 use tunnel_tests::ca::{Leaf, TestCa};
-use tunnel_tests::checks::{ensure_contains, ensure_refused, ensure_status};
+use tunnel_tests::checks::{ensure_contains, ensure_refused, ensure_reset, ensure_status};
 use tunnel_tests::client::{
-    ByteStream, ClientTls, Endpoint, Exchange, RawRequest, UpgradeClient, request,
+    ByteStream, ClientTls, EgressDialer, Endpoint, Exchange, RawRequest, Tunnel, UpgradeClient,
+    request,
 };
 use tunnel_tests::env::{Agent, TestEnv, WAIT_TIMEOUT};
-use tunnel_tests::eventually::eventually;
+use tunnel_tests::eventually::{eventually, scaled};
 use tunnel_tests::guides::{blocks, page};
 use tunnel_tests::load::Load;
 use tunnel_tests::process::{ScratchDir, next_loopback};
@@ -354,6 +359,100 @@ async fn examples_of_the_guide_allow_what_they_say_and_nothing_else() -> Result<
 }
 
 #[tokio::test(flavor = "multi_thread")]
+async fn dry_run_changes_no_answer_and_its_differences_are_counted_and_listed() -> Result<()> {
+    let site = Site::start("worker-1", &example("dry-run")?).await?;
+    let differences = async |decision: &str| {
+        let series = format!("tunnel_server_dry_run_differences_total{{decision=\"{decision}\"}}");
+        site.env.metric(&series).await
+    };
+    // Both tables allow it, and both refuse it.
+    ensure!(site.get_by_url(PROMETHEUS, "/metrics").await? == 200);
+    ensure_no_rule(&site.get(None, "/pods").await?, "pods")?;
+    ensure!((differences("deny").await?, differences("allow").await?) == (0, 0));
+    ensure!(site.get_by_url(OPS, "/metrics").await? == 200);
+    let port = site.exporter.addr().port();
+    ensure_no_rule(&site.connect(PROMETHEUS, port).await?, "connect")?;
+    ensure!(site.execs(Some(APISERVER)).await?[..3] == [101; 3]);
+    ensure!((differences("deny").await?, differences("allow").await?) == (6, 0));
+    let dir = DataDir::open_existing(&site.env.path().join("server"))?;
+    let server = AdminClient::connect(&dir)
+        .await?
+        .context("no admin socket")?;
+    let found = server.dry_run().await?.context("no dry run")?;
+    let listed: Vec<_> = (found.differences.iter())
+        .map(|found| (found.count, found.what.as_str(), found.example.as_str()))
+        .collect();
+    let exec = "exec over https: allow by rule default-delegation, dry run deny, no rule allows it";
+    let read = "read over connect: allow by rule default-read, dry run deny, no rule allows it";
+    let example = format!("user:ops at worker-1 port {port}");
+    let by = format!("certificate:{APISERVER} at worker-1 port {KUBELET_PORT}");
+    ensure!(
+        listed == [(1, read, &*example), (5, exec, &*by)],
+        "{listed:?}"
+    );
+    ensure!(found.decisions == 9 && found.others == 0, "{found:?}");
+    Ok(())
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn labels_of_the_join_token_select_nodes_and_an_agent_cannot_change_them() -> Result<()> {
+    let site = Site::start("worker-1", &example("labels")?).await?;
+    ensure!(site.get(None, "/metrics").await?.0 == 200);
+    let labels = |tier: &str| [("tier".into(), tier.into())].into();
+    let node = "worker-1".parse()?;
+    let reaches = async |status: u16| {
+        eventually("the label", WAIT_TIMEOUT, async || {
+            let (answered, text) = site.get(None, "/metrics").await?;
+            ensure!(answered == status, "{answered}: {text}");
+            anyhow::Ok(text)
+        })
+        .await
+    };
+    site.env.nodes().record_labels(&node, &labels("pay"));
+    let text = reaches(403).await;
+    ensure_contains(
+        &text,
+        &["rule no-pay denies metrics at worker-1 port 10250"],
+    )?;
+    site.env.nodes().record_labels(&node, &labels("shop"));
+    reaches(200).await;
+    Ok(())
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn agents_reach_targets_of_the_cloud_by_rules_that_name_them() -> Result<()> {
+    let target = Exporter::start("apiserver").await?;
+    let file = format!(
+        "cloudApiserver: '{}'\n{}",
+        target.addr(),
+        example("labels")?
+    );
+    let env = TestEnv::start_with_file(&file, |_| {}).await?;
+    let (gateway, camera) = (next_loopback(), next_loopback());
+    let listening = async |node: &str, address: Ipv4Addr| {
+        let config = env.agent_config_with(node, |config| {
+            config.cloud_listen = vec![format!("apiserver={address}:21443")];
+        });
+        let agent = Agent::start(config?).await?;
+        env.connected(node).await;
+        anyhow::Ok(agent)
+    };
+    let _gateway = listening("gw-1", gateway).await?;
+    let _camera = listening("cam-1", camera).await?;
+    let asked = RawRequest::get("apiserver", "/metrics");
+    let at = |address: Ipv4Addr| Endpoint::from(SocketAddr::from((address, 21443)));
+    eventually("the gateway's stream", WAIT_TIMEOUT, async || {
+        ensure_status(&request(at(gateway), &asked).await?, 200)
+    })
+    .await;
+    let refused = request(at(camera), &asked).await;
+    ensure!(refused.is_err(), "the rules allow gw-* alone");
+    let series = "tunnel_server_cloud_streams_total{result=\"refused_by_policy\"}";
+    ensure!(env.metric(series).await? > 0);
+    Ok(())
+}
+
+#[tokio::test(flavor = "multi_thread")]
 async fn rules_follow_the_file_under_load_and_a_mistake_changes_nothing() -> Result<()> {
     let exporter = Exporter::start("worker-1").await?;
     let port = exporter.addr().port();
@@ -469,4 +568,100 @@ async fn file_that_takes_away_a_port_and_a_service_with_their_denies_opens_neith
     let reached = exporter.traffic().accepted() + target.traffic().accepted();
     ensure!(reached == 0, "{reached} requests reached a target");
     Ok(())
+}
+
+/// Requests and tunnels to worker-1, which the new rules allow, and to worker-2, which they refuse.
+struct Running {
+    follows: [Exchange; 2],
+    tunnels: [Tunnel; 2],
+}
+
+impl Running {
+    async fn start(env: &TestEnv, hosts: &[String; 2], echoes: &[String; 2]) -> Result<Self> {
+        let dialer = EgressDialer::tcp(env.bound().connect.context("no CONNECT listener")?);
+        let follow = async |host: &str| {
+            let follow = RawRequest::get(host, "/follow");
+            Exchange::start(env.http(), &follow).await
+        };
+        Ok(Self {
+            follows: [follow(&hosts[0]).await?, follow(&hosts[1]).await?],
+            tunnels: [
+                dialer.dial(&echoes[0]).await?,
+                dialer.dial(&echoes[1]).await?,
+            ],
+        })
+    }
+
+    /// Checks that bytes pass to worker-1 and back, or to both nodes.
+    async fn flow(&mut self, exporters: &[Exporter; 2], nodes: usize) -> Result<()> {
+        for exporter in &exporters[..nodes] {
+            exporter.emit("line");
+        }
+        for follow in &mut self.follows[..nodes] {
+            ensure!(follow.line().await.as_deref() == Some("line"));
+        }
+        for tunnel in &mut self.tunnels[..nodes] {
+            tunnel.write_all(b"ping").await?;
+            let mut answer = [0; 4];
+            tunnel.read_exact(&mut answer).await?;
+            ensure!(&answer == b"ping");
+        }
+        Ok(())
+    }
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn reload_ends_what_the_rules_refuse_if_asked_and_cuts_nothing_else() -> Result<()> {
+    let exporters = [
+        Exporter::start("worker-1").await?,
+        Exporter::start("worker-2").await?,
+    ];
+    let echo = EchoTarget::start().await?;
+    let ports = exporters.each_ref().map(|exporter| exporter.addr().port());
+    let settings = format!(
+        "httpProxyPorts: [{}, {}]\nconnectPorts: {}\nconnectListen: '127.0.0.1:0'\n",
+        ports[0],
+        ports[1],
+        echo.addr().port()
+    );
+    let open = format!("{settings}rules: [{{ name: all }}]\n");
+    let env = TestEnv::start_with_file(&open, |_| {}).await?;
+    let _agents = [env.agent("worker-1").await?, env.agent("worker-2").await?];
+    let hosts = [0, 1].map(|index: usize| format!("worker-{}:{}", index + 1, ports[index]));
+    let echoes = [1, 2].map(|number| format!("worker-{number}:{}", echo.addr().port()));
+    let mut running = Running::start(&env, &hosts, &echoes).await?;
+    let dir = DataDir::open_existing(&env.path().join("server"))?;
+    let server = AdminClient::connect(&dir)
+        .await?
+        .context("no admin socket")?;
+    ensure!(server.end_running().await? == 0);
+
+    let closed = format!(
+        "{settings}rules: [{{ name: no-2, effect: deny, nodes: [worker-2] }}, {{ name: all }}]\n"
+    );
+    std::fs::write(env.config_file(), closed)?;
+    ensure!(server.reload().await?.check().is_ok());
+    let reply = request(env.http(), &RawRequest::get(&hosts[1], "/metrics")).await?;
+    ensure_refused(&reply, 403, "refused_by_policy")?;
+    running.flow(&exporters, 2).await?;
+
+    let refused = "tunnel_server_streams_total{result=\"refused_by_policy\"}";
+    let before = env.metric(refused).await?;
+    ensure!(server.end_running().await? == 2);
+    let ended = async {
+        while running.follows[1].data().await.is_some() {}
+        let mut rest = Vec::new();
+        running.tunnels[1].read_to_end(&mut rest).await
+    };
+    let ended = tokio::time::timeout(scaled(Duration::from_secs(10)), ended).await?;
+    ensure!(ended.is_err(), "a tunnel that is cut does not end cleanly");
+    let ended = running.follows[1].ended().context("in progress")?;
+    ensure_reset(ended)?;
+    eventually("the records", WAIT_TIMEOUT, async || {
+        let count = env.metric(refused).await?;
+        ensure!(count == before + 2, "{count}");
+        anyhow::Ok(())
+    })
+    .await;
+    running.flow(&exporters, 1).await
 }

@@ -226,9 +226,10 @@ ports:
   - { number: 5432, class: loopback, listeners: [connect] }
 ```
 
-## `callers:` and `rules:` of the file
+## `callers:`, `rules:` and `dryRun:` of the file
 
-Names for callers, and rules that say who may do what. [Who may do what](../how-to/policy.md) has their keys and examples.
+Names for callers, and rules that say who may do what. [Who may do what](../how-to/policy.md) has their keys and examples. `dryRun:`
+has `callers:` and `rules:` that are [tried](../how-to/policy.md#try-rules-first).
 
 ```yaml
 callers:
@@ -244,6 +245,7 @@ rules:
 | `uid` | user at the other end of `--connect-uds`, as a number |
 | `serviceAccount` | `NAMESPACE/NAME` of a bearer token, which the cluster reviews |
 | `network` | source addresses of TCP connections |
+| `agent` | name of the node of an agent that opens streams to targets of the cloud, in which one `*` stands for any text |
 
 ## `services:` of the file
 

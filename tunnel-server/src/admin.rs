@@ -28,6 +28,7 @@ use tunnel_proto::wire::name::{NodeName, ReplicaId};
 use crate::admin::configuration::RunningConfig;
 use crate::admin::pages::{NamedNodes, PAGE_MAX, PageQuery, revocations_page};
 use crate::admin::status::NodeSources;
+use crate::dry_run::DryRunReport;
 use crate::ingress::connect::AdminTunnels;
 use crate::routing::peers::Peers;
 use tunnel_ca::LocalCa;
@@ -87,6 +88,8 @@ pub struct AdminState {
     pub tunnels: Option<AdminTunnels>,
     /// The settings in use, and the last reading of their file.
     pub configuration: RunningConfig,
+    /// What the dry run of rules has found.
+    pub dry_run: DryRunReport,
 }
 
 /// The reason why a server does not rotate its CA.
@@ -249,6 +252,12 @@ async fn answer(
         ("GET", ["ca"]) => Ok(text(StatusCode::OK, state.ca.root_pem())),
         ("GET", ["config"]) => value(StatusCode::OK, &state.configuration.state.status()),
         ("POST", ["config"]) => value(StatusCode::OK, &state.configuration.state.reload().await),
+        ("POST", ["config", "end-running"]) => {
+            let tunnels = state.tunnels.as_ref();
+            let tunnels = tunnels.ok_or_else(|| RequestError::not_found(path.clone()))?;
+            value(StatusCode::OK, &tunnels.end_refused().await)
+        }
+        ("GET", ["dry-run"]) => value(StatusCode::OK, &state.dry_run.status()),
         ("GET", ["settings"]) => value(StatusCode::OK, &*state.configuration.settings()),
         ("GET", ["diag"]) => value(
             StatusCode::OK,
@@ -258,7 +267,7 @@ async fn answer(
             _,
             [
                 "tokens" | "nodes" | "failures" | "ping" | "node-labels" | "revocations" | "ca"
-                | "config" | "settings" | "diag",
+                | "config" | "dry-run" | "settings" | "diag",
                 ..,
             ],
         ) => Err(RequestError {

@@ -160,12 +160,13 @@ pub struct DoctorArgs {
 /// The commands about rules.
 #[derive(Debug, Clone, Subcommand)]
 pub enum PolicyVerb {
-    /// Print the rules that a server with this configuration uses, and those that hold without a file
+    /// Print the rules that a server with this configuration uses, those that hold without a file, and
+    /// what the dry run of the running server has found
     Show(Box<ConfigArgs>),
     /// Print what the rules of this configuration decide about a request, without sending it
     ///
-    /// The request is described as its listener sees it. Exit code 0: allowed, or the cluster decides; 1:
-    /// refused.
+    /// The request is described as its listener sees it. With dryRun, a second line has what its rules
+    /// decide. Exit code 0: allowed, or the cluster decides; 1: refused.
     Test(Box<PolicyTestArgs>),
 }
 

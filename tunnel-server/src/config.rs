@@ -56,7 +56,9 @@ pub use peers::{PORT_PEERS, PeerSettings};
 pub use per_node_metrics::PerNodeMetrics;
 pub use policy::{PolicySettings, RuleOrigin};
 pub use ports::LOCALHOST_PORTS;
-pub use raw::{RawCaller, RawCloudTarget, RawConfig, RawPort, RawRecord, RawRule, RawTcpService};
+pub use raw::{
+    RawCaller, RawCloudTarget, RawConfig, RawDryRun, RawPort, RawRecord, RawRule, RawTcpService,
+};
 pub use status_page::StatusPageSettings;
 pub use targets::{APISERVER_NAME, TargetSettings};
 
@@ -222,7 +224,7 @@ impl Config {
             policy: PolicySettings::check(
                 raw,
                 &ports.default_ports(!raw.connect_direct.is_empty()),
-                kubernetes.is_some(),
+                kubernetes.as_ref(),
                 &mut errors,
             ),
             ports,
@@ -281,7 +283,7 @@ impl Config {
     pub fn access_policy(&self, own: Vec<Port>) -> Policy {
         let services = self.listeners.services.iter();
         Policy {
-            rules: self.policy.table.clone(),
+            rules: self.policy.rules(),
             services: services
                 .map(|(_, service)| service.destination.clone())
                 .collect(),
@@ -317,7 +319,7 @@ impl Config {
             .into_iter()
             .chain(self.connect.as_ref().and_then(ConnectSettings::warning))
             .chain(unused_records)
-            .chain(self.policy.warning())
+            .chain(self.policy.warnings(!self.cloud.is_empty()))
             .collect()
     }
 }

@@ -3,8 +3,8 @@
 
 use std::collections::HashMap;
 use std::num::NonZeroU32;
-use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
+use std::sync::{Arc, OnceLock};
 use std::time::Duration;
 
 use arc_swap::ArcSwap;
@@ -12,6 +12,7 @@ use governor::clock::DefaultClock;
 use governor::state::keyed::HashMapStateStore;
 use governor::{Quota, RateLimiter};
 use parking_lot::Mutex;
+use tokio::sync::Notify;
 use tokio::time::sleep;
 use tunnel_process::followed::Followed;
 use tunnel_process::host::is_own_address;
@@ -31,8 +32,13 @@ use self::cloud::{CloudTargets, Target};
 use self::dial::CloudDialer;
 use self::labeled_nodes::LabeledNodes;
 use crate::config::{CloudTargetSettings, Limit, SharedLimits};
+use crate::dry_run::DryRunReport;
 use crate::metrics::Metrics;
 use crate::routing::registry::AgentSession;
+use crate::running::{RunningAccess, RunningAccesses, RunningGuard};
+use tunnel_routing::operation::Operation;
+use tunnel_routing::policy::{SharedPolicy, authorize, facts_of_agent};
+use tunnel_routing::routes::RouteTable;
 
 mod cloud;
 mod dial;
@@ -53,6 +59,9 @@ pub struct CloudEgress {
     rate: ArcSwap<NodeRate>,
     metrics: Metrics,
     shutdown: Shutdown,
+    policy: SharedPolicy,
+    dry_run: DryRunReport,
+    running: RunningAccesses,
 }
 
 type NodeRate = RateLimiter<NodeName, HashMapStateStore<NodeName>, DefaultClock>;
@@ -81,6 +90,9 @@ impl CloudEgress {
         total: usize,
         metrics: Metrics,
         shutdown: Shutdown,
+        policy: SharedPolicy,
+        dry_run: DryRunReport,
+        running: RunningAccesses,
     ) -> Result<Self, String> {
         let egress = Self {
             targets: ArcSwap::from_pointee(CloudTargets::new(targets, labeled_nodes)),
@@ -92,6 +104,9 @@ impl CloudEgress {
             limits,
             metrics,
             shutdown,
+            policy,
+            dry_run,
+            running,
         };
         egress.check(targets)?;
         Ok(egress)
@@ -150,15 +165,24 @@ impl CloudEgress {
     }
 
     async fn serve(&self, incoming: IncomingStream, agent: &AgentSession, is_in_rate: bool) {
+        let ends = Arc::new(Notify::new());
         let _counted = agent.count_stream();
         let _open = self.metrics.cloud_stream();
         let server = CloudStream {
             egress: self,
             agent,
             is_in_rate,
+            decided: OnceLock::new(),
+            ends: ends.clone(),
+            running: OnceLock::new(),
         };
         let head_timeout = self.limits.load().request_head_timeout;
-        stream_server::serve(server, incoming, head_timeout, || {}).await;
+        tokio::select! {
+            biased;
+            () = stream_server::serve(server, incoming, head_timeout, || {}) => {}
+            // Cuts both sides.
+            () = ends.notified() => {}
+        }
     }
 
     /// Returns the target that the agent of a node names, and the permits for a stream.
@@ -202,6 +226,53 @@ struct CloudStream<'a> {
     egress: &'a CloudEgress,
     agent: &'a AgentSession,
     is_in_rate: bool,
+    decided: OnceLock<DecidedStream>,
+    /// Notified when the stream has to end.
+    ends: Arc<Notify>,
+    running: OnceLock<RunningGuard>,
+}
+
+/// What the rules have decided about a stream.
+struct DecidedStream {
+    rule: Option<Arc<str>>,
+    dry_run: Option<Box<str>>,
+}
+
+impl CloudStream<'_> {
+    /// Decides by the rules, after the list of targets has.
+    fn authorize(&self, name: &CloudTarget, target: &Target) -> Result<(), Refusal> {
+        let Self { egress, agent, .. } = *self;
+        let facts = facts_of_agent(&agent.node, target.ports());
+        // Before the rules are read: those who decide again after a change find the stream, or it finds them.
+        let access = RunningAccess::new(facts.clone(), None, None, self.ends.clone());
+        self.running.get_or_init(|| egress.running.begin(access));
+        let policy = egress.policy.load();
+        let rules = &policy.rules;
+        // A target has no node, of which rules could read more.
+        let routes = RouteTable::default();
+        let tried = (egress.dry_run).compare(rules, &facts, None, &routes, &egress.metrics);
+        let granted = authorize(&rules.in_force, &facts);
+        let rule = granted.as_ref().map(|granted| Some(&granted.rule));
+        let rule = rule.unwrap_or_else(|denied| denied.rule());
+        self.decided.get_or_init(|| DecidedStream {
+            rule: rule.cloned(),
+            dry_run: tried,
+        });
+        let why = match granted {
+            Ok(granted) if granted.asks_cluster => {
+                let rule = granted.rule;
+                format!(
+                    "rule {rule} asks the cluster, which has rights for requests at nodes alone"
+                )
+            }
+            Ok(_) => return Ok(()),
+            Err(denied) => denied.to_string(),
+        };
+        Err(Refusal {
+            code: RefusalCode::Policy,
+            detail: format!("target {name}: {why}"),
+        })
+    }
 }
 
 impl<'a> StreamServer for CloudStream<'a> {
@@ -219,6 +290,7 @@ impl<'a> StreamServer for CloudStream<'a> {
         stream.set_source(source_number(&agent.node));
         let has_room = agent.session.has_room();
         let (target, permit) = egress.admit(&agent.node, name, self.is_in_rate, has_room)?;
+        self.authorize(name, &target)?;
         Ok((name.clone(), target, permit))
     }
 
@@ -254,6 +326,10 @@ impl RecordSinks for CloudStream<'_> {
         record.is_claimed = false;
         record.direction = Some("edge");
         record.session = Some(self.agent.id);
+        if let Some(decided) = self.decided.get() {
+            record.operation = Some(Operation::Connect.name().into());
+            (record.rule, record.dry_run) = (decided.rule.clone(), decided.dry_run.clone());
+        }
     }
 
     fn has_reached_target(&self, record: &StreamRecord) -> bool {
@@ -261,6 +337,10 @@ impl RecordSinks for CloudStream<'_> {
     }
 
     fn end(&self, record: &mut StreamRecord) -> Option<LineForm> {
+        let refused = self.running.get().and_then(RunningGuard::refused);
+        if let Some(refused) = refused.filter(|_| record.end == Self::DROPPED) {
+            record.fail(StreamEnd::Refused(RefusalCode::Policy), refused);
+        }
         self.egress.metrics.cloud_stream_ended(record.end);
         let (stage, code) = (record.end.stage(), record.end.label());
         LINES.admit(stage, code, self.agent.node.clone())

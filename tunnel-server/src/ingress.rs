@@ -27,6 +27,7 @@ pub mod caller_stream;
 pub mod client_auth;
 pub mod connect;
 mod context;
+mod decide_again;
 mod dispatch;
 pub mod error;
 #[cfg(feature = "test-util")]

@@ -14,12 +14,14 @@ pub mod app;
 pub mod cli;
 pub mod cluster;
 pub mod config;
+pub mod dry_run;
 pub mod egress;
 pub mod failure_code;
 pub mod ingress;
 pub mod metrics;
 pub mod outcome;
 pub mod routing;
+pub mod running;
 pub mod session;
 
 #[cfg(test)]

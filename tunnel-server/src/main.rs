@@ -23,7 +23,7 @@ use tunnel_proto::audit;
 use tunnel_server::admin::doctor;
 use tunnel_server::admin::policy;
 use tunnel_server::admin::render::RenderError;
-use tunnel_server::admin::verbs::{VerbError, diag, is_running, running_settings};
+use tunnel_server::admin::verbs::{VerbError, diag, is_running, running_dry_run, running_settings};
 use tunnel_server::app::{App, check_config_files, check_ports};
 use tunnel_server::cli::{Cli, ConfigArgs, DiagArgs, DoctorArgs, PolicyVerb, Verb, command};
 use tunnel_server::config::{self, Config, DATA_DIR, ENV_PREFIX, LoadError, known_variables};
@@ -94,7 +94,12 @@ fn run_verb(verb: Verb) -> anyhow::Result<ExitCode> {
             verb.run()?;
             Ok(ExitCode::SUCCESS)
         }
-        Verb::Policy(PolicyVerb::Show(source)) => print(policy::show(&load(*source)?).as_bytes()),
+        Verb::Policy(PolicyVerb::Show(source)) => {
+            let config = load(*source)?;
+            let found = run_to_end(async { Ok(running_dry_run(&config.data_dir).await) })?;
+            let text = [policy::show(&config), policy::show_dry_run(&found)].concat();
+            print(text.as_bytes())
+        }
         Verb::Policy(PolicyVerb::Test(arguments)) => {
             let (text, is_allowed) = arguments.request.decide(&load(arguments.source)?);
             let text = match arguments.output {

@@ -22,6 +22,7 @@ use tunnel_proto::wire::code::{CloseCode, EnrollCode, RefusalCode};
 use crate::config::Limit;
 use crate::failure_code::failure_codes;
 use crate::outcome::Outcome;
+use tunnel_routing::policy::rules::Verdict;
 
 /// The result label of a handshake that timed out.
 pub(crate) const TIMEOUT: &str = "timeout";
@@ -143,6 +144,10 @@ tunnel_process::metrics! {
             = "credential_not_after_timestamp_seconds",
             "Unix time at which a configured certificate expires";
 
+        dry_run_differences: Family<DecisionLabel, Counter> = "dry_run_differences",
+            "Decisions that the rules of dryRun would make otherwise, by what they decide",
+            with_series(Verdict::ALL.map(|verdict| DecisionLabel { decision: StaticLabel(verdict.label()) }));
+
         limits_reached: Family<LimitLabel, Counter> = "limits_reached",
             "Number of times a configured limit was reached, by limit",
             with_series(Limit::ALL.iter().map(|&limit| LimitLabel { limit }));
@@ -158,6 +163,7 @@ tunnel_process::label_sets! {
     ReloadLabel { files: StaticLabel, result: StaticLabel }
     FilesLabel { files: StaticLabel }
     LimitLabel { limit: Limit }
+    DecisionLabel { decision: StaticLabel }
 }
 
 /// All metrics of the server. Clones share them.
@@ -282,6 +288,13 @@ impl Metrics {
     pub fn limit(&self, limit: Limit) {
         let reached = &self.families.limits_reached;
         reached.get_or_create(&LimitLabel { limit }).inc();
+    }
+
+    /// Counts a decision of a dry run that differs from that of the rules in force.
+    pub fn dry_run_difference(&self, verdict: Verdict) {
+        let decision = StaticLabel(verdict.label());
+        let differences = &self.families.dry_run_differences;
+        differences.get_or_create(&DecisionLabel { decision }).inc();
     }
 
     /// Counts a finished handshake or admission by result: `ok` or the name of the failure.

@@ -85,6 +85,11 @@ impl Outcome {
         !matches!(self, Self::Ok | Self::CallerGone)
     }
 
+    /// Returns whether a response or stream was not forwarded to its end.
+    pub fn is_unfinished(self) -> bool {
+        matches!(self, Self::Cut | Self::CallerGone)
+    }
+
     /// Returns the code that appears in `X-Tunnel-Error`, logs and metric labels.
     pub fn label(self) -> &'static str {
         match self {

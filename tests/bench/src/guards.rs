@@ -26,7 +26,8 @@ use tunnel_routing::policy::rules::{
     CallerMatch, DestinationKind, Effect, Facts, NamedCaller, Rule, RulePorts, RuleTable, Verdict,
 };
 use tunnel_routing::policy::{
-    Access, AccessCaller, CallerIdentity, DefaultPorts, Listener, PortLists, PortPolicy, authorize,
+    Access, AccessCaller, CallerIdentity, DefaultPorts, Listener, PortLists, PortPolicy, admit,
+    authorize,
 };
 use tunnel_server::routing::routes::RouteTable;
 use tunnel_tests::client::{RawRequest, request};
@@ -186,8 +187,9 @@ fn policy(times: u32) -> Result<()> {
                 may_be_upgrade: false,
             },
         };
-        let authorized = authorize(&policy, &rules, access);
-        ensure!(black_box(authorized).is_ok(), "the request is refused");
+        let admitted = admit(&policy, access)?;
+        let granted = authorize(&rules, &admitted.facts);
+        ensure!(black_box(granted).is_ok(), "the request is refused");
     }
     Ok(())
 }
@@ -199,7 +201,7 @@ fn rules(times: u32) -> Result<()> {
     });
     let mut table = RuleTable {
         callers: named.collect(),
-        rules: Vec::new(),
+        ..RuleTable::default()
     };
     for number in 0..100 {
         let port = Port::new(20_000 + number).context("a port")?;
@@ -215,17 +217,16 @@ fn rules(times: u32) -> Result<()> {
         };
         table.rules.push(rule);
     }
-    let identity = CallerIdentity::Certificate("caller-9".into());
-    let node = "worker-500.site".parse()?;
     let facts = Facts {
         listener: Listener::Https,
-        identity: &identity,
+        identity: CallerIdentity::Certificate("caller-9".into()),
         has_delegation: false,
         has_token: false,
         source: None,
         kind: DestinationKind::Node,
-        node: Some(&node),
-        port: Port::new(10250).context("a port")?,
+        node: Some("worker-500.site".parse()?),
+        described: None,
+        port: Port::new(10250),
         is_kubelet: true,
         operation: Operation::Metrics,
     };

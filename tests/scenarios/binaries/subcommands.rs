@@ -595,6 +595,12 @@ fn token_id(created: &Finished) -> Result<String> {
 
 /// Binary, subcommand, and words that its help must contain.
 const HELP: &[(&str, &str, &str)] = &[
+    (SERVER, "reload", "--end-running --output --data-dir"),
+    (
+        SERVER,
+        "policy test",
+        "--listener --caller --destination --node --label --edge --port",
+    ),
     (
         SERVER,
         "",

@@ -54,12 +54,20 @@ pub const LOG_FIELDS: &[(&str, &str)] = &[
         "dialed",
         "address of the target that the agent connected to",
     ),
+    (
+        "difference",
+        "what the rules in force and those of a dry run decide",
+    ),
     ("dir", "data directory"),
     (
         "direction",
         "edge for a connection from the edge to a target of the cloud",
     ),
     ("doubts", "whether the server doubts that the session works"),
+    (
+        "dry_run",
+        "what the rules of dryRun decide, if they decide otherwise",
+    ),
     ("elapsed", "duration, in seconds"),
     ("end", "how the drain ended"),
     ("ended", "end of a certificate that is no longer valid"),

@@ -16,6 +16,7 @@ use rules::{DestinationKind, Facts, RuleTable, Verdict};
 
 mod caller;
 mod defaults;
+mod dry_run;
 mod listener;
 mod ports;
 pub mod rules;
@@ -23,6 +24,7 @@ mod shared;
 
 pub use caller::{CallerIdentity, CallerIdentityError};
 pub use defaults::DefaultPorts;
+pub use dry_run::{Decided, Difference, Rules};
 pub use listener::{Listener, ListenerError, ListenerSet};
 pub use ports::{KUBELET_PORTS, PortEntry, PortLists, PortSettings, TargetClass, TargetClassError};
 pub use shared::{DelegationPolicy, Policy, SharedPolicy};
@@ -180,17 +182,14 @@ pub enum Denied {
 }
 
 impl Denied {
-    /// Returns the operation, and the rule if one decided.
-    pub fn decided(&self) -> Option<(Operation, Option<&Arc<str>>)> {
+    /// Returns the rule that decided, if one did.
+    pub fn rule(&self) -> Option<&Arc<str>> {
         match self {
-            Self::Rule {
-                rule, operation, ..
-            }
-            | Self::Cluster {
-                rule, operation, ..
-            } => Some((*operation, Some(rule))),
-            Self::NoRule { operation, .. } => Some((*operation, None)),
-            Self::CredentialsRequired | Self::Port(..) | Self::UnclearPath(_) => None,
+            Self::Rule { rule, .. } | Self::Cluster { rule, .. } => Some(rule),
+            Self::NoRule { .. }
+            | Self::CredentialsRequired
+            | Self::Port(..)
+            | Self::UnclearPath(_) => None,
         }
     }
 }
@@ -245,42 +244,38 @@ pub enum Route<D> {
     Direct(D),
 }
 
-/// An access that the policy allows.
-#[derive(Debug, Clone, PartialEq, Eq)]
-pub struct Authorized<D> {
+/// An access that the settings of the ports allow, and about which the rules decide.
+#[derive(Debug, Clone)]
+pub struct Admitted<D> {
     pub route: Route<D>,
-    pub operation: Operation,
+    pub facts: Facts,
+}
+
+/// The decision of the rules that allows an access.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Granted {
     /// The name of the rule that allows the access.
     pub rule: Arc<str>,
     /// The authorization of the cluster has to allow the access, too.
     pub asks_cluster: bool,
 }
 
-/// Returns the route of an access. The settings of the ports decide first, and the rules then.
+/// Returns the route of an access, and the facts for the rules.
 ///
 /// # Errors
-/// Returns [`Denied`] if the caller may not reach the destination, or may not do there what it asks for.
-pub fn authorize<D>(
-    ports: &PortPolicy,
-    rules: &RuleTable,
-    access: Access<'_, D>,
-) -> Result<Authorized<D>, Denied> {
+/// Returns [`Denied`] if the caller has to send credentials first, or may not reach the port, or the path
+/// is unclear.
+pub fn admit<D>(ports: &PortPolicy, access: Access<'_, D>) -> Result<Admitted<D>, Denied> {
     let caller = access.caller;
     if caller.needs_credentials() {
         return Err(Denied::CredentialsRequired);
     }
-    let (kind, is_kubelet, port, route) = match access.destination {
+    let (kind, kubelet, port, route) = match access.destination {
         RequestedDestination::Node(requested) => {
             let kubelet = requested.port.kubelet();
             let target = authorize_node(ports, caller, requested)?;
             let port = target.destination.target.port();
-            let is_kubelet = kubelet == Some(port) || is_kubelet_number(port);
-            (
-                DestinationKind::Node,
-                is_kubelet,
-                port,
-                Route::Agent(target),
-            )
+            (DestinationKind::Node, kubelet, port, Route::Agent(target))
         }
         RequestedDestination::Configured(destination) => {
             let port = destination.target.port();
@@ -288,72 +283,79 @@ pub fn authorize<D>(
                 destination,
                 keeps_host: false,
             };
-            let is_kubelet = is_kubelet_number(port);
-            (
-                DestinationKind::Service,
-                is_kubelet,
-                port,
-                Route::Agent(target),
-            )
+            (DestinationKind::Service, None, port, Route::Agent(target))
         }
         RequestedDestination::Direct(direct, port) => {
-            let is_kubelet = is_kubelet_number(port);
-            (
-                DestinationKind::Direct,
-                is_kubelet,
-                port,
-                Route::Direct(direct),
-            )
+            (DestinationKind::Direct, None, port, Route::Direct(direct))
         }
     };
     let node = match &route {
-        Route::Agent(target) => Some(&target.destination.node),
+        Route::Agent(target) => Some(target.destination.node.clone()),
         Route::Direct(_) => None,
     };
-    let operation = access.operation.at(is_kubelet)?;
+    let is_kubelet = kubelet == Some(port) || is_kubelet_number(port);
     let facts = Facts {
         listener: caller.listener,
-        identity: caller.identity,
+        identity: caller.identity.clone(),
         has_delegation: caller.has_delegation,
         has_token: caller.has_token,
         source: caller.source,
         kind,
         node,
-        port,
+        described: None,
+        port: Some(port),
         is_kubelet,
-        operation,
+        operation: access.operation.at(is_kubelet)?,
     };
-    let decision = rules.decide(&facts);
-    let at = || match node {
-        Some(node) => format!("{node} port {port}"),
-        None => format!("port {port} without an agent"),
-    };
-    let asks_cluster = match (decision.verdict, decision.rule) {
-        (Verdict::Allow, Some(_)) => false,
-        (Verdict::AskCluster, Some(_)) => true,
-        (Verdict::Deny, Some(rule)) => {
-            let (rule, at) = (rule.name.clone(), at());
-            return Err(Denied::Rule {
-                rule,
-                operation,
-                at,
-            });
-        }
-        (Verdict::Allow | Verdict::AskCluster | Verdict::Deny, None) => {
-            return Err(Denied::NoRule {
-                operation,
-                at: at(),
-                listener: caller.listener,
-            });
-        }
-    };
-    let rule = decision.rule.map(|rule| rule.name.clone());
-    Ok(Authorized {
-        rule: rule.unwrap_or_default(),
-        route,
-        operation,
-        asks_cluster,
-    })
+    Ok(Admitted { route, facts })
+}
+
+/// Decides about an access by the rules.
+///
+/// # Errors
+/// Returns [`Denied`] if a rule denies the access, or no rule allows it.
+pub fn authorize(rules: &RuleTable, facts: &Facts) -> Result<Granted, Denied> {
+    let decision = rules.decide(facts);
+    let (operation, rule) = (facts.operation, decision.rule.map(|rule| rule.name.clone()));
+    match (decision.verdict, rule) {
+        (Verdict::Allow, Some(rule)) => Ok(Granted {
+            rule,
+            asks_cluster: false,
+        }),
+        (Verdict::AskCluster, Some(rule)) => Ok(Granted {
+            rule,
+            asks_cluster: true,
+        }),
+        (Verdict::Deny, Some(rule)) => Err(Denied::Rule {
+            rule,
+            operation,
+            at: facts.at(),
+        }),
+        (Verdict::Allow | Verdict::AskCluster | Verdict::Deny, None) => Err(Denied::NoRule {
+            operation,
+            at: facts.at(),
+            listener: facts.listener,
+        }),
+    }
+}
+
+/// Returns the facts about a stream that the agent of a node opens to a target of the cloud, with these ports
+/// of its addresses.
+pub fn facts_of_agent(node: &NodeName, ports: &[Port]) -> Facts {
+    let same = |port: &&Port| ports.iter().all(|other| other == *port);
+    Facts {
+        listener: Listener::Agent,
+        identity: CallerIdentity::Agent(node.clone()),
+        has_delegation: false,
+        has_token: false,
+        source: None,
+        kind: DestinationKind::Target,
+        node: None,
+        described: None,
+        port: ports.first().filter(same).copied(),
+        is_kubelet: ports.iter().any(|port| is_kubelet_number(*port)),
+        operation: Operation::Connect,
+    }
 }
 
 fn is_kubelet_number(port: Port) -> bool {

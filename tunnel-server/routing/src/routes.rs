@@ -113,7 +113,7 @@ pub struct RouteNode {
     /// Whether the node is reached through the tunnel. In a cluster the label of the Node says so,
     /// and other nodes are edge nodes.
     pub is_edge: bool,
-    /// The labels of `--node-label` that the Node has.
+    /// The labels of the join token, or those of `--node-label` that the Node has.
     pub labels: NodeLabels,
 }
 
@@ -437,9 +437,10 @@ fn is_address(name: &NodeName) -> bool {
     name.as_str().parse::<IpAddr>().is_ok()
 }
 
-#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq, PartialOrd, Ord)]
 pub enum RouteSource {
-    /// Tokens and certificates, with the addresses that operators assigned.
+    /// Tokens and certificates, with the addresses and labels that operators assigned.
+    #[default]
     Known,
     /// Node objects of the cluster.
     Cluster,

@@ -23,6 +23,7 @@ use crate::admin::failures::FailureStatus;
 use crate::admin::pages::{NamedNodes, NodesPage, PageQuery, RevocationsPage};
 use crate::admin::ping::PingReport;
 use crate::config::RawConfig;
+use crate::dry_run::DryRunStatus;
 use tunnel_ca::rotation::{RotationAction, RotationStatus};
 use tunnel_ca::tokens::TokenInfo;
 use tunnel_store::data_dir::DataDir;
@@ -188,6 +189,20 @@ impl AdminClient {
     /// Has the server read its file again, and returns what became of it.
     pub async fn reload(&self) -> Result<ConfigStatus, AdminError> {
         parse(&self.call(Method::POST, "/config", Vec::new()).await?)
+    }
+
+    /// Ends what the rules in force refuse. Returns the number of requests and streams.
+    pub async fn end_running(&self) -> Result<usize, AdminError> {
+        parse(
+            &self
+                .call(Method::POST, "/config/end-running", Vec::new())
+                .await?,
+        )
+    }
+
+    /// Returns what the dry run of rules has found, if there is one.
+    pub async fn dry_run(&self) -> Result<Option<DryRunStatus>, AdminError> {
+        parse(&self.call(Method::GET, "/dry-run", Vec::new()).await?)
     }
 
     /// Returns the settings that the server uses, before the checks.

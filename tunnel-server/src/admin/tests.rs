@@ -53,6 +53,7 @@ pub(super) fn state(dir: &DataDir) -> AdminState {
             [1; 32],
             &Shutdown::new(),
         ),
+        dry_run: DryRunReport::default(),
     }
 }
 

@@ -14,6 +14,7 @@ use tunnel_proto::wire::name::NodeName;
 
 use crate::admin::{AdminClient, AdminError, CreateToken, CreatedToken};
 use crate::config::{LoadError, RawConfig};
+use crate::dry_run::DryRunStatus;
 use tunnel_ca::revocation::Revocations;
 use tunnel_ca::tokens::{CreateTokenError, TokenStore};
 use tunnel_ca::{CaError, IssueError, LocalCa};
@@ -373,6 +374,20 @@ pub async fn running_settings(data_dir: &Path) -> Result<Option<RawConfig>, Verb
     };
     match AdminClient::connect(&dir).await? {
         Some(server) => Ok(Some(server.settings().await?)),
+        None => Ok(None),
+    }
+}
+
+/// Returns what the dry run of the server that runs with a data directory has found, if there is one.
+///
+/// # Errors
+/// Returns an error if the server does not answer.
+pub async fn running_dry_run(data_dir: &Path) -> Result<Option<DryRunStatus>, AdminError> {
+    let Ok(dir) = DataDir::open_existing(data_dir) else {
+        return Ok(None);
+    };
+    match AdminClient::connect(&dir).await? {
+        Some(server) => server.dry_run().await,
         None => Ok(None),
     }
 }

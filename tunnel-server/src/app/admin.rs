@@ -51,6 +51,7 @@ pub(super) fn start_socket(
         can_issue: context.config.agent_files.is_none(),
         tunnels: Some(operator.tunnels),
         configuration: operator.configuration,
+        dry_run: context.dry_run.clone(),
     };
     admin::start(state, &context.data, &context.shutdown)
 }

@@ -17,6 +17,7 @@ use tunnel_proto::wire::name::Port;
 use super::credential_watcher::CredentialWatcher;
 use crate::config::{Capacity, Config, SharedLimits};
 
+use crate::dry_run::DryRunReport;
 use crate::egress::labeled_nodes::LabeledNodes;
 use crate::ingress::recent_requests::{RecentRequestLimits, RecentRequests};
 use crate::metrics::Metrics;
@@ -24,6 +25,7 @@ use crate::routing::Routing;
 use crate::routing::peers::{PeerLimits, PeerMetrics, Peers};
 use crate::routing::registry::{Registry, RegistryLimits};
 use crate::routing::routes::Routes;
+use crate::running::RunningAccesses;
 use crate::session::failures::Failures;
 use tunnel_ca::IsKnown;
 use tunnel_ca::enrollment::IsTaken;
@@ -75,6 +77,10 @@ pub(super) struct ServerContext {
     pub(super) limits: SharedLimits,
     /// Ports of this server's listeners over TCP.
     pub(super) own_ports: Followed<Vec<Port>>,
+    /// What a dry run of rules has found.
+    pub(super) dry_run: DryRunReport,
+    /// Accesses of callers and agents in progress.
+    pub(super) running: RunningAccesses,
     /// Networks of the cluster, for the dial policy of the CONNECT listeners.
     pub(super) ranges: LiveClusterNetworks,
     /// Nodes with the labels that targets of the cloud name.
@@ -190,6 +196,8 @@ impl ServerContext {
                 shutdown: shutdown.clone(),
             },
             session_settings: session_settings(&config, pool),
+            dry_run: DryRunReport::new(config.policy.dry_run.is_some()),
+            running: RunningAccesses::default(),
             config,
             data,
             store,

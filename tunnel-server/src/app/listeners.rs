@@ -24,6 +24,8 @@ pub(super) fn start(
         routes: context.routes.clone(),
         routing: context.routing(),
         policy: context.policy.clone(),
+        dry_run: context.dry_run.clone(),
+        running: context.running.clone(),
         pods: cluster.pods.clone(),
         reviewer: cluster.reviewer.clone(),
         targets,

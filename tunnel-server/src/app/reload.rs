@@ -193,6 +193,10 @@ impl Reload {
             .replace(&config.cloud, capacity.cloud_streams);
         let policy = config.access_policy(self.reserved_ports.clone());
         self.policy.replace(&policy);
+        if config.policy != self.config.policy {
+            let has_dry_run = config.policy.dry_run.is_some();
+            self.ingress.dry_run.restart(has_dry_run);
+        }
         // In a cluster, the publisher combines them with the ConfigMap of the ports.
         self.ports.send_if_modified(|current| {
             let is_other = *current != config.ports;

@@ -67,6 +67,9 @@ pub(super) fn start(
         inputs.capacity.cloud_streams,
         context.metrics.clone(),
         context.shutdown.clone(),
+        context.policy.clone(),
+        context.dry_run.clone(),
+        context.running.clone(),
     );
     let cloud = Arc::new(cloud.map_err(ConfigError::mistake)?);
     let followed = FollowedSessions {

@@ -8,7 +8,7 @@ use tunnel_process::settings::{ConfigErrors, parse_quoted};
 use tunnel_proto::wire::name::{CloudTarget, NodeName};
 
 use super::listeners::host_and_port;
-use super::node_label::{NodeLabel, RESTRICTED};
+use super::node_label::NodeLabel;
 use super::raw::IN_CLUSTER;
 use super::{RawCloudTarget, RawConfig};
 
@@ -132,16 +132,8 @@ fn check_nodes(
             );
         }
         let label = errors.ok_or_record(&setting, label.parse::<NodeLabel>())?;
-        if !label.is_restricted() {
-            errors.add(
-                &setting,
-                format!(
-                    "a kubelet may be able to set {} on its own Node, and so get the target; use a key that begins with \
-                     {RESTRICTED}/",
-                    label.key()
-                ),
-            );
-        }
+        let checked = label.check_restricted("get the target");
+        errors.ok_or_record(&setting, checked);
         return Some(CloudNodes::Labeled(label));
     }
     if raw.nodes.is_empty() {

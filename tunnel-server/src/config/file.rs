@@ -31,6 +31,7 @@ pub const LIVE_KEYS: &[&str] = &[
     "compat",
     "connectPorts",
     "delegationAllowedCallers",
+    "dryRun",
     "httpProxyPorts",
     "httpsProxyPorts",
     "limits",

@@ -25,6 +25,17 @@ impl NodeLabel {
         &self.0
     }
 
+    /// Returns an error if a kubelet may be able to set the label, and so `gain` something.
+    pub(super) fn check_restricted(&self, gain: &str) -> Result<(), String> {
+        if self.is_restricted() {
+            return Ok(());
+        }
+        Err(format!(
+            "a kubelet may be able to set {} on its own Node, and so {gain}; use a key that begins with {RESTRICTED}/",
+            self.key()
+        ))
+    }
+
     /// Returns whether Kubernetes promises that the admission plugin `NodeRestriction` denies the
     /// label to kubelets. It denies some others, too.
     pub fn is_restricted(&self) -> bool {
@@ -58,7 +69,7 @@ impl fmt::Display for NodeLabel {
 }
 
 /// Prefix of the labels that kubelets cannot set.
-pub(super) const RESTRICTED: &str = "node-restriction.kubernetes.io";
+const RESTRICTED: &str = "node-restriction.kubernetes.io";
 
 #[cfg(test)]
 mod tests {

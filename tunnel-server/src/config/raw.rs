@@ -390,6 +390,9 @@ tunnel_process::layered! {
         /// Rules that say who may do what, YAML only. They replace the rules that hold without a file.
         #[arg(skip)]
         pub rules: Option<Vec<RawRule>>,
+        /// Rules that are tried: the server records what they would decide otherwise, YAML only.
+        #[arg(skip)]
+        pub dry_run: Option<RawDryRun>,
         /// Ports of the nodes that callers may reach, in addition to the lists, YAML only.
         #[arg(skip)]
         pub ports: Vec<RawPort>,
@@ -443,6 +446,17 @@ pub struct RawCaller {
     pub uid: Option<String>,
     /// Network of the source addresses of TCP connections. Behind kube-proxy the source can be a node.
     pub network: Option<String>,
+    /// Name of the node of an agent, in which one `*` stands for any text.
+    pub agent: Option<String>,
+}
+
+/// The rules of a dry run in their raw form.
+#[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "camelCase", deny_unknown_fields)]
+pub struct RawDryRun {
+    /// Names for callers. Without them, those of the file hold.
+    pub callers: Option<BTreeMap<String, RawCaller>>,
+    pub rules: Vec<RawRule>,
 }
 
 /// A rule in its raw form. A list that is left out means all.
@@ -453,19 +467,24 @@ pub struct RawRule {
     pub name: String,
     /// `allow` (default) or `deny`. A deny wins over every allow.
     pub effect: Option<String>,
-    /// Names of `callers`, or anonymous, authenticated, delegation, token, certificate.
+    /// Names of `callers`, or anonymous, authenticated, delegation, token, certificate, agent.
     pub callers: Option<Vec<String>>,
     /// Operations, or shell and observe. A rule with operations never allows bytes,
     /// except one with `connect` alone.
     pub operations: Option<Vec<String>>,
     /// Ports and ranges; `kubelet` is the port of the node's kubelet.
     pub ports: Option<Vec<String>>,
-    /// Listeners, of http, https, connect, unix and service.
+    /// Listeners, of http, https, connect, unix, service and agent.
     pub listeners: Option<Vec<String>>,
-    /// Kinds of destinations, of node, service and direct.
+    /// Kinds of destinations, of node, service, direct and target.
     pub destinations: Option<Vec<String>>,
     /// Names of nodes, in which one `*` stands for any text.
     pub nodes: Option<Vec<String>>,
+    /// `KEY=VALUE`: labels of nodes, from join tokens, or in a cluster those of `--node-label` that
+    /// kubelets cannot set.
+    pub labels: Option<Vec<String>>,
+    /// Whether the Node has `--edge-label`, which must be one that kubelets cannot set.
+    pub edge: Option<String>,
     /// `kubernetes`: the cluster's authorization decides, where no other rule does.
     pub authorize: Option<String>,
 }

@@ -6,6 +6,7 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
 
 use tunnel_process::networks::{effective_ip, forbidden_kind};
+use tunnel_proto::dial::split_host_port;
 use tunnel_proto::wire::code::RefusalCode;
 use tunnel_proto::wire::header::Refusal;
 use tunnel_proto::wire::name::{CloudTarget, NodeName, Port};
@@ -23,6 +24,8 @@ pub(super) struct CloudTargets {
 #[derive(Debug)]
 pub(super) struct Target {
     settings: CloudTargetSettings,
+    /// Ports of the addresses, for rules.
+    ports: Vec<Port>,
     /// Index of the address that accepted a connection last.
     preferred: AtomicUsize,
 }
@@ -43,7 +46,10 @@ impl CloudTargets {
             let same = self.targets.get(&settings.name);
             let same = same.filter(|target| target.settings == *settings);
             let target = same.cloned().unwrap_or_else(|| {
+                let addresses = settings.addresses.iter();
+                let ports = addresses.filter_map(|address| split_host_port(address));
                 Arc::new(Target {
+                    ports: ports.filter_map(|(_host, port)| Port::new(port)).collect(),
                     settings: settings.clone(),
                     preferred: AtomicUsize::new(0),
                 })
@@ -90,6 +96,11 @@ impl CloudTargets {
 }
 
 impl Target {
+    /// Returns the ports of the addresses.
+    pub(super) fn ports(&self) -> &[Port] {
+        &self.ports
+    }
+
     /// Returns the addresses with their indices, the one that worked last first.
     pub(super) fn addresses(&self) -> impl Iterator<Item = (usize, &str)> {
         let preferred = self.preferred.load(Ordering::Relaxed);

@@ -10,6 +10,8 @@ use tunnel_proto::wire::header::Target as PortTarget;
 use super::*;
 use crate::config::{CloudNodes, Limits};
 use crate::testing::{Agent, Bench, WAIT_TIMEOUT, node, within};
+use tunnel_routing::policy::Policy;
+use tunnel_routing::policy::rules::RuleTable;
 
 fn target(name: &str, address: SocketAddr, nodes: Option<&str>) -> CloudTargetSettings {
     CloudTargetSettings {
@@ -19,6 +21,15 @@ fn target(name: &str, address: SocketAddr, nodes: Option<&str>) -> CloudTargetSe
             CloudNodes::Named([name.parse().unwrap()].into())
         }),
     }
+}
+
+fn open_policy() -> SharedPolicy {
+    let policy = SharedPolicy::default();
+    policy.replace(&Policy {
+        rules: RuleTable::yurt_tunnel().into(),
+        ..Policy::default()
+    });
+    policy
 }
 
 fn egress(
@@ -36,6 +47,9 @@ fn egress(
         limits.cloud_streams_total,
         metrics,
         shutdown,
+        open_policy(),
+        DryRunReport::default(),
+        RunningAccesses::default(),
     )
 }
 

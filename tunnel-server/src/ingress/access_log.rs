@@ -28,6 +28,7 @@ use crate::metrics::{GaugeGuard, Metrics};
 use crate::routing::OpenStream;
 use crate::routing::attempts::ResendCause;
 use crate::routing::via::Via;
+use crate::running::RunningGuard;
 use tunnel_routing::destination::Destination;
 use tunnel_routing::operation::Operation;
 
@@ -56,6 +57,8 @@ struct IngressSinks {
     /// The request failed before the target responded.
     has_failed: bool,
     recent: Option<Arc<RecentRequests>>,
+    /// The access, once it is allowed.
+    running: Option<RunningGuard>,
     /// Canceled when this server ends what its drain has left. `None` for a record that no drain ends.
     drained: Option<CancellationToken>,
 }
@@ -73,6 +76,10 @@ impl RecordSinks<Outcome> for IngressSinks {
         if record.end == Outcome::Cut && drained.is_some_and(CancellationToken::is_cancelled) {
             let detail = "this server stops, and --drain-timeout is over";
             record.fail(Outcome::Draining, detail);
+        }
+        let refused = self.running.as_ref().and_then(RunningGuard::refused);
+        if let Some(refused) = refused.filter(|_| record.end.is_unfinished()) {
+            record.fail(Outcome::RefusedByPolicy, refused);
         }
         self.metrics
             .ended(record.end, record.bytes_in, record.bytes_out);
@@ -110,6 +117,7 @@ impl AccessLog {
             has_reached_target: false,
             has_failed: false,
             recent: None,
+            running: None,
             drained: None,
         };
         let mut record = OpenRecord::start(Instant::now(), sinks);
@@ -142,6 +150,16 @@ impl AccessLog {
     pub fn decided(&mut self, operation: Operation, rule: Option<&Arc<str>>) {
         self.0.operation = Some(operation.name().into());
         self.0.rule = rule.cloned();
+    }
+
+    /// Records what the rules of a dry run decide otherwise.
+    pub fn dry_run(&mut self, decided: Option<Box<str>>) {
+        self.0.dry_run = decided;
+    }
+
+    /// Records that the access has begun.
+    pub fn running(&mut self, access: RunningGuard) {
+        self.0.sinks.running = Some(access);
     }
 
     /// Sets what the records of other ends have in common with this one.

@@ -13,6 +13,7 @@ use std::time::Duration;
 use tokio::io::unix::AsyncFd;
 use tokio::io::{AsyncRead, AsyncWrite, AsyncWriteExt, Interest, ReadBuf};
 use tokio::net::{TcpStream, UnixStream};
+use tokio::sync::Notify;
 use tokio::time::{Sleep, timeout};
 use tracing::debug;
 use tunnel_proto::relay::PollCut;
@@ -35,9 +36,16 @@ pub struct CloseMode {
     /// The connection carries an upgraded stream. The server's FIN is then a half-close, and the
     /// caller's input is not discarded.
     upgraded: AtomicBool,
+    /// Notified when what the connection carries is refused, and ends.
+    ends: Arc<Notify>,
 }
 
 impl CloseMode {
+    /// Returns what is notified when an access of the connection has to end.
+    pub(super) fn ends(&self) -> &Arc<Notify> {
+        &self.ends
+    }
+
     /// Aborts the connection: the server sends no further byte, no close_notify and a TCP reset. The
     /// next write or shutdown waits until the caller has what was written before, and then fails.
     pub fn cut(&self) {
@@ -73,6 +81,11 @@ pub struct ResponseGuard {
 }
 
 impl ResponseGuard {
+    /// Returns what is notified when an access of the connection has to end.
+    pub(super) fn ends(&self) -> &Arc<Notify> {
+        self.close_mode.ends()
+    }
+
     /// Marks the response or stream as complete.
     pub fn finish(mut self) {
         self.finished = true;

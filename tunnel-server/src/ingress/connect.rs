@@ -127,6 +127,8 @@ pub(super) async fn forward(
             dialer: &proxy.direct,
         },
         cluster_user: None,
+        claimed: None,
+        ends: caller.close_mode.ends(),
         operation: RequestedOperation::of(&request),
     };
     let route = route(&caller.ingress, access, access_log).await?;

@@ -17,11 +17,13 @@ use super::peer::{CallerAddr, CallerIdentity};
 use super::recent_requests::RecentRequests;
 use super::target_tls::TargetTls;
 use crate::config::SharedLimits;
+use crate::dry_run::DryRunReport;
 use crate::metrics::Metrics;
 use crate::routing::Routing;
 use crate::routing::access_review::{AccessReviewer, ClusterUser};
 use crate::routing::pod_lookup::PodResolver;
 use crate::routing::routes::Routes;
+use crate::running::RunningAccesses;
 use tunnel_routing::destination::Scheme;
 use tunnel_routing::policy::{Listener, SharedPolicy};
 
@@ -33,6 +35,10 @@ pub struct IngressContext {
     pub routing: Routing,
     /// Who may do what.
     pub policy: SharedPolicy,
+    /// What a dry run of rules has found.
+    pub dry_run: DryRunReport,
+    /// Accesses in progress.
+    pub running: RunningAccesses,
     /// Looks up the node of a Pod, for callers with delegation. Set only in a cluster.
     pub pods: Option<PodResolver>,
     /// Asks the cluster about callers. Set only in a cluster.

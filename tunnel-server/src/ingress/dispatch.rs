@@ -7,17 +7,18 @@ use std::sync::Arc;
 use http::Request;
 use hyper::body::Incoming;
 use tokio::io::{AsyncRead, AsyncWrite};
+use tokio::sync::Notify;
 use tracing::debug;
 use tunnel_process::host::is_own_address;
 use tunnel_proto::egress::TargetSocket;
 use tunnel_proto::relay::{Cut, PollCut, RelayEnd, RelaySide};
 use tunnel_proto::transport::{StreamCut, find_cause};
-use tunnel_proto::wire::header::one_line;
 
 use super::access_log::{AccessLog, ExchangeGuard};
 use super::caller_stream::{abort_behind, discard_input};
 use super::connect::dial::DirectDialer;
 use super::context::IngressContext;
+use super::decide_again::ask_cluster;
 use super::error::ProxyError;
 use super::http::exchange::{Exchange, Forwarded, forward_direct};
 use super::http::upstream::{accepted, stream_request};
@@ -27,13 +28,16 @@ use crate::routing::access_review::ClusterUser;
 use crate::routing::attempts::Attempts;
 use crate::routing::registry::{CallerKey, OpenError};
 use crate::routing::{Attempt, Failed, OpenStream};
+use crate::running::RunningAccess;
 use tunnel_routing::decision::delegated::{self, Decision, DelegatedRequest};
 use tunnel_routing::decision::proxy::ProxyRequest;
 use tunnel_routing::decision::{DecisionError, RequestFacts, decide};
 use tunnel_routing::destination::{Destination, DialTarget, RequestedDestination, RequestedNode};
 use tunnel_routing::dial_policy::AddressClaims;
 use tunnel_routing::operation::RequestedOperation;
-use tunnel_routing::policy::{Access, AccessCaller, Authorized, Denied, Policy, Route, authorize};
+use tunnel_routing::policy::{
+    Access, AccessCaller, Admitted, CallerIdentity, Policy, Route, admit, authorize,
+};
 
 /// A request of a caller, as its listener has read it.
 #[derive(Debug)]
@@ -45,6 +49,10 @@ pub(super) struct IngressRequest<'a> {
     pub(super) operation: RequestedOperation<'a>,
     /// The caller as a user of the cluster, if the cluster has verified who it is.
     pub(super) cluster_user: Option<&'a Arc<ClusterUser>>,
+    /// The account that an unreviewed token claims, if the rules of a dry run name it.
+    pub(super) claimed: Option<CallerIdentity>,
+    /// Ends what carries the request.
+    pub(super) ends: &'a Arc<Notify>,
 }
 
 /// The part of a request that names its target.
@@ -112,57 +120,34 @@ pub(super) async fn route(
         destination,
         operation: request.operation,
     };
-    let authorized = authorize(&request.policy.ports, &request.policy.rules, access);
-    let authorized = authorized.inspect_err(|denied| {
-        if let Some((operation, rule)) = denied.decided() {
-            access_log.decided(operation, rule);
-        }
-    })?;
-    access_log.decided(authorized.operation, Some(&authorized.rule));
-    if authorized.asks_cluster {
+    let Policy { ports, rules, .. } = request.policy;
+    let Admitted { route, mut facts } = admit(ports, access)?;
+    let (claimed, routes) = (request.claimed.as_ref(), ingress.routes.load());
+    rules.in_force.describe(&mut facts, &routes);
+    let tried = (ingress.dry_run).compare(rules, &facts, claimed, &routes, &ingress.metrics);
+    access_log.dry_run(tried);
+    let granted = authorize(&rules.in_force, &facts);
+    let rule = granted.as_ref().map(|granted| Some(&granted.rule));
+    let rule = rule.unwrap_or_else(|denied| denied.rule());
+    access_log.decided(facts.operation, rule);
+    let granted = granted?;
+    let method = match request.operation {
+        RequestedOperation::Http { method, .. } => Some(method),
+        RequestedOperation::Connect => None,
+    };
+    let user = request.cluster_user.cloned();
+    let access = RunningAccess::new(facts, user, method.cloned(), request.ends.clone());
+    if granted.asks_cluster {
         // Few requests need the memory of a question.
-        Box::pin(ask_cluster(ingress, &request, &authorized)).await?;
+        Box::pin(ask_cluster(ingress, &access, &granted)).await?;
     }
-    Ok(authorized.route)
-}
-
-/// Asks the authorization of the cluster about an access.
-async fn ask_cluster(
-    ingress: &IngressContext,
-    request: &IngressRequest<'_>,
-    authorized: &Authorized<DirectRoute>,
-) -> Result<(), Denied> {
-    let operation = authorized.operation;
-    let denied = |reason: String| Denied::Cluster {
-        rule: authorized.rule.clone(),
-        operation,
-        reason,
-    };
-    let (RequestedOperation::Http { method, .. }, Route::Agent(target)) =
-        (request.operation, &authorized.route)
-    else {
-        return Err(denied(
-            "it has rights for requests at nodes alone".to_owned(),
-        ));
-    };
-    let (Some(reviewer), Some(user)) = (&ingress.reviewer, request.cluster_user) else {
-        let text = "it knows callers with a certificate of its client CA, and reviewed ServiceAccount tokens that \
-                    callers names";
-        return Err(denied(text.to_owned()));
-    };
-    let node = &target.destination.node;
-    match reviewer.allows(user, node, operation, method).await {
-        Ok(true) => Ok(()),
-        Ok(false) => {
-            let verb = operation.verb(method).unwrap_or("no verb");
-            let subresources = operation.subresources().join(" nor nodes/");
-            let name = one_line(&user.name);
-            Err(denied(format!(
-                "{name} may not {verb} nodes/{subresources} of {node}"
-            )))
-        }
-        Err(error) => Err(denied(error.to_string())),
+    let running = ingress.running.begin(access);
+    // Those who decide again after a change may have begun before the access was in their list.
+    if !std::ptr::eq(request.policy, &raw const *ingress.policy.load()) {
+        Box::pin(ingress.decide_again(running.access())).await?;
     }
+    access_log.running(running);
+    Ok(route)
 }
 
 /// The answer of every listener while any other one could be wrong: an unknown name may be that of a
@@ -365,7 +350,19 @@ pub(super) async fn relay_tunnel<C>(
 ) where
     C: AsyncRead + AsyncWrite + PollCut + Send + Unpin,
 {
-    match tunnel.relay(&mut caller).await {
+    let ends = exchange_guard.response_guard.ends().clone();
+    let relayed = tokio::select! {
+        biased;
+        relayed = tunnel.relay(&mut caller) => relayed,
+        () = ends.notified() => {
+            debug!("{} is refused by the rules in force", tunnel.name());
+            // Marks the caller's connection as cut, too.
+            drop(exchange_guard);
+            tokio::join!(tunnel.abort(false), abort_behind(&mut caller));
+            return;
+        }
+    };
+    match relayed {
         RelayEnd::Clean => {
             tunnel.finish();
             exchange_guard.finish();

@@ -65,8 +65,8 @@ use tunnel_routing::decision::delegated::DelegatedRequest;
 use tunnel_routing::destination::Scheme;
 use tunnel_routing::operation::RequestedOperation;
 use tunnel_routing::pod::KubeletPath;
-use tunnel_routing::policy::AccessCaller;
 use tunnel_routing::policy::rules::RuleTable;
+use tunnel_routing::policy::{AccessCaller, Rules};
 
 /// Idle time after which a connection frees hyper's buffers. The buffers are most of the memory of
 /// an idle connection.
@@ -221,6 +221,8 @@ enum ConnEnd {
     Stalled,
     /// The caller closed its direction, or the connection, while a request was in progress.
     Gone,
+    /// The rules have changed, and refuse the request in progress.
+    Refused,
     /// The connection was idle, and a newer connection needed its permit.
     Evicted,
 }
@@ -254,6 +256,7 @@ impl Caller {
         let drain = self.ingress.shutdown.drain();
         let mut idle = pin!(self.timeouts.idle_for(RELEASE_BUFFERS_AFTER));
         let mut stuck = pin!(self.stuck());
+        let mut refused = pin!(self.close_mode.ends().notified());
         let mut larger_head = pin!(self.timeouts.wait_for_large_head());
         let (mut draining, mut has_expired, mut evicted) = (false, false, false);
         let mut evict_at = None;
@@ -295,6 +298,11 @@ impl Caller {
                     return Ok(DriveEnd::Idle(stream_from_parts(connection.into_parts())));
                 }
                 end = stuck.as_mut() => return Err(end),
+                () = refused.as_mut() => {
+                    self.close_mode.cut();
+                    abort_behind(&mut stream_from_parts(connection.into_parts())).await;
+                    return Err(ConnEnd::Refused);
+                }
                 never = expire.as_mut() => match never {},
                 () = gone.as_mut() => return Err(ConnEnd::Gone),
                 () = drain.cancelled(), if !draining => draining = true,
@@ -422,7 +430,8 @@ impl Caller {
                 });
             }
             ConnEnd::Http(error) => debug!(%error, %peer, "caller's connection ended"),
-            ConnEnd::TimedOut => {}
+            // The record of the request has the reason.
+            ConnEnd::TimedOut | ConnEnd::Refused => {}
             ConnEnd::Stalled => debug!(%peer, "caller took nothing of a response, which was cut"),
             ConnEnd::Gone => debug!(%peer, "caller disconnected"),
             ConnEnd::Evicted => metrics.evicted_caller(),
@@ -594,7 +603,7 @@ impl Caller {
     ) -> Result<Forwarded, ProxyError> {
         let policy = self.ingress.policy.load();
         // Few requests need the memory of a review.
-        let token_user = match self.named_token(&policy.rules, request.headers()) {
+        let token_user = match self.named_token(&policy.rules.in_force, request.headers()) {
             Some(token) => Box::pin(self.token_user(token)).await?,
             None => None,
         };
@@ -617,6 +626,8 @@ impl Caller {
                 has_token: account.is_none() && bearer_token(request.headers()).is_some(),
             },
             cluster_user: token_user.as_ref().or(self.cluster_user.as_ref()),
+            claimed: self.claimed_account(&policy.rules, request.headers()),
+            ends: self.close_mode.ends(),
             target: self.target(&request, has_delegation),
             operation: RequestedOperation::of(&request),
         };
@@ -639,6 +650,15 @@ impl Caller {
         let token = bearer_token(headers)?;
         let account = claimed_account(token)?;
         rules.names_account(&account).then_some(token)
+    }
+
+    /// Returns the account that a bearer token claims, if the rules of a dry run name it.
+    fn claimed_account(&self, rules: &Rules, headers: &HeaderMap) -> Option<CallerIdentity> {
+        let dry_run = rules.dry_run.as_ref();
+        let dry_run = dry_run.filter(|_| self.identity == CallerIdentity::Anonymous)?;
+        let account = claimed_account(bearer_token(headers)?)?;
+        let is_named = dry_run.names_account(&account);
+        is_named.then(|| CallerIdentity::ServiceAccount(account.into()))
     }
 
     /// Returns the user of a token, if the cluster accepts it.

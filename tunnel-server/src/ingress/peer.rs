@@ -47,6 +47,7 @@ impl CallerAddr {
                 CallerKey::User(format!("system:serviceaccount:{name}").into())
             }
             CallerIdentity::Uid(uid) => CallerKey::Local(Some(*uid)),
+            CallerIdentity::Agent(node) => CallerKey::Certificate(node.as_str().into()),
         }
     }
 }

@@ -5,6 +5,7 @@ use std::net::SocketAddr;
 use std::sync::Arc;
 
 use tokio::net::TcpStream;
+use tokio::sync::Notify;
 
 use super::access_log::{AccessLog, ExchangeGuard};
 use super::caller_stream::{CallerStream, CloseMode};
@@ -41,6 +42,7 @@ pub async fn serve(
         &ingress,
         &service,
         peer,
+        close_mode.ends(),
         &mut exchange_guard.access_log,
     ));
     match opening.await {
@@ -56,6 +58,7 @@ async fn open(
     ingress: &IngressContext,
     service: &TcpService,
     peer: SocketAddr,
+    ends: &Arc<Notify>,
     access_log: &mut AccessLog,
 ) -> Result<Tunnel, ProxyError> {
     let caller = AccessCaller {
@@ -68,6 +71,8 @@ async fn open(
         caller,
         target: IngressTarget::TcpService(&service.destination),
         cluster_user: None,
+        claimed: None,
+        ends,
         operation: RequestedOperation::Connect,
     };
     let route = route(ingress, request, access_log).await?;

@@ -83,7 +83,10 @@ impl Routes {
             let node = known.get(name);
             (
                 name.clone(),
-                node.map(|node| RouteNode::edge(name.clone(), node.addresses.clone())),
+                node.map(|node| RouteNode {
+                    labels: node.labels.clone(),
+                    ..RouteNode::edge(name.clone(), node.addresses.clone())
+                }),
             )
         });
         let table = self.update(RouteSource::Known, changed);

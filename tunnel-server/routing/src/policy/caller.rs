@@ -4,6 +4,8 @@ use std::fmt;
 use std::str::FromStr;
 use std::sync::Arc;
 
+use tunnel_proto::wire::name::NodeName;
+
 /// The identity that a caller has proved.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub enum CallerIdentity {
@@ -19,6 +21,8 @@ pub enum CallerIdentity {
     ServiceAccount(Arc<str>),
     /// The caller's process runs as this user at the other end of a Unix socket.
     Uid(u32),
+    /// The caller is the agent of this node, by its certificate.
+    Agent(NodeName),
 }
 
 impl fmt::Display for CallerIdentity {
@@ -29,6 +33,7 @@ impl fmt::Display for CallerIdentity {
             Self::User(name) => write!(formatter, "user:{name}"),
             Self::ServiceAccount(name) => write!(formatter, "serviceaccount:{name}"),
             Self::Uid(uid) => write!(formatter, "uid:{uid}"),
+            Self::Agent(node) => write!(formatter, "agent:{node}"),
         }
     }
 }
@@ -36,7 +41,8 @@ impl fmt::Display for CallerIdentity {
 /// A text is not the identity of a caller.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 #[error(
-    "{0:?} is no caller; use anonymous, certificate:NAME, user:NAME, uid:NUMBER or serviceaccount:NAMESPACE/NAME"
+    "{0:?} is no caller; use anonymous, certificate:NAME, user:NAME, uid:NUMBER, serviceaccount:NAMESPACE/NAME or \
+     agent:NODE"
 )]
 pub struct CallerIdentityError(String);
 
@@ -53,6 +59,7 @@ impl FromStr for CallerIdentity {
             ("user", name) => Ok(Self::User(name.into())),
             ("serviceaccount", name) => Ok(Self::ServiceAccount(name.into())),
             ("uid", uid) => uid.parse().map(Self::Uid).map_err(|_syntax| unknown()),
+            ("agent", node) => node.parse().map(Self::Agent).map_err(|_syntax| unknown()),
             _ => Err(unknown()),
         }
     }

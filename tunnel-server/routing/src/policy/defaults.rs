@@ -81,6 +81,11 @@ impl RuleTable {
                 listeners: listeners(Listener::Service),
                 ..allow("default-service")
             },
+            // The targets of the cloud have lists of nodes.
+            Rule {
+                listeners: listeners(Listener::Agent),
+                ..allow("default-agent")
+            },
         ];
         let of_ports = ports.operations.iter().map(|(port, operations)| Rule {
             operations: Some(*operations),
@@ -92,16 +97,16 @@ impl RuleTable {
         });
         rules.extend(of_ports);
         Self {
-            callers: Vec::new(),
             rules,
+            ..Self::default()
         }
     }
 
     /// Returns the one rule that allows what yurt-tunnel does: everything at the listed ports.
     pub fn yurt_tunnel() -> Self {
         Self {
-            callers: Vec::new(),
             rules: vec![Rule::new("compat-yurt-tunnel", Effect::Allow)],
+            ..Self::default()
         }
     }
 }

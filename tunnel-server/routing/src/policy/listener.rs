@@ -18,11 +18,13 @@ pub enum Listener {
     Unix,
     /// TCP services.
     Service,
+    /// The port of the agents, for targets of the cloud.
+    Agent,
 }
 
 /// Reason why a text is not the name of a listener.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
-#[error("{0:?} is not a listener; use http, https, connect, unix or service")]
+#[error("{0:?} is not a listener; use http, https, connect, unix, service or agent")]
 pub struct ListenerError(String);
 
 /// A set of listeners.
@@ -31,19 +33,20 @@ pub struct ListenerSet(u8);
 
 impl Listener {
     /// All kinds, in the order in which they are shown.
-    pub const ALL: [Self; 5] = [
+    pub const ALL: [Self; 6] = [
         Self::Http,
         Self::Https,
         Self::Connect,
         Self::Unix,
         Self::Service,
+        Self::Agent,
     ];
 
     /// Returns the listener as a port names it.
     pub(super) fn of_port(self) -> Self {
         match self {
             Self::Unix => Self::Connect,
-            Self::Http | Self::Https | Self::Connect | Self::Service => self,
+            Self::Http | Self::Https | Self::Connect | Self::Service | Self::Agent => self,
         }
     }
 
@@ -54,6 +57,7 @@ impl Listener {
             Self::Connect => "connect",
             Self::Unix => "unix",
             Self::Service => "service",
+            Self::Agent => "agent",
         }
     }
 }

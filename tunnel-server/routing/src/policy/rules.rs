@@ -13,6 +13,7 @@ use tunnel_proto::wire::ports::PortSet;
 use super::caller::CallerIdentity;
 use super::listener::{Listener, ListenerSet};
 use crate::operation::{Operation, OperationSet};
+use crate::routes::{RouteNode, RouteSource, RouteTable};
 
 /// The callers and rules in force.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
@@ -20,6 +21,8 @@ pub struct RuleTable {
     /// The callers that rules name, at most [`CALLERS_MAX`].
     pub callers: Vec<NamedCaller>,
     pub rules: Vec<Rule>,
+    /// Who says what rules read of a node: the cluster, or without one the operator with join tokens.
+    pub nodes_from: RouteSource,
 }
 
 /// A name for callers.
@@ -42,6 +45,8 @@ pub enum CallerMatch {
     Uid(u32),
     /// The source address of a TCP connection.
     Network(Cidr),
+    /// The node of an agent, by the agent's certificate.
+    Agent(NodePattern),
 }
 
 /// One rule. A set that is `None` contains everything.
@@ -59,6 +64,19 @@ pub struct Rule {
     /// The rule applies to destinations of these nodes only, and a deny to those without a node. Empty is
     /// all.
     pub nodes: Vec<NodePattern>,
+    /// The rule applies to nodes that have, or lack, the edge label, and a deny to those of which that is
+    /// not known.
+    pub edge: Option<bool>,
+    /// The rule applies to nodes with one of these labels, and a deny to those whose labels are not known.
+    /// Empty is all.
+    pub labels: Vec<RuleLabel>,
+}
+
+/// A label of nodes with its value.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct RuleLabel {
+    pub key: Box<str>,
+    pub value: Box<str>,
 }
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -86,13 +104,15 @@ pub enum DestinationKind {
     Service,
     /// A target that the server dials without an agent.
     Direct,
+    /// A target of the cloud, which an agent names.
+    Target,
 }
 
 /// What is known of an access when it is decided.
-#[derive(Debug, Clone, Copy)]
-pub struct Facts<'a> {
+#[derive(Debug, Clone)]
+pub struct Facts {
     pub listener: Listener,
-    pub identity: &'a CallerIdentity,
+    pub identity: CallerIdentity,
     /// The server uses its client certificate for the caller.
     pub has_delegation: bool,
     /// The caller sends a bearer token that this server has not reviewed.
@@ -101,11 +121,27 @@ pub struct Facts<'a> {
     pub source: Option<IpAddr>,
     pub kind: DestinationKind,
     /// The node of the destination, if it has one.
-    pub node: Option<&'a NodeName>,
-    pub port: Port,
+    pub node: Option<NodeName>,
+    /// The node, as the source of the table describes it. `None` if it is not known, or no rule reads it.
+    pub described: Option<Arc<RouteNode>>,
+    /// `None` if the target has addresses with several ports.
+    pub port: Option<Port>,
     /// The port is that of the node's kubelet.
     pub is_kubelet: bool,
     pub operation: Operation,
+}
+
+impl Facts {
+    /// Returns where the access is, for messages.
+    pub fn at(&self) -> String {
+        match (&self.node, self.port) {
+            (Some(node), Some(port)) => format!("{node} port {port}"),
+            (None, Some(port)) if self.kind == DestinationKind::Direct => {
+                format!("port {port} without an agent")
+            }
+            (Some(_) | None, _) => "a target of the cloud".to_owned(),
+        }
+    }
 }
 
 /// The answer of a table, with the rule that decided.
@@ -124,9 +160,31 @@ pub enum Verdict {
     AskCluster,
 }
 
+impl Verdict {
+    pub const ALL: [Self; 3] = [Self::Allow, Self::Deny, Self::AskCluster];
+
+    /// Returns the word for metrics.
+    pub fn label(self) -> &'static str {
+        match self {
+            Self::Allow => "allow",
+            Self::Deny => "deny",
+            Self::AskCluster => "ask_cluster",
+        }
+    }
+}
+
 impl RuleTable {
+    /// Sets what rules read of the node of an access.
+    pub fn describe(&self, facts: &mut Facts, routes: &RouteTable) {
+        let mut rules = self.rules.iter();
+        let is_read = rules.any(|rule| rule.edge.is_some() || !rule.labels.is_empty());
+        let node = facts.node.as_ref().filter(|_| is_read);
+        let described = node.and_then(|node| routes.node(self.nodes_from, node));
+        facts.described = described.cloned();
+    }
+
     /// Decides about an access. Allocates nothing.
-    pub fn decide(&self, facts: &Facts<'_>) -> Decision<'_> {
+    pub fn decide(&self, facts: &Facts) -> Decision<'_> {
         let callers = self.callers_of(facts);
         let mut allowed_by = None;
         let mut asked_by = None;
@@ -158,8 +216,8 @@ impl RuleTable {
     }
 
     /// Returns the classes and names of the caller.
-    fn callers_of(&self, facts: &Facts<'_>) -> CallerSet {
-        let is_anonymous = *facts.identity == CallerIdentity::Anonymous;
+    fn callers_of(&self, facts: &Facts) -> CallerSet {
+        let is_anonymous = facts.identity == CallerIdentity::Anonymous;
         let mut callers = CallerSet::default();
         callers.set(CallerClass::Anonymous.bit(), is_anonymous);
         callers.set(CallerClass::Authenticated.bit(), !is_anonymous);
@@ -167,6 +225,8 @@ impl RuleTable {
         callers.set(CallerClass::Token.bit(), facts.has_token);
         let has_certificate = matches!(facts.identity, CallerIdentity::Certificate(_));
         callers.set(CallerClass::Certificate.bit(), has_certificate);
+        let is_agent = matches!(facts.identity, CallerIdentity::Agent(_));
+        callers.set(CallerClass::Agent.bit(), is_agent);
         for (index, caller) in self.callers.iter().enumerate().take(CALLERS_MAX) {
             callers.set(CallerClass::ALL.len() + index, caller.who.matches(facts));
         }
@@ -196,6 +256,21 @@ impl RuleTable {
         callers.any(|caller| matches!(&caller.who, CallerMatch::ServiceAccount(named) if **named == *account))
     }
 
+    /// Returns whether a rule may allow agents to open streams.
+    pub fn may_allow_agents(&self) -> bool {
+        let mut rules = self.rules.iter();
+        rules.any(|rule| {
+            rule.effect == Effect::Allow
+                && rule.operations.is_none_or(|set| set == OperationSet::BYTES)
+                && rule
+                    .listeners
+                    .is_none_or(|set| set.contains(Listener::Agent))
+                && rule
+                    .destinations
+                    .is_none_or(|set| set.contains(DestinationKind::Target))
+        })
+    }
+
     fn caller_names(&self, set: CallerSet) -> String {
         let classes = CallerClass::ALL.iter().map(|class| class.name());
         let names = classes.chain(self.callers.iter().map(|caller| &*caller.name));
@@ -205,20 +280,26 @@ impl RuleTable {
 }
 
 impl CallerMatch {
-    fn matches(&self, facts: &Facts<'_>) -> bool {
-        match (self, facts.identity) {
+    fn matches(&self, facts: &Facts) -> bool {
+        match (self, &facts.identity) {
             (Self::Certificate(name), CallerIdentity::Certificate(own)) => **name == **own,
             (Self::User(name), CallerIdentity::User(own)) => **name == **own,
             (Self::Uid(uid), CallerIdentity::Uid(own)) => uid == own,
             (Self::ServiceAccount(name), CallerIdentity::ServiceAccount(own)) => **name == **own,
+            (Self::Agent(nodes), CallerIdentity::Agent(own)) => nodes.matches(own),
             (Self::Network(network), _) => facts.source.is_some_and(|ip| network.contains(ip)),
             (
-                Self::Certificate(_) | Self::User(_) | Self::Uid(_) | Self::ServiceAccount(_),
+                Self::Certificate(_)
+                | Self::User(_)
+                | Self::Uid(_)
+                | Self::ServiceAccount(_)
+                | Self::Agent(_),
                 CallerIdentity::Anonymous
                 | CallerIdentity::Certificate(_)
                 | CallerIdentity::User(_)
                 | CallerIdentity::Uid(_)
-                | CallerIdentity::ServiceAccount(_),
+                | CallerIdentity::ServiceAccount(_)
+                | CallerIdentity::Agent(_),
             ) => false,
         }
     }
@@ -236,10 +317,12 @@ impl Rule {
             listeners: None,
             destinations: None,
             nodes: Vec::new(),
+            edge: None,
+            labels: Vec::new(),
         }
     }
 
-    fn matches(&self, facts: &Facts<'_>, callers: CallerSet) -> bool {
+    fn matches(&self, facts: &Facts, callers: CallerSet) -> bool {
         // The cluster has rights for kubelets alone.
         (self.effect != Effect::AskCluster || facts.is_kubelet)
             && self.callers.is_none_or(|set| set.overlaps(callers))
@@ -248,20 +331,33 @@ impl Rule {
                 .listeners
                 .is_none_or(|set| set.contains(facts.listener))
             && self.destinations.is_none_or(|set| set.contains(facts.kind))
-            && self
-                .ports
-                .as_ref()
-                .is_none_or(|ports| ports.contains(facts))
-            && (self.nodes.is_empty() || self.matches_node(facts.node))
+            && self.matches_port(facts)
+            && self.matches_node(facts)
     }
 
-    /// Nobody knows which node a target without an agent is, so a deny applies to it.
-    fn matches_node(&self, node: Option<&NodeName>) -> bool {
-        node.map_or(self.effect == Effect::Deny, |node| self.has_node(node))
+    fn matches_port(&self, facts: &Facts) -> bool {
+        let has = |ports: &RulePorts| match facts.port {
+            Some(port) => ports.contains(port, facts.is_kubelet),
+            None => self.effect == Effect::Deny,
+        };
+        self.ports.as_ref().is_none_or(has)
+    }
+
+    /// Nobody knows which node a target without an agent is, nor more of a node than its source says: a deny
+    /// applies to what is not known.
+    fn matches_node(&self, facts: &Facts) -> bool {
+        let unknown = self.effect == Effect::Deny;
+        let node = facts.node.as_ref();
+        let described = facts.described.as_deref();
+        (self.nodes.is_empty() || node.map_or(unknown, |node| self.has_node(node)))
+            && self
+                .edge
+                .is_none_or(|edge| described.map_or(unknown, |node| node.is_edge == edge))
+            && (self.labels.is_empty() || described.map_or(unknown, |node| self.has_label(node)))
     }
 
     /// Nobody knows which operations bytes are: a deny applies to bytes that may be one of its operations.
-    fn matches_operation(&self, facts: &Facts<'_>) -> bool {
+    fn matches_operation(&self, facts: &Facts) -> bool {
         let Some(operations) = self.operations else {
             return true;
         };
@@ -276,6 +372,11 @@ impl Rule {
 
     fn has_node(&self, node: &NodeName) -> bool {
         self.nodes.iter().any(|pattern| pattern.matches(node))
+    }
+
+    fn has_label(&self, node: &RouteNode) -> bool {
+        let mut labels = self.labels.iter();
+        labels.any(|label| node.labels.get(&label.key) == Some(&label.value))
     }
 
     /// Returns the rule as in a file, on one line.
@@ -300,14 +401,23 @@ impl Rule {
             .map(|node| format!("\"{node}\""))
             .collect();
         list("nodes", (!nodes.is_empty()).then(|| nodes.join(", ")));
+        let labels: Vec<_> = self.labels.iter().map(ToString::to_string).collect();
+        list("labels", (!labels.is_empty()).then(|| labels.join(", ")));
+        fields.extend(self.edge.map(|edge| format!("edge: {edge}")));
         format!("{{ {} }}", fields.join(", "))
     }
 }
 
 impl RulePorts {
-    fn contains(&self, facts: &Facts<'_>) -> bool {
-        let is_kubelet = facts.is_kubelet && facts.port.get() != READ_ONLY_PORT;
-        (self.has_kubelet && is_kubelet) || self.numbers.contains(facts.port)
+    fn contains(&self, port: Port, is_kubelet: bool) -> bool {
+        let is_kubelet = is_kubelet && port.get() != READ_ONLY_PORT;
+        (self.has_kubelet && is_kubelet) || self.numbers.contains(port)
+    }
+}
+
+impl fmt::Display for RuleLabel {
+    fn fmt(&self, formatter: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(formatter, "{}={}", self.key, self.value)
     }
 }
 
@@ -334,15 +444,18 @@ pub enum CallerClass {
     Token,
     /// With a client certificate.
     Certificate,
+    /// The agent of a node.
+    Agent,
 }
 
 impl CallerClass {
-    pub const ALL: [Self; 5] = [
+    pub const ALL: [Self; 6] = [
         Self::Anonymous,
         Self::Authenticated,
         Self::Delegation,
         Self::Token,
         Self::Certificate,
+        Self::Agent,
     ];
 
     pub fn name(self) -> &'static str {
@@ -352,6 +465,7 @@ impl CallerClass {
             Self::Delegation => "delegation",
             Self::Token => "token",
             Self::Certificate => "certificate",
+            Self::Agent => "agent",
         }
     }
 
@@ -395,13 +509,14 @@ impl CallerSet {
 pub struct DestinationSet(u8);
 
 impl DestinationKind {
-    const ALL: [Self; 3] = [Self::Node, Self::Service, Self::Direct];
+    const ALL: [Self; 4] = [Self::Node, Self::Service, Self::Direct, Self::Target];
 
     pub fn name(self) -> &'static str {
         match self {
             Self::Node => "node",
             Self::Service => "service",
             Self::Direct => "direct",
+            Self::Target => "target",
         }
     }
 }
@@ -411,7 +526,9 @@ impl FromStr for DestinationKind {
 
     fn from_str(name: &str) -> Result<Self, String> {
         let found = Self::ALL.into_iter().find(|kind| kind.name() == name);
-        found.ok_or_else(|| format!("{name:?} is no destination; use node, service or direct"))
+        found.ok_or_else(|| {
+            format!("{name:?} is no destination; use node, service, direct or target")
+        })
     }
 }
 

@@ -8,15 +8,15 @@ use arc_swap::ArcSwap;
 
 use super::PortPolicy;
 use super::caller::CallerIdentity;
+use super::dry_run::Rules;
 use super::ports::PortLists;
-use super::rules::RuleTable;
 use crate::destination::Destination;
 
 /// What decides about accesses. A request uses one value from its begin to its end.
 #[derive(Debug, Clone, Default)]
 pub struct Policy {
     pub ports: PortPolicy,
-    pub rules: RuleTable,
+    pub rules: Rules,
     /// The destinations of TCP services.
     pub services: Vec<Destination>,
     pub delegation: DelegationPolicy,
@@ -132,7 +132,7 @@ mod tests {
     fn state(policy: &SharedPolicy) -> (bool, bool, String) {
         let policy = policy.load();
         let is_open = |port| policy.ports.entry(Port::new(port).unwrap()).is_ok();
-        let rule = policy.rules.rules.first();
+        let rule = policy.rules.in_force.rules.first();
         let rule = rule.map_or("", |rule| &rule.name);
         (is_open(9100), is_open(9200), rule.to_owned())
     }

@@ -22,8 +22,7 @@ fn answer(caller: AccessCaller<'_>, destination: RequestedDestination<()>) -> St
         destination,
         operation: RequestedOperation::Connect,
     };
-    let authorized = authorize(&policy(), &RuleTable::yurt_tunnel(), access);
-    match authorized.map(|authorized| authorized.route) {
+    match admit(&policy(), access).map(|admitted| admitted.route) {
         Ok(Route::Agent(target)) if target.keeps_host => {
             format!("{}, Host", target.destination)
         }

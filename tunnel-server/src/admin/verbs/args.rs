@@ -104,8 +104,9 @@ pub enum TokenVerb {
         /// Address by which requests may name the node; repeatable
         #[arg(long = "ip", value_name = "IP")]
         ips: Vec<IpAddr>,
-        /// Label of the node, by which nodes --selector selects, or of each node that a token for a
-        /// pattern enrolls; repeatable. Replaces the labels of an earlier token; no rule depends on it
+        /// Label of the node, by which nodes --selector and rules select, or of each node that a token
+        /// for a pattern enrolls; repeatable. Replaces the labels of an earlier token. In a cluster
+        /// rules read the Node object instead
         #[arg(long = "label", value_name = "KEY=VALUE", value_parser = parse_label)]
         labels: Vec<(Box<str>, Box<str>)>,
         /// Without a running server, create the CA if the data directory has none
@@ -356,6 +357,10 @@ pub struct HealthcheckArgs {
 /// Have the running server read its files again.
 #[derive(Debug, Clone, clap::Args)]
 pub struct ReloadArgs {
+    /// After that, end requests and streams in progress that the rules in force refuse. Without this
+    /// flag they go on
+    #[arg(long)]
+    pub end_running: bool,
     /// Output format of the result
     #[arg(short, long, value_enum, default_value = "table")]
     pub output: OutputFormat,

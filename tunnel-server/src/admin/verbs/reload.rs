@@ -1,5 +1,7 @@
 //! The command `reload`: has the running server read its files again, and prints what became of them.
 
+use serde::Serialize;
+use tunnel_process::config_report::ConfigStatus;
 use tunnel_process::output::OutputFormat;
 
 use super::{ReloadArgs, VerbError, VerbOutput, json};
@@ -18,11 +20,33 @@ impl ReloadArgs {
         let server = AdminClient::connect(&dir).await?;
         let server = server.ok_or(VerbError::NotRunning(path))?;
         let status = server.reload().await?;
+        let ends = self.end_running && status.check().is_ok();
+        let ended = if ends {
+            Some(server.end_running().await?)
+        } else {
+            None
+        };
         let text = match self.output {
-            OutputFormat::Table => status.table(),
-            OutputFormat::Json => json(&status)?,
+            OutputFormat::Table => {
+                let ended = ended.map(|ended| format!("ended, refused by the rules: {ended}\n"));
+                status.table() + &ended.unwrap_or_default()
+            }
+            OutputFormat::Json => json(&Reloaded {
+                status: &status,
+                ended,
+            })?,
         };
         VerbOutput::out(text).print()?;
         Ok(status.check()?)
     }
+}
+
+/// The result as JSON.
+#[derive(Debug, Serialize)]
+struct Reloaded<'a> {
+    #[serde(flatten)]
+    status: &'a ConfigStatus,
+    /// Requests and streams that ended because the rules refuse them.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    ended: Option<usize>,
 }

@@ -104,3 +104,88 @@ fn every_mistake_in_the_rules_is_reported() {
         assert!(error.contains(expected), "{expected}: {error}");
     }
 }
+
+fn in_cluster(text: &str) -> Result<Config, String> {
+    let text = format!("kubeconfig: /etc/kubeconfig\n{text}");
+    yaml(&text)
+}
+
+#[test]
+fn label_that_a_node_can_choose_is_a_mistake_in_a_rule() {
+    let rule = |condition: &str| format!("rules: [{{ name: a, effect: deny, {condition} }}]\n");
+    let label = "labels: [node-restriction.kubernetes.io/tier=pay]";
+    let followed = "nodeLabels: [node-restriction.kubernetes.io/tier, tier]\n";
+    let edge = "edgeLabel: node-restriction.kubernetes.io/edge\n";
+    let shown_in = |config: Result<Config, String>| shown(&config.unwrap().policy);
+    let in_file = format!("{{ name: a, effect: deny, {label} }}");
+    assert_eq!(
+        shown_in(in_cluster(&(rule(label) + followed))),
+        [in_file.as_str()]
+    );
+    let edges = shown_in(in_cluster(&(rule("edge: true") + edge)));
+    assert_eq!(edges, ["{ name: a, effect: deny, edge: true }"]);
+    let own = shown_in(yaml(&rule("labels: [tier=pay]")));
+    assert_eq!(own, ["{ name: a, effect: deny, labels: [tier=pay] }"]);
+    for (config, expected) in [
+        (
+            in_cluster(&(rule("labels: [tier=pay]") + followed)),
+            "rules: a: labels: a kubelet may be able to set tier on its own Node",
+        ),
+        (
+            in_cluster(&rule(label)),
+            "node-restriction.kubernetes.io/tier is not stored; add it to --node-label",
+        ),
+        (
+            in_cluster(&rule("edge: true")),
+            "rules: a: edge: a kubelet may be able to set openyurt.io/is-edge-worker",
+        ),
+        (yaml(&rule("edge: true")), "rules: a: edge: needs a cluster"),
+        (
+            yaml(&rule("edge: perhaps")),
+            "\"perhaps\" is neither true nor false",
+        ),
+        (yaml(&rule("labels: [tier]")), "is not KEY=VALUE"),
+        (
+            yaml(&(rule("labels: [tier=pay]") + "peers: ['b=127.0.0.1:10269']\n")),
+            "rules: a: labels: the label of a join token is at the server that created it",
+        ),
+    ] {
+        let error = config.unwrap_err();
+        assert!(error.contains(expected), "{expected}: {error}");
+    }
+}
+
+#[test]
+fn rules_of_a_dry_run_are_checked_and_have_the_callers_of_the_file_or_their_own() {
+    let dry_run = |text: &str| {
+        let table = policy(text).dry_run.unwrap();
+        let rules = table.rules.iter().map(|rule| rule.show(&table));
+        rules.collect::<Vec<_>>()
+    };
+    let rules = "rules: [{ name: a, callers: [ops] }]";
+    let shown = ["{ name: a, callers: [ops] }"];
+    let callers = "callers: { ops: { user: ops } }";
+    assert_eq!(dry_run(&format!("{callers}\ndryRun: {{ {rules} }}")), shown);
+    assert_eq!(dry_run(&format!("dryRun: {{ {callers}, {rules} }}")), shown);
+    assert_eq!(policy("{}").dry_run, None);
+    let error = yaml(&format!("dryRun: {{ {rules} }}")).unwrap_err();
+    assert!(
+        error.contains("dryRun: rules: a: callers: \"ops\""),
+        "{error}"
+    );
+    assert!(yaml("dryRun: { callers: {} }").is_err(), "without rules");
+}
+
+#[test]
+fn rules_that_let_no_agent_reach_the_targets_of_the_cloud_are_a_warning() {
+    let warns = |rules: &str| {
+        let config = yaml(&format!("cloudApiserver: 'a:6443'\n{rules}")).unwrap();
+        config
+            .warnings
+            .iter()
+            .any(|text| text.contains("listeners: [agent]"))
+    };
+    assert!(!warns("{}") && !warns("rules: [{ name: a, listeners: [agent] }]"));
+    assert!(warns("rules: [{ name: a, listeners: [http] }]"));
+    assert!(warns("rules: [{ name: a, operations: [read] }]"));
+}

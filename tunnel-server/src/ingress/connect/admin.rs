@@ -59,6 +59,11 @@ impl AdminTunnels {
         }
     }
 
+    /// Ends the accesses in progress that the policy in force refuses. Returns their number.
+    pub async fn end_refused(&self) -> usize {
+        self.ingress.end_refused().await
+    }
+
     /// Answers a CONNECT of the user with this uid. The response is a 200 followed by the byte
     /// stream, or an error with one line of text.
     pub async fn answer(
@@ -73,7 +78,8 @@ impl AdminTunnels {
             &self.ingress.metrics,
         );
         access_log.head(&request);
-        let opened = Box::pin(self.open(&request, user, &mut access_log)).await;
+        let close_mode = Arc::new(CloseMode::default());
+        let opened = Box::pin(self.open(&request, user, &close_mode, &mut access_log)).await;
         let (tunnel, permit) = match opened {
             Ok(opened) => opened,
             Err(failure) => {
@@ -92,7 +98,6 @@ impl AdminTunnels {
             granted.headers_mut().insert(VIA_HEADER, name);
         }
         let caller = hyper::upgrade::on(&mut request).map_ok(TokioIo::new);
-        let close_mode = Arc::new(CloseMode::default());
         let exchange_guard = Box::new(ExchangeGuard {
             response_guard: close_mode.start(),
             access_log,
@@ -108,6 +113,7 @@ impl AdminTunnels {
         &self,
         request: &Request<Incoming>,
         user: Option<u32>,
+        close_mode: &CloseMode,
         access_log: &mut AccessLog,
     ) -> Result<(Tunnel, tokio::sync::OwnedSemaphorePermit), ProxyError> {
         let identity = user.map(CallerIdentity::Uid).unwrap_or_default();
@@ -130,6 +136,8 @@ impl AdminTunnels {
                 dialer: &self.proxy.direct,
             },
             cluster_user: None,
+            claimed: None,
+            ends: close_mode.ends(),
             operation: RequestedOperation::Connect,
         };
         let route = route(&self.ingress, access, access_log).await?;

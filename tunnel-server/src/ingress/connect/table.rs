@@ -12,12 +12,11 @@ use tunnel_routing::decision::proxy::ProxyRequest;
 use tunnel_routing::destination::{DialTarget, RequestedDestination};
 use tunnel_routing::dial_policy::{AddressClaims, DialPolicy, LiveClusterNetworks};
 use tunnel_routing::operation::RequestedOperation;
-use tunnel_routing::policy::rules::RuleTable;
 use tunnel_routing::policy::{
-    Access, AccessCaller, Listener, PortPolicy, PortSettings, Route, authorize,
+    Access, AccessCaller, Listener, PortPolicy, PortSettings, Route, admit,
 };
 
-/// Authorizes an anonymous caller of a CONNECT listener.
+/// Returns the route for an anonymous caller of a CONNECT listener.
 pub(crate) fn authorize_anonymous<D>(
     policy: &PortPolicy,
     destination: RequestedDestination<D>,
@@ -30,7 +29,7 @@ pub(crate) fn authorize_anonymous<D>(
         destination,
         operation: RequestedOperation::Connect,
     };
-    Ok(authorize(policy, &RuleTable::yurt_tunnel(), access)?.route)
+    Ok(admit(policy, access)?.route)
 }
 
 /// A server in a cluster.

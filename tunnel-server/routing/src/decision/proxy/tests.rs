@@ -6,8 +6,7 @@ use http::{HeaderValue, Request};
 use super::*;
 use crate::destination::{AgentTarget, Destination};
 use crate::operation::RequestedOperation;
-use crate::policy::rules::RuleTable;
-use crate::policy::{Access, AccessCaller, Listener, PortLists, PortPolicy, Route, authorize};
+use crate::policy::{Access, AccessCaller, Listener, PortLists, PortPolicy, Route, admit};
 
 fn name(text: &str) -> NodeName {
     text.parse().unwrap()
@@ -143,9 +142,9 @@ fn nodes_go_through_their_agents_and_all_else_is_the_servers_to_dial() {
             destination: requested,
             operation: RequestedOperation::Connect,
         };
-        let authorized = authorize(&policy, &RuleTable::yurt_tunnel(), access);
-        authorized
-            .map(|authorized| authorized.route)
+        let admitted = admit(&policy, access);
+        admitted
+            .map(|admitted| admitted.route)
             .map_err(|denied| denied.kind())
     };
     let agent = |node: &NodeName, port| {

@@ -1,5 +1,7 @@
 //! What each kind of caller may do without a file.
 
+use tunnel_proto::wire::name::NodeName;
+
 use super::super::CallerIdentity;
 use super::super::rules::{Facts, Verdict};
 use super::*;
@@ -17,17 +19,18 @@ fn allowed(
         has_direct_list: false,
     };
     let table = RuleTable::defaults(&ports);
-    let node = "worker-1".parse().unwrap();
+    let node: NodeName = "worker-1".parse().unwrap();
     let may = |port: u16, operation: Operation, kind: DestinationKind| {
         let facts = Facts {
             listener,
-            identity,
+            identity: identity.clone(),
             has_delegation,
             has_token,
             source: None,
             kind,
-            node: (kind != DestinationKind::Direct).then_some(&node),
-            port: Port::new(port).unwrap(),
+            node: (kind == DestinationKind::Node).then(|| node.clone()),
+            described: None,
+            port: Port::new(port),
             is_kubelet: port == 10250,
             operation,
         };
@@ -77,6 +80,9 @@ fn allowed(
     if may(443, Operation::Connect, DestinationKind::Direct) {
         may_do.push("direct".to_owned());
     }
+    if may(6443, Operation::Connect, DestinationKind::Target) {
+        may_do.push("target".to_owned());
+    }
     may_do.join(", ")
 }
 
@@ -85,6 +91,7 @@ fn each_listener_is_safe_without_a_file() {
     let certificate = CallerIdentity::Certificate("ops".into());
     let user = CallerIdentity::User("prometheus".into());
     let anonymous = CallerIdentity::Anonymous;
+    let agent = CallerIdentity::Agent("gw-1".parse().unwrap());
     let reads = "10250 metrics, 9100 read, 8080 read write upgrade";
     let kubelet = "10250 metrics pods containerlogs exec upgrade connect";
     let all = "10250 metrics pods containerlogs exec upgrade connect, 9100 read write upgrade connect, \
@@ -105,7 +112,7 @@ fn each_listener_is_safe_without_a_file() {
             Listener::Https,
             &certificate,
             [true, false],
-            format!("{all}, direct"),
+            format!("{all}, direct, target"),
         ),
         (Listener::Connect, &user, [false; 2], connect.to_owned()),
         (
@@ -124,13 +131,19 @@ fn each_listener_is_safe_without_a_file() {
             Listener::Unix,
             &CallerIdentity::Uid(0),
             [false; 2],
-            format!("{all}, direct"),
+            format!("{all}, direct, target"),
         ),
         (
             Listener::Service,
             &anonymous,
             [false; 2],
-            format!("{all}, direct"),
+            format!("{all}, direct, target"),
+        ),
+        (
+            Listener::Agent,
+            &agent,
+            [false; 2],
+            format!("{all}, direct, target"),
         ),
     ] {
         let may_do = allowed(listener, identity, has_delegation, has_token);

@@ -7,7 +7,7 @@ use rand::{RngExt as _, SeedableRng as _};
 use super::*;
 
 /// What the documentation says, for each rule on its own.
-fn model(table: &RuleTable, facts: &Facts<'_>) -> Verdict {
+fn model(table: &RuleTable, facts: &Facts) -> Verdict {
     let matches = |effect: Effect| {
         let rules = table.rules.iter().filter(move |rule| rule.effect == effect);
         rules
@@ -27,7 +27,7 @@ fn model(table: &RuleTable, facts: &Facts<'_>) -> Verdict {
 }
 
 /// Reads the rule as it is shown in a file, without the sets of the table.
-fn model_matches(table: &RuleTable, rule: &Rule, facts: &Facts<'_>) -> bool {
+fn model_matches(table: &RuleTable, rule: &Rule, facts: &Facts) -> bool {
     let text = rule.show(table);
     let list = |key: &str| -> Option<Vec<String>> {
         let (_, after) = text.split_once(&format!("{key}: ["))?;
@@ -42,11 +42,13 @@ fn model_matches(table: &RuleTable, rule: &Rule, facts: &Facts<'_>) -> bool {
         list(key).is_none_or(|items| items.iter().any(|item| is_one(item)))
     };
     let is_caller = |name: &str| match name {
-        "anonymous" => *facts.identity == CallerIdentity::Anonymous,
-        "authenticated" => *facts.identity != CallerIdentity::Anonymous,
+        "anonymous" => facts.identity == CallerIdentity::Anonymous,
+        "authenticated" => facts.identity != CallerIdentity::Anonymous,
         "delegation" => facts.has_delegation,
         "token" => facts.has_token,
         "certificate" => matches!(facts.identity, CallerIdentity::Certificate(_)),
+        "agent" => matches!(facts.identity, CallerIdentity::Agent(_)),
+        "gateways" => facts.identity.to_string().starts_with("agent:gw-"),
         "office" => facts.source == Some([10, 1, 0, 1].into()),
         named => facts.identity.to_string().ends_with(&format!(":{named}")),
     };
@@ -60,25 +62,40 @@ fn model_matches(table: &RuleTable, rule: &Rule, facts: &Facts<'_>) -> bool {
         (Operation::Connect, _) => text.contains("operations: [connect]"),
         (operation, _) => operation.name() == name,
     };
+    let unknown = rule.effect == Effect::Deny;
     let is_node = |pattern: &str| {
-        let Some(node) = facts.node else {
-            return rule.effect == Effect::Deny;
+        let Some(node) = &facts.node else {
+            return unknown;
         };
         match pattern.split_once('*') {
             Some((start, _)) => node.as_str().starts_with(start),
             None => node.as_str() == pattern,
         }
     };
+    let has_label = |label: &str| {
+        let Some(node) = &facts.described else {
+            return unknown;
+        };
+        let mut labels = node.labels.iter();
+        labels.any(|(key, value)| label == format!("{key}={value}"))
+    };
+    let is_edge = facts.described.as_ref().map(|node| node.is_edge);
+    let edge_fits = [true, false].into_iter().all(|edge| {
+        !text.contains(&format!("edge: {edge}")) || is_edge.map_or(unknown, |is| is == edge)
+    });
     let asks_nothing = rule.effect == Effect::AskCluster && !facts.is_kubelet;
     !asks_nothing
         && has("callers", &is_caller)
         && has("operations", &is_operation)
-        && has("ports", &|port| {
-            port == facts.port.to_string() || (port == "kubelet" && facts.is_kubelet)
+        && has("ports", &|port| match facts.port {
+            None => unknown,
+            Some(own) => port == own.to_string() || (port == "kubelet" && facts.is_kubelet),
         })
         && has("listeners", &|name| name == facts.listener.to_string())
         && has("destinations", &|name| name == facts.kind.name())
         && has("nodes", &is_node)
+        && has("labels", &has_label)
+        && edge_fits
 }
 
 const NODES: [&str; 3] = ["pay-1", "pay-2", "cam-1"];
@@ -98,8 +115,9 @@ fn table_without_rules() -> RuleTable {
                 "office",
                 CallerMatch::Network("10.1.0.0/16".parse().unwrap()),
             ),
+            named("gateways", CallerMatch::Agent("gw-*".parse().unwrap())),
         ],
-        rules: Vec::new(),
+        ..RuleTable::default()
     }
 }
 
@@ -122,6 +140,8 @@ fn random_rule(table: &RuleTable, random: &mut StdRng) -> Rule {
             "apiserver",
             "ops",
             "office",
+            "agent",
+            "gateways",
         ];
         let set = |name: &&str| table.caller(name).unwrap();
         let first = set(names.choose(random).unwrap());
@@ -168,7 +188,30 @@ fn random_rule(table: &RuleTable, random: &mut StdRng) -> Rule {
                 .unwrap(),
         ];
     }
+    if random.random_bool(0.3) {
+        rule.labels = vec![RuleLabel {
+            key: "tier".into(),
+            value: (*["pay", "shop"].choose(random).unwrap()).into(),
+        }];
+    }
+    if random.random_bool(0.2) {
+        rule.edge = Some(random.random());
+    }
     rule
+}
+
+/// Returns what is known of a node: nothing, or its edge label with one other label or none.
+fn random_description(node: &NodeName, random: &mut StdRng) -> Option<Arc<RouteNode>> {
+    let tier = random.random_range(0..4);
+    let labels = ["pay", "shop"]
+        .get(tier)
+        .map(|tier| ("tier".into(), (*tier).into()));
+    let described = RouteNode {
+        is_edge: random.random(),
+        labels: labels.into_iter().collect(),
+        ..RouteNode::edge(node.clone(), Vec::new())
+    };
+    (tier < 3).then(|| described.into())
 }
 
 #[test]
@@ -181,6 +224,8 @@ fn tables_decide_as_the_model_and_an_added_allow_never_loses_a_deny() {
         CallerIdentity::User("ops".into()),
         CallerIdentity::ServiceAccount("m/scrape".into()),
         CallerIdentity::Uid(0),
+        CallerIdentity::Agent("gw-1".parse().unwrap()),
+        CallerIdentity::Agent("cam-1".parse().unwrap()),
     ];
     let mut counts = [0; 3];
     for _ in 0..100_000 {
@@ -192,15 +237,19 @@ fn tables_decide_as_the_model_and_an_added_allow_never_loses_a_deny() {
         let source = *[None, Some([10, 1, 0, 1].into()), Some([10, 2, 0, 1].into())]
             .choose(&mut random)
             .unwrap();
+        let node = nodes.choose(&mut random).filter(|_| source.is_some());
+        let described = node.and_then(|node| random_description(node, &mut random));
+        let port = Port::new(*PORTS.choose(&mut random).unwrap());
         let facts = Facts {
             listener: *Listener::ALL.choose(&mut random).unwrap(),
-            identity: identities.choose(&mut random).unwrap(),
+            identity: identities.choose(&mut random).unwrap().clone(),
             has_delegation: random.random(),
             has_token: random.random(),
             source,
             kind: *DestinationKind::ALL.choose(&mut random).unwrap(),
-            node: nodes.choose(&mut random).filter(|_| source.is_some()),
-            port: Port::new(*PORTS.choose(&mut random).unwrap()).unwrap(),
+            node: node.cloned(),
+            described,
+            port: port.filter(|_| random.random_bool(0.9)),
             is_kubelet: random.random(),
             operation: *Operation::ALL.choose(&mut random).unwrap(),
         };
@@ -245,18 +294,72 @@ fn callers_of_one_name_are_told_apart_by_how_they_proved_it() {
     ] {
         let facts = Facts {
             listener: Listener::Connect,
-            identity: &identity,
+            identity: identity.clone(),
             has_delegation: false,
             has_token: false,
             source: None,
             kind: DestinationKind::Node,
             node: None,
-            port: Port::new(22).unwrap(),
+            described: None,
+            port: Port::new(22),
             is_kubelet: false,
             operation: Operation::Connect,
         };
         assert_eq!(table.decide(&facts).verdict, verdict, "{identity}");
     }
+}
+
+#[test]
+fn node_is_described_by_the_source_of_the_table_alone() {
+    let node: NodeName = "pay-1".parse().unwrap();
+    let of = |tier: &str, is_edge| RouteNode {
+        is_edge,
+        labels: [("tier".into(), tier.into())].into(),
+        ..RouteNode::edge(node.clone(), Vec::new())
+    };
+    let mut routes = RouteTable::default();
+    routes.replace(RouteSource::Known, &node, Some(of("pay", true)));
+    let label = |tier: &str| RuleLabel {
+        key: "tier".into(),
+        value: tier.into(),
+    };
+    let decided = |nodes_from, effect, tier: &str, routes: &RouteTable| {
+        let rule = Rule {
+            labels: vec![label(tier)],
+            ..Rule::new("labeled", effect)
+        };
+        let table = RuleTable {
+            rules: vec![Rule::new("all", Effect::Allow), rule],
+            nodes_from,
+            ..RuleTable::default()
+        };
+        let mut facts = super::super::facts_of_agent(&node, &[]);
+        facts.node = Some(node.clone());
+        table.describe(&mut facts, routes);
+        table.decide(&facts).verdict
+    };
+    let (known, cluster) = (RouteSource::Known, RouteSource::Cluster);
+    assert_eq!(decided(known, Effect::Deny, "pay", &routes), Verdict::Deny);
+    assert_eq!(
+        decided(known, Effect::Deny, "shop", &routes),
+        Verdict::Allow
+    );
+    // Without a Node object nothing is known in a cluster, whatever a join token says.
+    assert_eq!(
+        decided(cluster, Effect::Deny, "shop", &routes),
+        Verdict::Deny
+    );
+    routes.replace(cluster, &node, Some(of("shop", false)));
+    assert_eq!(
+        decided(cluster, Effect::Deny, "pay", &routes),
+        Verdict::Allow
+    );
+    assert_eq!(
+        decided(cluster, Effect::Deny, "shop", &routes),
+        Verdict::Deny
+    );
+    let gone = RouteTable::default();
+    assert_eq!(decided(known, Effect::Deny, "pay", &gone), Verdict::Deny);
 }
 
 #[test]

@@ -18,6 +18,7 @@ use tunnel_proto::wire::header::StreamHeader;
 use tunnel_proto::wire::name::InstanceId;
 
 use crate::config::{Limits, SharedLimits};
+use crate::dry_run::DryRunReport;
 use crate::ingress::ListenerKind;
 use crate::ingress::caller_stream::CallerClosed;
 use crate::ingress::context::{CallerConn, ConnectProxy, HttpListener, IngressContext};
@@ -30,6 +31,7 @@ use crate::routing::Routing;
 use crate::routing::peers::Peers;
 use crate::routing::registry::{AgentSession, Registration, Registry, RegistryLimits};
 use crate::routing::routes::{RouteNode, RouteSource, Routes};
+use crate::running::RunningAccesses;
 use crate::testing::{POOL, STREAMS, WAIT_TIMEOUT, node, within};
 use tunnel_routing::destination::Scheme;
 use tunnel_routing::policy::rules::RuleTable;
@@ -123,7 +125,7 @@ impl Fixture {
             ..PortLists::default()
         };
         policy.replace(&Policy {
-            rules: RuleTable::yurt_tunnel(),
+            rules: RuleTable::yurt_tunnel().into(),
             delegation: DelegationPolicy::named([DELEGATED.to_owned()]),
             ..PortPolicy::of_lists(lists, Vec::new()).into()
         });
@@ -139,6 +141,8 @@ impl Fixture {
             routes,
             routing: Routing::new(registry.clone(), peers),
             policy,
+            dry_run: DryRunReport::default(),
+            running: RunningAccesses::default(),
             pods: None,
             reviewer: None,
             targets: TargetTls::new(None).unwrap(),
