@@ -25,8 +25,7 @@ mod pairs;
 mod stalls;
 
 use stalls::{
-    eight_stalled_readers_stop_nobody, five_hundred_stalled_readers_stop_nobody,
-    one_byte_frames_wait_for_a_stalled_reader, one_stalled_reader_stops_nobody,
+    five_hundred_stalled_readers_stop_nobody, one_byte_frames_wait_for_a_stalled_reader,
     sixty_four_stalled_readers_stop_nobody, source_of_unread_answers_leaves_others_served,
     source_of_unread_requests_leaves_others_served,
 };
@@ -597,8 +596,6 @@ macro_rules! contract {
                     reply_that_does_not_come_is_given_up,
                     many_streams_run_at_once,
                     burst_of_resets_leaves_the_session_usable,
-                    one_stalled_reader_stops_nobody,
-                    eight_stalled_readers_stop_nobody,
                     sixty_four_stalled_readers_stop_nobody,
                 );
             }
@@ -619,8 +616,6 @@ macro_rules! contract {
                 reply_that_does_not_come_is_given_up,
                 many_streams_run_at_once,
                 burst_of_resets_leaves_the_session_usable,
-                one_stalled_reader_stops_nobody,
-                eight_stalled_readers_stop_nobody,
                 sixty_four_stalled_readers_stop_nobody,
                 one_byte_frames_wait_for_a_stalled_reader,
                 probe_is_acknowledged,

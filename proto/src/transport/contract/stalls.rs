@@ -9,14 +9,6 @@ use tokio::time::sleep;
 
 use super::*;
 
-pub(super) async fn one_stalled_reader_stops_nobody(pair: Pair) {
-    stalled_readers_stop_nobody(pair, 1).await;
-}
-
-pub(super) async fn eight_stalled_readers_stop_nobody(pair: Pair) {
-    stalled_readers_stop_nobody(pair, 8).await;
-}
-
 pub(super) async fn sixty_four_stalled_readers_stop_nobody(pair: Pair) {
     stalled_readers_stop_nobody(pair, 64).await;
 }
@@ -25,12 +17,12 @@ pub(super) async fn five_hundred_stalled_readers_stop_nobody(pair: Pair) {
     stalled_readers_stop_nobody(pair, 512).await;
 }
 
-/// Fills streams that have no reader at the same time. Then checks that 100 busy streams all make
-/// progress.
 /// Bytes of each stream whose reader does not stall. All of them together exceed the windows that
 /// are spare.
 const BUSY: usize = 256 << 10;
 
+/// Fills streams that have no reader at the same time. Then checks that 100 busy streams all make
+/// progress.
 async fn stalled_readers_stop_nobody(pair: Pair, count: usize) {
     pair.peer.set_max_concurrent_streams(2048);
     let mut stalled = Vec::new();
