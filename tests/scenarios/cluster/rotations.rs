@@ -61,10 +61,13 @@ async fn stage_is_refused_while_the_servers_cannot_be_listed() -> Result<()> {
     let server = setup.start().await?;
     cluster_env.wait_for_bundle().await;
     server.verb(&["ca", "rotate"])?.run().await?.ok()?;
-    let next = server.verb(&["ca", "rotate", "--next"])?.run().await?;
-    next.ensure_failed(1, &["endpointslices is forbidden", "--force"])?;
-    cluster_env.fake_api()?.clear_faults();
     let [_, (next, stage), _] = STAGES;
+    eventually("the reason", STAGE, async || {
+        let refused = server.verb(next)?.run().await?;
+        refused.ensure_failed(1, &["endpointslices is forbidden", "--force"])
+    })
+    .await;
+    cluster_env.fake_api()?.clear_faults();
     eventually("the next stage", STAGE, async || {
         let entering = server.verb(next)?.run().await?;
         ensure!(entering.out.contains(stage), "{entering}");

@@ -72,7 +72,10 @@ fn every_block_of_commands_is_run_by_a_test_or_says_why_not() -> Result<()> {
     let here = std::fs::read_dir(repository().join("tests/scenarios/ship"))?;
     let mut scripts = String::new();
     for file in here {
-        scripts += &std::fs::read_to_string(file?.path())?;
+        let file = file?.path();
+        if file.is_file() {
+            scripts += &std::fs::read_to_string(file)?;
+        }
     }
     let mut unrun = Vec::new();
     for path in pages()? {
