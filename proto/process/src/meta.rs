@@ -757,13 +757,29 @@ mod tests {
         let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
         let port = MetaAddress::from(listener.local_addr().unwrap());
         let meta = Meta::new(Readiness::default(), Registry::default());
-        let server = meta.into_server(&shutdown);
+        let done = || -> BoxFuture<'static, FullResponse> {
+            Box::pin(async { text(StatusCode::OK, "done\n") })
+        };
+        let server = meta.with_action("/act", Box::new(done));
+        let server = server.into_server(&shutdown);
         server.listen(listener);
-        server.listen_unix(&folder.join("meta.sock")).unwrap();
+        let path = folder.join("meta.sock");
+        server.listen_unix(&path).unwrap();
         for address in [&socket, &port] {
             let answer = address.get("/livez").await.unwrap();
             assert_eq!(answer, (StatusCode::OK, "ok\n".to_owned()), "{address}");
+            let (status, _) = address.get("/act").await.unwrap();
+            assert_eq!(status, StatusCode::NOT_FOUND, "a GET takes no action");
         }
+        // Callers over the tunnel reach the port.
+        let MetaAddress::Tcp(address) = port else {
+            panic!("{port}")
+        };
+        let tcp = TcpStream::connect(address).await.unwrap();
+        let (status, _) = exchange(tcp, Method::POST, "a", "/act").await.unwrap();
+        assert_eq!(status, StatusCode::METHOD_NOT_ALLOWED);
+        let done = act(&path, "/act").await.unwrap();
+        assert_eq!(done, (StatusCode::OK, "done\n".to_owned()));
         shutdown.close_listeners().await;
         assert!(port.get("/livez").await.is_err());
         assert!(socket.get("/readyz").await.is_ok());
