@@ -115,7 +115,7 @@ mod tests {
     use tunnel_proto::wire::name::Port;
 
     use super::*;
-    use crate::policy::rules::{Effect, Rule};
+    use crate::policy::rules::{Effect, Rule, RuleTable};
 
     fn ports(http: &str) -> PortPolicy {
         PortPolicy::of_lists(lists(http), Vec::new())
@@ -139,10 +139,10 @@ mod tests {
 
     fn file(http: &str, rule: &str) -> Policy {
         Policy {
-            rules: RuleTable {
-                callers: Vec::new(),
+            rules: Rules::from(RuleTable {
                 rules: vec![Rule::new(rule, Effect::Deny)],
-            },
+                ..RuleTable::default()
+            }),
             ..ports(http).into()
         }
     }
