@@ -4,7 +4,7 @@ use std::time::SystemTime;
 
 use crate::admin::failures::FailureStatus;
 use crate::admin::page::facts::{ConditionFacts, ConditionsDocument, SERVER};
-use crate::admin::page::text::RelativeTime;
+use crate::admin::page::text::{RelativeTime, grouped};
 use crate::admin::page::visible::VisibleText;
 
 /// A condition or a failure as its row shows it.
@@ -15,6 +15,8 @@ pub(super) struct ConditionRow {
     pub(super) color: &'static str,
     pub(super) subject: VisibleText,
     pub(super) text: VisibleText,
+    /// How often, and from where, or empty.
+    pub(super) source: VisibleText,
     pub(super) since: Option<RelativeTime>,
     /// What to do in words, or empty.
     pub(super) remedy: VisibleText,
@@ -30,6 +32,7 @@ impl ConditionRow {
             color: "away",
             subject: VisibleText::new(*component),
             text: VisibleText::new("blocks the readiness of this server"),
+            source: VisibleText::default(),
             since: None,
             remedy: VisibleText::default(),
             command: "tunnel-server doctor".to_owned(),
@@ -58,6 +61,7 @@ impl ConditionRow {
             color,
             subject: VisibleText::new(facts.component),
             text: facts.text.clone(),
+            source: VisibleText::default(),
             since: facts.since.as_deref().map(|at| RelativeTime::new(at, now)),
             remedy: VisibleText::default(),
             command: facts.command.to_owned(),
@@ -74,12 +78,9 @@ impl ConditionRow {
         };
         let count = match failure.count {
             1 => "once".to_owned(),
-            count => format!("{count} times"),
+            count => format!("{} times", grouped(count)),
         };
-        let text = format!(
-            "{}, {count}, last from {}: {}",
-            failure.code, failure.address, failure.detail
-        );
+        let source = format!("{}, {count}, last from {}", failure.code, failure.address);
         let (tag, color) = match failure {
             FailureStatus { is_over: true, .. } => ("over", "revoked"),
             FailureStatus { is_noise: true, .. } => ("noise", "revoked"),
@@ -89,7 +90,8 @@ impl ConditionRow {
             tag,
             color,
             subject: VisibleText::new(subject),
-            text: VisibleText::new(text),
+            text: VisibleText::new(failure.detail.as_str()),
+            source: VisibleText::new(source),
             since: Some(RelativeTime::new(&failure.last, now)),
             command: command_in(&failure.remedy).unwrap_or_default().to_owned(),
             remedy: VisibleText::new(failure.remedy.as_str()),
