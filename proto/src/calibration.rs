@@ -35,6 +35,18 @@ pub fn recalibrate() -> f64 {
     factor.max(f64::from_bits(before))
 }
 
+/// Returns the processor time of this thread so far, which other processes do not change.
+///
+/// # Panics
+/// Panics on a kernel without it.
+#[cfg(target_os = "linux")]
+#[expect(clippy::expect_used, reason = "a bound of no time would hold always")]
+pub fn processor_time() -> Duration {
+    let times = std::fs::read_to_string("/proc/thread-self/schedstat").expect("proc(5)");
+    let nanoseconds = times.split(' ').next().and_then(|time| time.parse().ok());
+    Duration::from_nanos(nanoseconds.expect("a number of nanoseconds"))
+}
+
 fn parse_factor(text: &str) -> Option<f64> {
     let factor = text.trim().parse::<f64>().ok()?;
     (factor > 0.0 && factor <= LARGEST_WISH).then_some(factor)

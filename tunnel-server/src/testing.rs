@@ -21,11 +21,11 @@ use crate::config::{Limits, SharedLimits};
 use crate::metrics::Metrics;
 use crate::routing::peers::{PeerAddress, PeerLimits, PeerMetrics, Peers};
 use crate::routing::registry::{CallerKey, OpenError, Registry, RegistryLimits, StreamRequest};
-use crate::routing::routes::{RouteNode, RouteSource};
+use crate::routing::routes::{RouteNode, RouteSource, Routes};
 use crate::routing::{OpenStream, Routing};
 use crate::session::Sessions;
 use tunnel_ca::revocation::Revocations;
-use tunnel_store::known_nodes::KnownNodes;
+use tunnel_store::known_nodes::{KnownNodes, NodeMap};
 use tunnel_store::testing::Scratch;
 pub(crate) use tunnel_store::testing::{assert_contains, node};
 
@@ -171,6 +171,23 @@ impl Bench {
             sessions,
             counters,
             _scratch: scratch,
+        }
+    }
+
+    /// Returns what lists of nodes are made from.
+    pub(crate) fn node_sources(&self) -> NodeSources {
+        let sessions = &self.sessions;
+        let routes = Routes::default();
+        routes.follow_known(sessions.nodes.snapshot(), &mut NodeMap::default());
+        NodeSources {
+            nodes: sessions.nodes.clone(),
+            routes,
+            revocations: sessions.revocations.clone(),
+            sessions: Some(SessionSources {
+                registry: sessions.registry.clone(),
+                peers: sessions.peers.clone(),
+                failures: sessions.failures.clone(),
+            }),
         }
     }
 

@@ -6,6 +6,7 @@ use rustls_pki_types::{CertificateDer, UnixTime};
 
 use super::test_ca::TestCa;
 use super::*;
+use crate::calibration::processor_time;
 use crate::identity::{Role, TrustDomain, spki_sha256};
 use crate::wire::ALPN_SESSION;
 
@@ -289,13 +290,8 @@ fn target_on_a_loopback_is_offered_what_is_cheap_first() {
 #[cfg(target_os = "linux")]
 #[test]
 fn first_random_number_of_a_process_is_there_at_once() {
-    let spent = || {
-        let text = std::fs::read_to_string("/proc/thread-self/schedstat").unwrap();
-        let nanos = text.split(' ').next().unwrap().parse().unwrap();
-        Duration::from_nanos(nanos)
-    };
-    let before = spent();
+    let before = processor_time();
     provider().secure_random.fill(&mut [0; 32]).unwrap();
-    let took = spent() - before;
+    let took = processor_time() - before;
     assert!(took < Duration::from_millis(10), "{took:?}");
 }

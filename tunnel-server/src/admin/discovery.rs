@@ -7,8 +7,9 @@ use serde::Serialize;
 use tunnel_process::query::{RepeatedParameter, parameters, set_once};
 use tunnel_proto::wire::name::{Port, PortError, ReplicaId};
 
-use crate::admin::status::NodeStatus;
+use crate::admin::status::ListedNode;
 use crate::config::prometheus_label_name;
+use crate::routing::routes::NodeLabels;
 use tunnel_routing::policy::{PortPolicy, PortPolicyError};
 
 /// A request for the document.
@@ -87,71 +88,70 @@ impl DiscoveryQuery {
 
 /// The targets of one node. Prometheus' HTTP service discovery calls this a target group.
 #[derive(Debug, Serialize)]
-pub struct TargetGroup<'a> {
+pub(crate) struct TargetGroup {
     targets: [String; 1],
-    labels: TargetLabels<'a>,
+    labels: TargetLabels,
 }
 
 /// Labels of a target. Those of the Kubernetes discovery have its names, so that relabel rules for it
 /// apply. An empty label is an absent one to Prometheus.
 #[derive(Debug, Serialize)]
-struct TargetLabels<'a> {
+struct TargetLabels {
     #[serde(rename = "__meta_kubernetes_node_name")]
-    node: &'a str,
+    node: String,
     #[serde(rename = "__meta_kubernetes_pod_node_name")]
-    pod_node: &'a str,
+    pod_node: String,
     #[serde(rename = "__meta_tunnel_edge")]
     edge: &'static str,
     #[serde(rename = "__meta_tunnel_server")]
-    server: &'a str,
+    server: String,
     #[serde(rename = "__meta_tunnel_transport")]
-    transport: &'a str,
+    transport: String,
     #[serde(rename = "__scheme__", skip_serializing_if = "Option::is_none")]
     scheme: Option<&'static str>,
     /// The labels of the Node, and which of them it has: their values may be empty.
     #[serde(flatten)]
-    node_labels: BTreeMap<String, &'a str>,
+    node_labels: BTreeMap<String, String>,
 }
 
-/// Returns one group for each node, in the order of `nodes`. The target is the node's name and the
-/// port, so nodes with the same address stay apart. `own` is the name of this server.
-pub fn target_groups<'a>(
+/// Returns the group of a node, or `None` if the query leaves the node out. The target is the node's
+/// name and the port, so nodes with the same address stay apart. `own` is the name of this server.
+pub(crate) fn target_group(
     query: &DiscoveryQuery,
-    nodes: &'a [NodeStatus],
-    own: &'a ReplicaId,
-) -> Vec<TargetGroup<'a>> {
-    let nodes = nodes
-        .iter()
-        .filter(|node| node.connected || !query.is_connected_only);
-    nodes
-        .map(|node| TargetGroup {
-            targets: [format!("{}:{}", node.node, query.port)],
-            labels: TargetLabels {
-                node: &node.node,
-                pod_node: &node.node,
-                edge: if node.is_edge { "true" } else { "false" },
-                server: match &node.replica {
-                    Some(replica) => replica,
-                    None if node.connected => own.as_str(),
-                    None => "",
-                },
-                transport: node.transport.as_deref().unwrap_or_default(),
-                scheme: query.scheme,
-                node_labels: node_labels(node),
-            },
-        })
-        .collect()
+    node: &impl ListedNode,
+    own: &ReplicaId,
+) -> Option<TargetGroup> {
+    let summary = node.summary();
+    if query.is_connected_only && !summary.is_connected {
+        return None;
+    }
+    let own = Some(own.as_str()).filter(|_| summary.is_connected);
+    Some(TargetGroup {
+        targets: [format!("{}:{}", summary.name, query.port)],
+        labels: TargetLabels {
+            node: summary.name.to_owned(),
+            pod_node: summary.name.to_owned(),
+            edge: if summary.is_edge { "true" } else { "false" },
+            server: summary.replica.or(own).unwrap_or_default().to_owned(),
+            transport: summary.transport.unwrap_or_default().to_owned(),
+            scheme: query.scheme,
+            node_labels: node_labels(&node.labels()),
+        },
+    })
 }
 
 /// Returns the labels of a Node with the names that Prometheus' Kubernetes discovery gives them.
-fn node_labels(node: &NodeStatus) -> BTreeMap<String, &str> {
-    let labels = node.labels.iter().flat_map(|(key, value)| {
+fn node_labels(labels: &NodeLabels) -> BTreeMap<String, String> {
+    let labels = labels.iter().flat_map(|(key, value)| {
         let name = prometheus_label_name(key);
         [
-            (format!("__meta_kubernetes_node_label_{name}"), &**value),
+            (
+                format!("__meta_kubernetes_node_label_{name}"),
+                value.as_ref().to_owned(),
+            ),
             (
                 format!("__meta_kubernetes_node_labelpresent_{name}"),
-                "true",
+                "true".to_owned(),
             ),
         ]
     });
@@ -165,6 +165,7 @@ mod tests {
     use tunnel_routing::policy::PortLists;
 
     use super::*;
+    use crate::admin::status::NodeStatus;
 
     fn node(name: &str, transport: Option<&str>, replica: Option<&str>) -> NodeStatus {
         NodeStatus {
@@ -180,7 +181,9 @@ mod tests {
     fn groups(query: &str, nodes: &[NodeStatus]) -> serde_json::Value {
         let query = DiscoveryQuery::parse(query).unwrap();
         let own = "server-1".parse().unwrap();
-        json!(target_groups(&query, nodes, &own))
+        let groups = nodes.iter();
+        let groups = groups.filter_map(|node| target_group(&query, node, &own));
+        json!(groups.collect::<Vec<_>>())
     }
 
     #[test]

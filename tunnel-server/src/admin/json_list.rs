@@ -3,40 +3,31 @@
 use std::io;
 
 use bytes::Bytes;
+use serde::Serialize;
 
-/// The chunks of a list. `encode` makes a JSON list of each batch.
-pub(crate) struct JsonList<P, F> {
+/// The chunks of a list.
+pub(crate) struct JsonList<P> {
     batches: P,
-    encode: F,
     /// What comes before the next element. `None` after the end of the list.
     before: Option<&'static [u8]>,
 }
 
-impl<T, P, F> JsonList<P, F>
-where
-    P: Iterator<Item = Vec<T>>,
-    F: FnMut(&[T]) -> serde_json::Result<Vec<u8>>,
-{
-    pub(crate) fn new(batches: P, encode: F) -> Self {
+impl<P> JsonList<P> {
+    pub(crate) fn new(batches: P) -> Self {
         Self {
             batches,
-            encode,
             before: Some(BEGIN),
         }
     }
 }
 
-impl<T, P, F> Iterator for JsonList<P, F>
-where
-    P: Iterator<Item = Vec<T>>,
-    F: FnMut(&[T]) -> serde_json::Result<Vec<u8>>,
-{
+impl<T: Serialize, P: Iterator<Item = Vec<T>>> Iterator for JsonList<P> {
     type Item = io::Result<Bytes>;
 
     fn next(&mut self) -> Option<io::Result<Bytes>> {
         let before = self.before?;
         for batch in self.batches.by_ref() {
-            let list = match (self.encode)(&batch) {
+            let list = match serde_json::to_vec(&batch) {
                 Ok(list) => list,
                 Err(error) => return Some(Err(error.into())),
             };
@@ -62,7 +53,7 @@ mod tests {
     fn parts_are_one_list() {
         let text = |batches: &[&[u8]]| {
             let batches = batches.iter().map(|batch| batch.to_vec());
-            let chunks = JsonList::new(batches, serde_json::to_vec);
+            let chunks = JsonList::new(batches);
             let bytes: Vec<_> = chunks.map(Result::unwrap).collect();
             String::from_utf8(bytes.concat()).unwrap()
         };

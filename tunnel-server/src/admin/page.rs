@@ -2,7 +2,6 @@
 //! Read-only, with one script and without cookies. On a loopback address there is no TLS; elsewhere
 //! each caller needs a client certificate, or a name and a password.
 
-use std::borrow::Cow;
 use std::convert::Infallible;
 use std::net::{IpAddr, SocketAddr};
 use std::sync::Arc;
@@ -36,8 +35,8 @@ use tunnel_proto::identity::{CallerError, caller_name};
 use tunnel_proto::wire::name::{NodeName, ReplicaId};
 
 use crate::admin::failures::FailureStatus;
-use crate::admin::status::{NodeSources, NodeStatus};
-use crate::admin::traffic::Traffic;
+use crate::admin::status::{ListedNode, NodeSources, NodeStatus};
+use crate::admin::traffic::{NodeTraffic, Traffic};
 use crate::ingress::client_auth::ListenerTls;
 use crate::ingress::connect::basic_auth::{BasicAuth, BasicAuthError, Credentials};
 use crate::ingress::recent_requests::RecentRequests;
@@ -61,7 +60,7 @@ use facts::{
 use html::PageHead;
 use query::NodesQuery;
 use request::{Format, PageAccess, PageRefusal, PageRequest, View};
-use survey::Survey;
+use survey::{Survey, SurveyPass};
 use visible::VisibleText;
 
 /// What the console reads.
@@ -79,19 +78,23 @@ pub(crate) struct PageSources {
 
 /// The nodes that the console shows.
 pub(crate) trait PageNodes: Send + Sync {
-    /// Returns the status of all nodes, ordered by name, without holding that of many.
-    fn all(&self) -> Box<dyn Iterator<Item = Cow<'_, NodeStatus>> + '_>;
+    /// Calls `each` with every node and the figures of its traffic, without those of the last day.
+    fn for_each(&self, traffic: &Traffic, each: &mut EachNode<'_>);
 
-    /// Returns the status of the node with a name from [`PageNodes::all`].
+    /// Returns the status of the node with a name from [`PageNodes::for_each`].
     fn named(&self, name: &str) -> Option<NodeStatus>;
 
     /// Returns what failed at agents, the last one first.
     fn failures(&self) -> Vec<FailureStatus>;
 }
 
+/// What is done with each node of a list.
+pub(crate) type EachNode<'a> = dyn FnMut(&dyn ListedNode, Option<NodeTraffic>) + 'a;
+
 impl PageNodes for NodeSources {
-    fn all(&self) -> Box<dyn Iterator<Item = Cow<'_, NodeStatus>> + '_> {
-        Box::new(self.batches().flatten().map(Cow::Owned))
+    fn for_each(&self, traffic: &Traffic, each: &mut EachNode<'_>) {
+        self.view()
+            .for_each(|node| each(node, traffic.figures(node.name(), node.replica())));
     }
 
     fn named(&self, name: &str) -> Option<NodeStatus> {
@@ -261,9 +264,13 @@ impl Console {
             }
             Format::Html => {
                 let own = self.sources.peers.own().to_string();
-                let conditions = self.conditions().needs();
+                let needs = match &document {
+                    Document::Overview(overview) => overview.conditions.needs(),
+                    Document::Conditions(conditions) => conditions.needs(),
+                    _ => self.conditions().needs(),
+                };
                 let servers = self.sources.peers.expected() + 1;
-                let head = PageHead::new(&own, servers, conditions, SystemTime::now());
+                let head = PageHead::new(&own, servers, needs, SystemTime::now());
                 let text =
                     html::render(&document, &listed, head).map_err(|error| cannot(&error))?;
                 Ok(response("text/html; charset=utf-8", text))
@@ -272,13 +279,13 @@ impl Console {
     }
 
     fn survey(&self, query: &NodesQuery, per_page: usize) -> Survey {
-        let nodes = self.sources.nodes.all().map(|node| {
-            let (name, server) = names_of(&node);
-            let traffic =
-                name.and_then(|name| self.sources.traffic.figures(&name, server.as_ref()));
-            (node, traffic)
-        });
-        Survey::new(nodes, query, per_page)
+        let mut pass = SurveyPass::new(query);
+        let sources = &self.sources;
+        let mut add = |node: &dyn ListedNode, traffic: Option<NodeTraffic>| {
+            pass.add(node, traffic.as_ref());
+        };
+        sources.nodes.for_each(&sources.traffic, &mut add);
+        pass.finish(per_page)
     }
 
     fn overview(&self) -> OverviewDocument {

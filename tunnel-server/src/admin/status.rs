@@ -1,32 +1,34 @@
 //! The status of nodes, for `/nodes` and the command `nodes`.
 
-use std::collections::{BTreeMap, BTreeSet};
+use std::collections::BTreeMap;
 use std::net::IpAddr;
 use std::ops::Bound;
 use std::sync::Arc;
-use std::time::{Duration, SystemTime};
 
 use serde::{Deserialize, Serialize};
 use tunnel_process::name_list::NAMES_SHOWN_MAX;
-use tunnel_proto::wire::name::{NodeName, ReplicaId};
-use tunnel_proto::wire::node_row::NodeRow;
+use tunnel_proto::wire::name::NodeName;
 
 use crate::routing::peers::Peers;
-use crate::routing::registry::{AgentSession, LastClose, Registry, SessionHistory};
-use crate::routing::routes::{NodeLabels, RouteNode, RouteSource, Routes};
+use crate::routing::registry::{LastClose, Registry, SessionHistory};
+use crate::routing::routes::{NodeLabels, RouteSource, Routes};
 use crate::session::failures::Failures;
 use tunnel_ca::revocation::Revocations;
 use tunnel_store::data_dir::rfc3339;
-use tunnel_store::known_nodes::{EnrollmentKind, KnownNode, KnownNodes, NodeMap};
+use tunnel_store::known_nodes::{EnrollmentKind, KnownNodes, NodeMap};
 
 mod node_state;
+mod observed;
 mod sort;
+mod summary;
 mod totals;
 mod version_skew;
 
 pub use node_state::NodeState;
+pub(crate) use observed::ObservedNode;
 pub(crate) use sort::SortKey;
 pub use sort::{ListOrder, NodeSort};
+pub(crate) use summary::{ListedNode, NodeSummary};
 pub use totals::NodeTotals;
 pub use version_skew::VersionSkew;
 
@@ -193,83 +195,15 @@ impl NodeSources {
     /// Returns the names of the first `limit` nodes after `after`, in order: the known nodes, those
     /// of the cluster, and those that other servers hold. The cost is in proportion to `limit`.
     pub fn names_after(&self, after: Bound<&NodeName>, limit: usize) -> Vec<NodeName> {
-        let mut names: BTreeSet<NodeName> =
-            self.nodes.names_after(after, limit).into_iter().collect();
-        names.extend(
-            self.routes
-                .load()
-                .names_after(RouteSource::Cluster, after, limit),
-        );
+        let mut names = self.nodes.names_after(after, limit);
+        names.extend((self.routes.load()).names_after(RouteSource::Cluster, after, limit));
         if let Some(sessions) = &self.sessions {
             names.extend(sessions.peers.held_after(after, limit));
         }
-        names.into_iter().take(limit).collect()
-    }
-
-    /// Returns the status of all nodes in batches, ordered by name. The memory of a batch does not depend
-    /// on the number of nodes.
-    pub fn batches(&self) -> NodeBatches {
-        NodeBatches {
-            sources: self.clone(),
-            after: Some(Bound::Unbounded),
-        }
-    }
-
-    /// Returns the status of a node, or `None` if no node has the name.
-    pub fn of_node(&self, name: &NodeName) -> Option<NodeStatus> {
-        let known = self.nodes.get(name);
-        let routes = self.routes.load();
-        let cluster = routes.node(RouteSource::Cluster, name);
-        let peers = self.sessions.as_ref().map(|sessions| &sessions.peers);
-        let holder = peers.and_then(|peers| peers.shown_holder(name));
-        if known.is_none() && cluster.is_none() && holder.is_none() {
-            return None;
-        }
-        let registry = self.sessions.as_ref().map(|sessions| &sessions.registry);
-        let last_close = registry.and_then(|registry| registry.last_close(name));
-        let last_seen = last_close.as_ref().map(|close| close.last_seen);
-        let certificate = known.as_ref().and_then(|node| node.certificate_not_after);
-        let addresses = addresses(known.as_ref(), cluster.map(Arc::as_ref));
-        let mut status = NodeStatus {
-            node: name.to_string(),
-            last_seen: last_seen
-                .max(known.as_ref().and_then(|node| node.last_seen))
-                .map(rfc3339),
-            last_close: last_close.map(CloseStatus::from),
-            history: registry
-                .and_then(|registry| registry.history(name))
-                .map(HistoryStatus::from),
-            revoked_at: self.revocations.revoked_at(name).map(rfc3339),
-            enrollment: known.as_ref().and_then(|node| node.enrollment),
-            certificate_not_after: certificate.map(rfc3339),
-            address_conflicts: self.conflicts(&addresses),
-            addresses,
-            labels: labels(known.as_ref(), cluster.map(Arc::as_ref)),
-            ..NodeStatus::default()
-        };
-        let sessions = registry.map_or_else(Vec::new, |registry| registry.of_node(name));
-        match peers.zip(holder) {
-            Some((peers, holder)) if !sessions.iter().any(|session| session.is_routable()) => {
-                status.connected = true;
-                status.last_seen = None;
-                status.set_replica(peers, &holder);
-                if let Some((row, received)) = peers.rows.row(&holder, name) {
-                    status.set_row(&row, received);
-                }
-            }
-            Some(_) | None => {
-                status.set_sessions(&sessions, certificate);
-                if let Some(peers) = peers.filter(|_| status.connected && self.has_replicas()) {
-                    status.set_replica(peers, peers.own());
-                }
-            }
-        }
-        let is_cloud = known.is_none() && cluster.as_ref().is_some_and(|node| !node.is_edge);
-        status.is_edge = status.connected || !is_cloud;
-        let is_pending = known.as_ref().is_some_and(KnownNode::is_pending);
-        let was_closed = status.last_close.is_some();
-        status.is_pending = is_pending && cluster.is_none() && !status.connected && !was_closed;
-        Some(status)
+        names.sort();
+        names.dedup();
+        names.truncate(limit);
+        names
     }
 
     /// Returns those of the addresses that several nodes have, with the first of these.
@@ -287,56 +221,7 @@ impl NodeSources {
     }
 }
 
-/// The status of all nodes in batches, each as of the moment at which it is made. Nodes that come and go
-/// meanwhile neither repeat nor hide others.
-#[derive(Debug)]
-pub struct NodeBatches {
-    sources: NodeSources,
-    /// Where the next batch begins. `None` after the last one.
-    after: Option<Bound<NodeName>>,
-}
-
-impl Iterator for NodeBatches {
-    type Item = Vec<NodeStatus>;
-
-    fn next(&mut self) -> Option<Vec<NodeStatus>> {
-        let after = self.after.take()?;
-        let names = self.sources.names_after(after.as_ref(), PART_NODES);
-        let last = names.last()?;
-        self.after = Some(Bound::Excluded(last.clone()));
-        let status = names.iter().filter_map(|name| self.sources.of_node(name));
-        Some(status.collect())
-    }
-}
-
-/// Returns the addresses that an operator assigned, and then those of the Node object.
-fn labels(known: Option<&KnownNode>, cluster: Option<&RouteNode>) -> NodeLabels {
-    let mut labels = known.map(|node| node.labels.clone()).unwrap_or_default();
-    let of_object = cluster.map(|node| node.labels.clone());
-    labels.extend(of_object.unwrap_or_default());
-    labels
-}
-
-fn addresses(known: Option<&KnownNode>, cluster: Option<&RouteNode>) -> Vec<IpAddr> {
-    let assigned = known.into_iter().flat_map(|node| &node.addresses);
-    let observed = cluster.into_iter().flat_map(|node| &node.addresses);
-    let mut addresses = Vec::new();
-    for address in assigned.chain(observed) {
-        if !addresses.contains(address) {
-            addresses.push(*address);
-        }
-    }
-    addresses
-}
-
 impl NodeStatus {
-    /// Returns the labels by which operators select the node.
-    pub fn selectable_labels(&self) -> NodeLabels {
-        let mut labels = self.claimed_labels.clone();
-        labels.extend(self.labels.clone());
-        labels
-    }
-
     /// Returns whether the node needs an agent and has none.
     pub fn is_away(&self) -> bool {
         self.is_edge && !self.connected
@@ -346,69 +231,12 @@ impl NodeStatus {
     pub fn is_revoked(&self) -> bool {
         !self.connected && self.revoked_at.is_some()
     }
-
-    /// Sets the server that carries requests to the node, and its zone.
-    fn set_replica(&mut self, peers: &Peers, replica: &ReplicaId) {
-        self.replica = Some(replica.to_string());
-        self.zone = peers.zone_of(replica).map(|zone| zone.to_string());
-    }
-
-    /// Sets the fields that describe the session of the node with another server.
-    fn set_row(&mut self, row: &NodeRow, received: SystemTime) {
-        let silence = Duration::from_secs(row.silent_seconds.into());
-        let last_seen = received.checked_sub(silence).unwrap_or(received);
-        self.transport = Some(row.transport.clone());
-        self.state = Some(if row.is_suspect { "suspect" } else { "live" }.to_owned());
-        self.address = row.address.map(|address| address.to_string());
-        self.version = Some(row.version.clone());
-        self.version_skew = VersionSkew::of_agent(&row.version);
-        self.connected_since = Some(rfc3339(row.since));
-        self.last_seen = Some(rfc3339(last_seen));
-        self.rtt_millis = Some(row.rtt_millis.into());
-        self.streams = row.streams.into();
-        [self.bytes_in, self.bytes_out] = row.bytes;
-        self.certificate_not_after = Some(rfc3339(row.certificate_not_after));
-    }
-
-    /// Sets the fields that describe the sessions of the node. `certificate` is the expiry of the
-    /// last known certificate.
-    fn set_sessions(&mut self, sessions: &[Arc<AgentSession>], certificate: Option<SystemTime>) {
-        let active = sessions.iter().find(|session| session.is_routable());
-        let Some(agent) = active.or_else(|| sessions.first()) else {
-            return;
-        };
-        let (stats, now) = (agent.session.stats(), SystemTime::now());
-        self.connected = true;
-        let last_seen = sessions.iter().map(|session| session.last_seen(now)).max();
-        self.last_seen = last_seen.map(rfc3339);
-        self.transport = Some(agent.session.transport().to_string());
-        let state = agent.suspect_reason().map_or("live", |_| "suspect");
-        self.state = Some(state.to_owned());
-        self.address = Some(stats.remote.to_string());
-        self.version = Some(agent.software.clone());
-        self.version_skew = VersionSkew::of_agent(&agent.software);
-        self.connected_since = Some(rfc3339(agent.since));
-        self.rtt_millis = u64::try_from(stats.rtt.as_millis()).ok();
-        let streams = sessions
-            .iter()
-            .map(|agent| agent.session.stats().streams as u64);
-        self.streams = streams.sum();
-        self.bytes_in = stats.bytes_in;
-        self.bytes_out = stats.bytes_out;
-        // A certificate renewed on a session is newer than the one of its handshake.
-        let begun_with = agent.session.peer().not_after;
-        let latest = certificate.map_or(begun_with, |at| at.max(begun_with));
-        self.certificate_not_after = Some(rfc3339(latest));
-        self.claimed_labels.clone_from(&agent.claimed_labels);
-        self.claimed_address = Some(agent.claimed_address.clone()).filter(|text| !text.is_empty());
-    }
 }
-
-/// Nodes of a batch: about 200 KB, in a few milliseconds.
-const PART_NODES: usize = 200;
 
 #[cfg(test)]
 mod tests {
+    use std::time::SystemTime;
+
     use tunnel_proto::wire::code::CloseCode;
     use tunnel_proto::wire::name::InstanceId;
     use tunnel_proto::wire::peer::{HeldNode, Holds};
@@ -416,6 +244,7 @@ mod tests {
     use super::*;
     use crate::routing::peers::PeerAddress;
     use crate::routing::registry::SuspectReason;
+    use crate::routing::routes::RouteNode;
     use crate::testing::{Bench, eventually, node};
     use tunnel_ca::revocation::OrderAction;
 
@@ -467,9 +296,13 @@ mod tests {
         assert_eq!(edges, [true, true, false]);
         assert!(shown[1].is_away() && !shown[2].is_away());
         let mut totals = NodeTotals::default();
-        shown[1..].iter().for_each(|node| totals.add(node));
-        let totals = totals.to_string();
-        assert!(totals.contains("away: 1 "), "{totals}");
+        for node in &shown {
+            totals.add(NodeState::of(node));
+        }
+        assert_eq!(
+            totals.to_string(),
+            "total: 3; connected: 0 (suspect: 0); away: 2 (revoked: 0); pending: 0"
+        );
         assert_eq!(shown[1].labels, [("zone".into(), "worker-2".into())].into());
         assert_eq!(shown[0].addresses, [address(1), address(2)]);
         let both = vec!["worker-1".to_owned(), "worker-2".to_owned()];
@@ -554,21 +387,9 @@ mod tests {
     }
 
     fn list_of(bench: &Bench, cluster: &[RouteNode]) -> Vec<NodeStatus> {
-        let sessions = &bench.sessions;
-        let routes = Routes::default();
-        let nodes = &sessions.nodes;
-        routes.follow_known(nodes.snapshot(), &mut NodeMap::default());
-        routes.set(RouteSource::Cluster, cluster.to_vec());
-        let sources = NodeSources {
-            nodes: sessions.nodes.clone(),
-            routes,
-            revocations: sessions.revocations.clone(),
-            sessions: Some(SessionSources {
-                registry: sessions.registry.clone(),
-                peers: sessions.peers.clone(),
-                failures: sessions.failures.clone(),
-            }),
-        };
-        sources.batches().flatten().collect()
+        let sources = bench.node_sources();
+        sources.routes.set(RouteSource::Cluster, cluster.to_vec());
+        let batches = sources.batches(|node| Some(node.status()));
+        batches.flatten().collect()
     }
 }

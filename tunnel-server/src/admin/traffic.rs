@@ -94,7 +94,7 @@ impl Traffic {
     }
 
     /// Adds what has happened since the last sample.
-    fn sample(&self, now: Instant, wall: SystemTime) {
+    pub(super) fn sample(&self, now: Instant, wall: SystemTime) {
         let sessions = self.registry.all();
         let counts = self.recent.take_counts();
         let mut state = self.state.lock();
@@ -195,7 +195,7 @@ impl Traffic {
         node: &NodeName,
         server: Option<&ReplicaId>,
     ) -> Option<NodeTraffic> {
-        self.read(node, server, NodeTraffic::of)
+        self.read(node, server, NodeTraffic::of, NodeTraffic::of_row)
     }
 
     /// Returns the same without the trend, which costs most of it.
@@ -204,7 +204,12 @@ impl Traffic {
         node: &NodeName,
         server: Option<&ReplicaId>,
     ) -> Option<NodeTraffic> {
-        self.read(node, server, NodeTraffic::figures)
+        self.read(
+            node,
+            server,
+            NodeTraffic::figures,
+            NodeTraffic::figures_of_row,
+        )
     }
 
     fn read(
@@ -212,9 +217,10 @@ impl Traffic {
         node: &NodeName,
         server: Option<&ReplicaId>,
         of_ring: fn(&NodeRing) -> NodeTraffic,
+        of_row: fn(&NodeRow) -> NodeTraffic,
     ) -> Option<NodeTraffic> {
         match server.filter(|server| *server != self.peers.own()) {
-            Some(server) => Some(NodeTraffic::from(&*self.peers.rows.row(server, node)?.0)),
+            Some(server) => Some(of_row(&*self.peers.rows.row(server, node)?.0)),
             None => Some(of_ring(self.state.lock().nodes.get(node)?)),
         }
     }
@@ -261,16 +267,21 @@ impl NodeTraffic {
             ..Self::figures(ring)
         }
     }
-}
 
-impl From<&NodeRow> for NodeTraffic {
-    fn from(row: &NodeRow) -> Self {
+    fn figures_of_row(row: &NodeRow) -> Self {
         let [bytes_in_per_second, bytes_out_per_second] = row.bytes_per_second;
         Self {
             bytes_in_per_second,
             bytes_out_per_second,
             errors_last_hour: row.errors_last_hour,
+            trend: Vec::new(),
+        }
+    }
+
+    fn of_row(row: &NodeRow) -> Self {
+        Self {
             trend: row.trend.clone(),
+            ..Self::figures_of_row(row)
         }
     }
 }

@@ -5,6 +5,7 @@ use std::sync::Arc;
 
 use http::StatusCode;
 use prometheus_client::registry::Registry as MetricsRegistry;
+use serde::Serialize;
 use tokio::net::TcpListener;
 use tracing::debug;
 use tunnel_process::meta::{self, EndpointAnswer, EndpointHandler, EndpointRequest, Meta};
@@ -17,7 +18,7 @@ use crate::admin::configuration::RunningConfig;
 use crate::admin::discovery::{self, DiscoveryQuery};
 use crate::admin::json_list::JsonList;
 use crate::admin::node_metrics::{NodeMetrics, observe_rtts};
-use crate::admin::status::{NodeSources, NodeStatus, SessionSources};
+use crate::admin::status::{NodeSources, ObservedNode, SessionSources};
 use crate::admin::{self, AdminState, NoRotation};
 use crate::ingress::connect::AdminTunnels;
 use tunnel_ca::rotation::{CaRotator, FOLLOWERS_INTERVAL, Surroundings};
@@ -152,7 +153,7 @@ fn nodes_endpoint(nodes: NodeSources) -> EndpointHandler {
             let refused = "only for callers on this host\n";
             return EndpointAnswer::Now(meta::text(StatusCode::FORBIDDEN, refused));
         }
-        json_list(&nodes, serde_json::to_vec)
+        json_list(&nodes, |node| Some(node.status()))
     })
 }
 
@@ -166,18 +167,18 @@ fn discovery_endpoint(nodes: NodeSources, context: &ServerContext) -> EndpointHa
             Err((status, text)) => return EndpointAnswer::Now(meta::text(status, text)),
         };
         let peers = peers.clone();
-        json_list(&nodes, move |part| {
-            serde_json::to_vec(&discovery::target_groups(&query, part, peers.own()))
+        json_list(&nodes, move |node| {
+            discovery::target_group(&query, node, peers.own())
         })
     })
 }
 
-/// Answers with a JSON list of what `encode` makes of all nodes: a JSON list for each part of them.
-fn json_list(
+/// Answers with a JSON list of what `each` makes of all nodes.
+fn json_list<T: Serialize>(
     nodes: &NodeSources,
-    encode: impl FnMut(&[NodeStatus]) -> serde_json::Result<Vec<u8>> + Send + 'static,
+    each: impl FnMut(&ObservedNode<'_>) -> Option<T> + Send + 'static,
 ) -> EndpointAnswer {
-    EndpointAnswer::Json(Box::new(JsonList::new(nodes.batches(), encode)))
+    EndpointAnswer::Json(Box::new(JsonList::new(nodes.batches(each))))
 }
 
 fn checked_query(query: &str, policy: &PortPolicy) -> Result<DiscoveryQuery, Refusal> {

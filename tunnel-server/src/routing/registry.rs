@@ -5,7 +5,7 @@ use std::collections::{HashMap, HashSet};
 use std::net::IpAddr;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
-use std::time::Duration;
+use std::time::{Duration, SystemTime};
 
 use parking_lot::Mutex;
 use tokio::sync::watch;
@@ -389,6 +389,13 @@ impl Registry {
     /// Returns how the session of a node that closed last has ended, if this process saw it.
     pub fn last_close(&self, node: &NodeName) -> Option<LastClose> {
         self.closes.lock().of_node(node).cloned()
+    }
+
+    /// Returns the last sign of life in the session of a node that closed last, as
+    /// [`Self::last_close`].
+    pub fn last_seen(&self, node: &NodeName) -> Option<SystemTime> {
+        let closes = self.closes.lock();
+        closes.of_node(node).map(|close| close.last_seen)
     }
 
     /// Returns the nodes whose last session that this process saw end was from each of these

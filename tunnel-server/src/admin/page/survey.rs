@@ -1,13 +1,12 @@
 //! One pass over all nodes: the numbers of the console, and the names of the nodes on a page of the
 //! list. Holds a key of each node that matches, and the status of none. Pure.
 
-use std::borrow::Cow;
 use std::collections::BTreeMap;
 
 use serde::Serialize;
 
-use super::query::{NodesQuery, StateFilter};
-use crate::admin::status::{NodeState, NodeStatus, NodeTotals, SortKey};
+use super::query::{Labels, NodesQuery, StateFilter};
+use crate::admin::status::{ListedNode, NodeState, NodeSummary, NodeTotals, SortKey};
 use crate::admin::traffic::NodeTraffic;
 
 /// What one pass over all nodes found.
@@ -40,30 +39,70 @@ pub(super) struct NodeCounts {
     pub(super) servers: BTreeMap<String, usize>,
 }
 
-impl Survey {
-    /// Surveys nodes with their traffic, and selects the page of the query. A page beyond the last
-    /// one is the last one.
-    pub(super) fn new<'a>(
-        nodes: impl Iterator<Item = (Cow<'a, NodeStatus>, Option<NodeTraffic>)>,
-        query: &NodesQuery,
-        per_page: usize,
-    ) -> Self {
-        let mut survey = Self::default();
-        let mut keys: Vec<SortKey> = Vec::new();
-        for (node, traffic) in nodes {
-            let (node, traffic) = (node.as_ref(), traffic.as_ref());
-            survey.totals.add(node);
-            survey.streams += node.streams;
-            if !is_searched(node, query) {
-                continue;
-            }
-            let state = NodeState::of(node);
-            let has_errors = traffic.is_some_and(|traffic| traffic.errors_last_hour > 0);
-            survey.counts.add(node, state, has_errors);
-            if is_selected(node, state, has_errors, query) {
-                keys.push(query.order.sort.key(node, traffic));
-            }
+/// A pass over all nodes.
+#[derive(Debug)]
+pub(super) struct SurveyPass<'a> {
+    query: &'a NodesQuery,
+    survey: Survey,
+    /// Numbers of nodes by state.
+    states: [usize; NodeState::ALL.len()],
+    transports: ValueCounts,
+    versions: ValueCounts,
+    servers: ValueCounts,
+    keys: Vec<SortKey>,
+}
+
+impl<'a> SurveyPass<'a> {
+    pub(super) fn new(query: &'a NodesQuery) -> Self {
+        Self {
+            query,
+            survey: Survey::default(),
+            states: Default::default(),
+            transports: ValueCounts::default(),
+            versions: ValueCounts::default(),
+            servers: ValueCounts::default(),
+            keys: Vec::new(),
         }
+    }
+
+    /// Adds a node with its traffic.
+    pub(super) fn add(&mut self, node: &dyn ListedNode, traffic: Option<&NodeTraffic>) {
+        let (summary, query) = (node.summary(), self.query);
+        let state = summary.state();
+        self.survey.totals.add(state);
+        self.survey.streams += summary.streams;
+        let has_labels = |labels: &Labels| labels.selector.matches(&node.selectable_labels());
+        let is_searched = query.search.is_empty() || summary.name.contains(&query.search);
+        if !is_searched || !query.label.as_ref().is_none_or(has_labels) {
+            return;
+        }
+        let has_errors = traffic.is_some_and(|traffic| traffic.errors_last_hour > 0);
+        let counts = &mut self.survey.counts;
+        counts.all += 1;
+        counts.not_live += usize::from(state.is_not_live());
+        counts.errors += usize::from(has_errors);
+        if let Some(count) = self.states.get_mut(state as usize) {
+            *count += 1;
+        }
+        self.transports.add(summary.transport);
+        self.versions.add(summary.version);
+        self.servers.add(summary.replica);
+        if is_selected(&summary, state, has_errors, query) {
+            self.keys.push(query.order.sort.key(&summary, traffic));
+        }
+    }
+
+    /// Selects the page of the query. A page beyond the last one is the last one.
+    pub(super) fn finish(self, per_page: usize) -> Survey {
+        let (mut survey, mut keys, query) = (self.survey, self.keys, self.query);
+        let states = NodeState::ALL.iter().zip(self.states);
+        let states = states.filter(|(_state, count)| *count > 0);
+        survey.counts.states = states
+            .map(|(state, count)| (state.label(), count))
+            .collect();
+        survey.counts.transports = self.transports.0.into_iter().collect();
+        survey.counts.versions = self.versions.0.into_iter().collect();
+        survey.counts.servers = self.servers.0.into_iter().collect();
         survey.matching = keys.len();
         survey.pages = keys.len().div_ceil(per_page).max(1);
         survey.page = query.page.clamp(1, survey.pages);
@@ -84,47 +123,42 @@ impl Survey {
     }
 }
 
-impl NodeCounts {
-    fn add(&mut self, node: &NodeStatus, state: NodeState, has_errors: bool) {
-        self.all += 1;
-        self.not_live += usize::from(state.is_not_live());
-        self.errors += usize::from(has_errors);
-        *self.states.entry(state.label()).or_default() += 1;
-        for (counts, value) in [
-            (&mut self.transports, &node.transport),
-            (&mut self.versions, &node.version),
-            (&mut self.servers, &node.replica),
-        ] {
-            let Some(value) = value else {
-                continue;
-            };
-            if let Some(count) = counts.get_mut(value) {
-                *count += 1;
-            } else if counts.len() < VALUES_MAX {
-                counts.insert(value.clone(), 1);
-            }
+/// Numbers of nodes by a value that nodes choose: only the first [`VALUES_MAX`] values are counted.
+#[derive(Debug, Default)]
+struct ValueCounts(Vec<(String, usize)>);
+
+impl ValueCounts {
+    fn add(&mut self, value: Option<&str>) {
+        let Some(value) = value else {
+            return;
+        };
+        if let Some((_, count)) = self.0.iter_mut().find(|(known, _)| known == value) {
+            *count += 1;
+        } else if self.0.len() < VALUES_MAX {
+            self.0.push((value.to_owned(), 1));
         }
     }
 }
 
-fn is_searched(node: &NodeStatus, query: &NodesQuery) -> bool {
-    let has_labels = |labels: &super::query::Labels| labels.selector.matches(&node.labels);
-    node.node.contains(&query.search) && query.label.as_ref().is_none_or(has_labels)
-}
-
-fn is_selected(node: &NodeStatus, state: NodeState, has_errors: bool, query: &NodesQuery) -> bool {
+fn is_selected(
+    node: &NodeSummary<'_>,
+    state: NodeState,
+    has_errors: bool,
+    query: &NodesQuery,
+) -> bool {
     let has_state = match query.state {
         None => true,
         Some(StateFilter::One(selected)) => state == selected,
         Some(StateFilter::NotLive) => state.is_not_live(),
         Some(StateFilter::Errors) => has_errors,
     };
-    let is =
-        |selected: &Option<String>, value: &Option<String>| selected.is_none() || selected == value;
+    let is = |selected: &Option<String>, value: Option<&str>| {
+        selected.is_none() || selected.as_deref() == value
+    };
     has_state
-        && is(&query.version, &node.version)
-        && is(&query.transport, &node.transport)
-        && is(&query.server, &node.replica)
+        && is(&query.version, node.version)
+        && is(&query.transport, node.transport)
+        && is(&query.server, node.replica)
 }
 
 /// Number of different values that are counted.
@@ -133,6 +167,7 @@ const VALUES_MAX: usize = 16;
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::admin::status::NodeStatus;
 
     /// Returns 1,001 nodes: every hundredth is suspect, and the others are live.
     fn nodes() -> Vec<(NodeStatus, Option<NodeTraffic>)> {
@@ -168,11 +203,12 @@ mod tests {
     }
 
     fn survey(query: &str) -> Survey {
-        let nodes = nodes();
-        let all = nodes
-            .iter()
-            .map(|(node, traffic)| (Cow::Borrowed(node), traffic.clone()));
-        Survey::new(all, &NodesQuery::parse(query).unwrap(), 50)
+        let query = NodesQuery::parse(query).unwrap();
+        let mut pass = SurveyPass::new(&query);
+        for (node, traffic) in nodes() {
+            pass.add(&node, traffic.as_ref());
+        }
+        pass.finish(50)
     }
 
     #[test]
@@ -233,8 +269,12 @@ mod tests {
             version: Some(number.to_string()),
             ..NodeStatus::default()
         };
-        let all = (0..1000).map(|number| (Cow::Owned(node(number % 500)), None));
-        let counts = Survey::new(all, &NodesQuery::default(), 50).counts;
+        let query = NodesQuery::default();
+        let mut pass = SurveyPass::new(&query);
+        for number in 0..1000 {
+            pass.add(&node(number % 500), None);
+        }
+        let counts = pass.finish(50).counts;
         assert_eq!(counts.versions.len(), VALUES_MAX);
         assert_eq!(counts.versions["0"], 2);
     }

@@ -5,19 +5,22 @@ use std::collections::BTreeSet;
 use http::StatusCode;
 use http_body_util::BodyExt;
 use tokio::time::Instant;
-use tunnel_proto::calibration::scaled;
+use tunnel_proto::calibration::{processor_time, scaled};
 use tunnel_proto::stream_record::RecordedPeer;
+use tunnel_proto::transport::memory;
+use tunnel_proto::wire::name::InstanceId;
 
 use super::*;
 use crate::admin::status::CloseStatus;
 use crate::ingress::outcome::Outcome;
 use crate::ingress::recent_requests::{RecentRequest, RecentRequestLimits};
+use crate::routing::registry::AgentSession;
 use crate::testing::{Bench, node};
 
 const HOSTILE: &str = "<script>alert(1)</script>\"'&\u{202e}txt\u{0}<img src=//evil.example/x>";
 
 #[tokio::test]
-async fn pages_of_twenty_thousand_hostile_names_are_text_small_and_fast() {
+async fn pages_of_twenty_thousand_hostile_names_are_text_and_small() {
     let bench = Bench::new();
     let hostile = |number: usize| NodeStatus {
         node: format!("{number:05}{HOSTILE}{}", "x".repeat(200)),
@@ -35,17 +38,7 @@ async fn pages_of_twenty_thousand_hostile_names_are_text_small_and_fast() {
     let nodes: Vec<_> = (0..20_000).map(hostile).collect();
     let page = page(&bench, nodes);
     for path in ["/", "/nodes?page=500", "/nodes?sort=-version&search=x"] {
-        // Other tests run at the same time, so the fastest of some pages counts.
-        let mut fastest = Duration::MAX;
-        let mut shown = String::new();
-        for _ in 0..5 {
-            let begin = Instant::now();
-            shown = get(&page, path, "*/*").await.text;
-            fastest = fastest.min(begin.elapsed());
-        }
-        // This code is not optimized.
-        let is_fast = fastest < scaled(Duration::from_millis(200));
-        assert!(is_fast, "{path}: {fastest:?}");
+        let shown = get(&page, path, "*/*").await.text;
         check_html(&shown);
         let bytes = shown.len();
         assert!(bytes < 40 * 1024, "{path}: {bytes}");
@@ -70,6 +63,55 @@ async fn pages_of_twenty_thousand_hostile_names_are_text_small_and_fast() {
         .await
         .text;
     check_html(&echoed);
+}
+
+/// The bound is that of an optimized server, and this code is not optimized.
+#[cfg(target_os = "linux")]
+#[tokio::test]
+async fn page_of_twenty_thousand_nodes_takes_less_than_100_ms_of_a_processor() {
+    let bench = Bench::new();
+    let (registry, nodes) = (&bench.sessions.registry, &bench.sessions.nodes);
+    let (session, _agent) = memory::pair();
+    let mut registrations = Vec::new();
+    for number in 0..20_000 {
+        let name: NodeName = format!("edge-{number:05}.oslo.example").parse().unwrap();
+        nodes.record(&name, &[]);
+        if number % 10 > 0 {
+            let mut agent = AgentSession::new(
+                registry.next_id(),
+                name,
+                InstanceId::new([1; 16]),
+                session.clone(),
+            );
+            agent.software = "culvert/0.1.0".to_owned();
+            registrations.push(registry.register(agent, &[]).unwrap());
+        }
+    }
+    let page = page(&bench, bench.node_sources());
+    page.sources
+        .traffic
+        .sample(Instant::now(), SystemTime::now());
+    for (path, text) in [
+        ("/", "18,000 <small>of 18,000 reachable"),
+        ("/nodes?page=500", "20,000 nodes, page 500 of 500"),
+        ("/nodes?sort=-version&search=x", "20,000 nodes, page 1"),
+        ("/nodes?sort=seen&state=live", "18,000 nodes, page 1"),
+    ] {
+        let (head, ()) = Request::get(path).body(()).unwrap().into_parts();
+        let request = PageRequest::parse(&head, PageAccess::Certificate).unwrap();
+        let mut least = Duration::MAX;
+        for _ in 0..3 {
+            let begin = processor_time();
+            let response = page.render(&request).unwrap();
+            least = least.min(processor_time() - begin);
+            let shown = response.into_body().collect().await.unwrap().to_bytes();
+            assert!(String::from_utf8_lossy(&shown).contains(text), "{path}");
+        }
+        assert!(
+            least < scaled(Duration::from_millis(100)),
+            "{path}: {least:?}"
+        );
+    }
 }
 
 #[tokio::test]
@@ -191,8 +233,8 @@ async fn get(page: &Arc<Console>, target: &str, accept: &str) -> Reply {
 }
 
 impl PageNodes for Vec<NodeStatus> {
-    fn all(&self) -> Box<dyn Iterator<Item = Cow<'_, NodeStatus>> + '_> {
-        Box::new(self.iter().map(Cow::Borrowed))
+    fn for_each(&self, _traffic: &Traffic, each: &mut EachNode<'_>) {
+        self.iter().for_each(|node| each(node, None));
     }
 
     fn named(&self, name: &str) -> Option<NodeStatus> {
@@ -212,7 +254,7 @@ impl PageNodes for Vec<NodeStatus> {
     }
 }
 
-fn page(bench: &Bench, nodes: Vec<NodeStatus>) -> Arc<Console> {
+fn page(bench: &Bench, nodes: impl PageNodes + 'static) -> Arc<Console> {
     let sessions = &bench.sessions;
     let recent = Arc::new(RecentRequests::new(RecentRequestLimits::default()));
     let (registry, metrics) = (sessions.registry.clone(), sessions.metrics.clone());

@@ -1,7 +1,5 @@
 //! The state of a node in one word. Pure.
 
-use super::NodeStatus;
-
 /// The state of a node, the worst one first.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum NodeState {
@@ -33,19 +31,6 @@ impl NodeState {
         Self::Live,
         Self::NotEdge,
     ];
-
-    pub fn of(status: &NodeStatus) -> Self {
-        match status.state.as_deref() {
-            Some("suspect") => Self::Suspect,
-            Some(_) => Self::Live,
-            None if status.connected => Self::Connected,
-            None if status.is_revoked() => Self::Revoked,
-            None if status.is_pending => Self::Pending,
-            None if !status.is_edge => Self::NotEdge,
-            None if status.last_seen.is_none() && status.enrollment.is_some() => Self::Enrolled,
-            None => Self::Away,
-        }
-    }
 
     /// Returns the word for the state.
     pub fn label(self) -> &'static str {

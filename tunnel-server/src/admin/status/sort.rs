@@ -2,8 +2,9 @@
 
 use std::cmp::Ordering;
 use std::fmt;
+use std::time::UNIX_EPOCH;
 
-use super::{NodeState, NodeStatus};
+use super::NodeSummary;
 use crate::admin::traffic::NodeTraffic;
 
 /// What a list of nodes is sorted by. Nodes without the value are last, and equal ones are sorted by
@@ -113,11 +114,11 @@ impl NodeSort {
         }
     }
 
-    pub(crate) fn key(self, node: &NodeStatus, traffic: Option<&NodeTraffic>) -> SortKey {
+    pub(crate) fn key(self, node: &NodeSummary<'_>, traffic: Option<&NodeTraffic>) -> SortKey {
         let highest = |number: Option<u64>| number.map_or(u64::MAX, |number| u64::MAX - 1 - number);
-        let text = |text: &Option<String>| {
+        let text = |text: Option<&str>| {
             let missing = u64::from(text.is_none());
-            (missing, text.clone().unwrap_or_default())
+            (missing, text.unwrap_or_default().to_owned())
         };
         let number = |number: u64| (number, String::new());
         let errors = traffic.map(|traffic| traffic.errors_last_hour);
@@ -125,12 +126,12 @@ impl NodeSort {
             // Of the nodes in one state, those with the most errors are first.
             Self::State => {
                 let errors = errors.unwrap_or_default().min(u32::MAX.into());
-                number(((NodeState::of(node) as u64 + 1) << 32) - errors)
+                number(((node.state() as u64 + 1) << 32) - errors)
             }
             Self::Name => number(0),
-            Self::Transport => text(&node.transport),
+            Self::Transport => text(node.transport),
             Self::Rtt => number(highest(node.rtt_millis)),
-            Self::Streams => number(highest(node.transport.as_ref().map(|_| node.streams))),
+            Self::Streams => number(highest(node.transport.map(|_| node.streams))),
             Self::Traffic => {
                 let sum = |traffic: &NodeTraffic| {
                     traffic.bytes_in_per_second + traffic.bytes_out_per_second
@@ -138,12 +139,16 @@ impl NodeSort {
                 number(highest(traffic.map(sum)))
             }
             Self::Errors => number(highest(errors)),
-            // RFC 3339 is in the order of time.
-            Self::Seen => text(&node.last_seen),
-            Self::Server => text(&node.replica),
-            Self::Version => text(&node.version),
+            Self::Seen => {
+                let since_epoch = node
+                    .last_seen
+                    .and_then(|at| at.duration_since(UNIX_EPOCH).ok());
+                number(since_epoch.map_or(u64::MAX, |since| since.as_secs()))
+            }
+            Self::Server => text(node.replica),
+            Self::Version => text(node.version),
         };
-        let name = node.node.clone();
+        let name = node.name.to_owned();
         SortKey { number, text, name }
     }
 }

@@ -1,10 +1,10 @@
-//! Numbers of nodes by their status.
+//! Numbers of nodes by their state.
 
 use std::fmt;
 
 use serde::Serialize;
 
-use super::NodeStatus;
+use super::NodeState;
 
 /// Numbers of listed nodes.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize)]
@@ -14,21 +14,33 @@ pub struct NodeTotals {
     /// Nodes with an agent, suspect ones included.
     connected: usize,
     suspect: usize,
-    /// Nodes that need an agent and have none. Nodes of the cluster that are not edge nodes need none.
+    /// Nodes that had or have enrolled an agent and have none. Nodes of the cluster that are not edge
+    /// nodes need none.
     away: usize,
     /// Nodes that are away and revoked.
     revoked: usize,
+    /// Nodes that have been named, as by a token, and never had an agent.
+    pending: usize,
 }
 
 impl NodeTotals {
-    /// Counts a node by its status.
-    pub fn add(&mut self, node: &NodeStatus) {
-        let is_suspect = node.state.as_deref() == Some("suspect");
+    /// Counts a node by its state.
+    pub fn add(&mut self, state: NodeState) {
         self.nodes += 1;
-        self.connected += usize::from(node.connected);
-        self.suspect += usize::from(is_suspect);
-        self.away += usize::from(node.is_away());
-        self.revoked += usize::from(node.is_revoked());
+        match state {
+            NodeState::Suspect => {
+                self.connected += 1;
+                self.suspect += 1;
+            }
+            NodeState::Connected | NodeState::Live => self.connected += 1,
+            NodeState::Away | NodeState::Enrolled => self.away += 1,
+            NodeState::Revoked => {
+                self.away += 1;
+                self.revoked += 1;
+            }
+            NodeState::Pending => self.pending += 1,
+            NodeState::NotEdge => {}
+        }
     }
 }
 
@@ -36,8 +48,25 @@ impl fmt::Display for NodeTotals {
     fn fmt(&self, formatter: &mut fmt::Formatter<'_>) -> fmt::Result {
         write!(
             formatter,
-            "total: {}; connected: {} (suspect: {}); away: {} (revoked: {})",
-            self.nodes, self.connected, self.suspect, self.away, self.revoked
+            "total: {}; connected: {} (suspect: {}); away: {} (revoked: {}); pending: {}",
+            self.nodes, self.connected, self.suspect, self.away, self.revoked, self.pending
         )
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn each_state_is_counted_once_and_suspect_and_revoked_nodes_twice() {
+        let mut totals = NodeTotals::default();
+        for state in NodeState::ALL {
+            totals.add(state);
+        }
+        assert_eq!(
+            totals.to_string(),
+            "total: 8; connected: 3 (suspect: 1); away: 3 (revoked: 1); pending: 1"
+        );
     }
 }

@@ -208,7 +208,10 @@ impl NodeRing {
 
     /// Returns the failed requests of the last hour, up to 15 minutes more or less.
     pub(crate) fn errors_last_hour(&self) -> u64 {
-        self.points().rev().take(4).map(NodePoint::errors).sum()
+        let current = self.quarter as usize % QUARTERS;
+        let earlier =
+            (1..4).filter_map(|age| self.points.get((current + QUARTERS - age) % QUARTERS));
+        u64::from(self.current.errors) + earlier.map(|point| point.errors()).sum::<u64>()
     }
 
     /// Returns whether the ring has neither a session nor a request.

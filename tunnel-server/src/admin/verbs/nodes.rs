@@ -21,7 +21,7 @@ use super::{
 };
 use crate::admin::failures::FailureStatus;
 use crate::admin::pages::{NodesPage, PAGE_MAX, PageQuery, RevocationsPage, revocations_page};
-use crate::admin::status::{NodeSources, NodeStatus, NodeTotals};
+use crate::admin::status::{ListedNode, NodeSources, NodeState, NodeStatus, NodeTotals};
 use crate::admin::{
     AdminClient, AdminError, ApproveOutcome, ForgetOutcome, NodesOrder, OrderOutcome,
 };
@@ -223,7 +223,7 @@ impl NodesArgs {
                 let keyed = all
                     .nodes
                     .into_iter()
-                    .map(|node| (order.sort.key(&node, None), node));
+                    .map(|node| (order.sort.key(&node.summary(), None), node));
                 let mut keyed: Vec<_> = keyed.collect();
                 keyed.sort_by(|(one, _), (other, _)| order.compare(one, other));
                 all.nodes = keyed.into_iter().map(|(_, node)| node).collect();
@@ -266,7 +266,7 @@ impl NodesArgs {
                     && selector.is_none_or(|selector| selector.matches(&node.selectable_labels()))
             });
             for node in &page.nodes {
-                totals.add(node);
+                totals.add(NodeState::of(node));
             }
             each(page)?;
         }
@@ -815,13 +815,13 @@ mod tests {
 
     #[tokio::test]
     async fn tables_end_in_the_totals_of_what_they_list() {
-        let all = "total: 3; connected: 2 (suspect: 0); away: 1 (revoked: 1)";
+        let all = "total: 3; connected: 2 (suspect: 0); away: 1 (revoked: 1); pending: 0";
         for (arguments, totals) in [
             ("", all),
             ("-o wide", all),
             (
                 "--away",
-                "total: 1; connected: 0 (suspect: 0); away: 1 (revoked: 1)",
+                "total: 1; connected: 0 (suspect: 0); away: 1 (revoked: 1); pending: 0",
             ),
         ] {
             let text = listed(arguments).await.unwrap();

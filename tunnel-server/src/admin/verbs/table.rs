@@ -11,7 +11,7 @@ use tunnel_process::telemetry::is_hidden;
 use crate::admin::RevocationInfo;
 use crate::admin::failures::FailureStatus;
 use crate::admin::pages::NodesPage;
-use crate::admin::status::{NodeState, NodeStatus};
+use crate::admin::status::{ListedNode, NodeState, NodeStatus};
 use tunnel_ca::tokens::{TokenInfo, TokenState};
 use tunnel_store::data_dir::rfc3339;
 use tunnel_store::known_nodes::EnrollmentKind;
@@ -288,7 +288,7 @@ const WIDE: &[Column] = &[
         optional(node.claimed_address.as_deref())
     }),
     Column::new("LABELS", |node, _| {
-        let labels = node.selectable_labels().into_iter();
+        let labels = node.selectable_labels().into_owned().into_iter();
         let labels: Vec<String> = labels
             .map(|(key, value)| format!("{key}={value}"))
             .collect();
