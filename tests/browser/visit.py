@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """Visits pages in Chromium, with scripts enabled and disabled, on screens of 360, 1280 and 2560 pixels, in
-light and dark. The screenshots and the version of Chromium are written into a folder. axe-core checks
-the accessibility of each page. Chromium is controlled over pipes by the DevTools protocol, and it
+light and dark. The screenshots and the version of Chromium are written into a folder, and those of the
+run before are kept there. axe-core checks the accessibility of each page. Chromium is controlled over pipes by the DevTools protocol, and it
 resolves no name.
 
     visit.py CHROMIUM AXE FOLDER NAME=URL...
@@ -39,6 +39,8 @@ FLAGS = [
 ]
 WIDTHS = (360, 1280, 2560)
 HEIGHT = 900
+# Screenshots are of whole pages up to this height.
+HEIGHT_MAX = 4000
 PATIENCE = 30.0
 # The script of a page replaces its content.
 RELOAD = """document.querySelector("main").dataset.isOld = true;
@@ -166,8 +168,11 @@ class Visit:
     def close(self):
         self.browser.command("Target.closeTarget", targetId=self.target)
 
-    def screenshot(self, **params):
-        return base64.b64decode(self.command("Page.captureScreenshot", format="png", **params)["data"])
+    def screenshot(self, width, height):
+        """Returns an image of the page from its first line on."""
+        clip = {"x": 0, "y": 0, "width": width, "height": height, "scale": 1}
+        params = {"format": "png", "clip": clip, "captureBeyondViewport": True}
+        return base64.b64decode(self.command("Page.captureScreenshot", **params)["data"])
 
     def facts(self):
         """Returns the elements, the attributes and the texts of the page, and what it did."""
@@ -207,13 +212,24 @@ class Visit:
         for width in WIDTHS:
             for scheme in ("light", "dark"):
                 self.screen(width, scheme)
-                with open(f"{path}-{width}-{scheme}.png", "wb") as file:
-                    file.write(self.screenshot())
-                corner = self.screenshot(clip={"x": 0, "y": 0, "width": 1, "height": 1, "scale": 1})
-                content = self.command("Page.getLayoutMetrics")["cssContentSize"]["width"]
-                screens.append({"width": width, "scheme": scheme, "content": content, "background": pixel(corner)})
+                content = self.command("Page.getLayoutMetrics")["cssContentSize"]
+                whole = self.screenshot(width, min(content["height"], HEIGHT_MAX))
+                keep(f"{path}-{width}-{scheme}.png", whole)
+                background = pixel(self.screenshot(1, 1))
+                screens.append({"width": width, "scheme": scheme, "content": content["width"], "background": background})
                 screens[-1]["barriers"] = self.barriers(axe)
         return screens
+
+
+def keep(path, image):
+    """Writes an image. The one that was there is moved into the folder `before`, to compare both."""
+    folder, name = os.path.split(path)
+    before = os.path.join(folder, "before")
+    os.makedirs(before, exist_ok=True)
+    if os.path.exists(path):
+        os.replace(path, os.path.join(before, name))
+    with open(path, "wb") as file:
+        file.write(image)
 
 
 def pixel(png):

@@ -430,7 +430,7 @@ impl Figures {
 
 /// How long others are measured.
 fn window() -> Duration {
-    Gear::current().pick(Duration::from_secs(8), Duration::from_secs(15))
+    Gear::current().pick(Duration::from_secs(2), Duration::from_secs(15))
 }
 
 /// Callers of the meta port at once, fewer than one address may have.

@@ -2,18 +2,23 @@
 
 use std::time::Duration;
 
-use anyhow::{Result, ensure};
-use serde_json::Value;
+use anyhow::{Context, Result, ensure};
+use futures_util::stream::{self, StreamExt};
+use serde_json::{Value, json};
 use tokio::time::Instant;
+use tunnel_proto::transport::TransportKind;
 use tunnel_tests::client::{RawRequest, request};
 use tunnel_tests::eventually::{eventually, scaled};
+use tunnel_tests::gear::Gear;
 use tunnel_tests::process::{Listener, Signal};
 
 use super::{NODE, Servers};
+use crate::abuse::report_figure;
+use crate::scripted::ScriptedAgent;
 
 #[tokio::test(flavor = "multi_thread")]
-async fn each_server_shows_the_rows_of_all_and_soon_that_one_is_gone() -> Result<()> {
-    let mut servers = Servers::start(3, &[]).await?;
+async fn each_server_shows_the_row_of_a_node_and_the_links_of_all() -> Result<()> {
+    let servers = Servers::start(3, &[]).await?;
     let _agent = servers.agent_at(0).await?;
     servers.get_ok(1).await?;
     for number in 0..3 {
@@ -51,20 +56,84 @@ async fn each_server_shows_the_rows_of_all_and_soon_that_one_is_gone() -> Result
             "{conditions:#}"
         );
     }
+    Ok(())
+}
+
+/// Each of the servers has a third of the nodes.
+#[tokio::test(flavor = "multi_thread")]
+async fn rows_of_thousands_of_nodes_are_filled_at_each_server_and_a_frozen_one_is_said()
+-> Result<()> {
+    let third = Gear::current().pick(100, 1_000);
+    let mut servers = Servers::start(3, &[]).await?;
+    let _agents = agents(&servers, third).await?;
+    for number in 0..3 {
+        eventually("the rows of all nodes", ROWS, async || {
+            let counts = document(&servers, number, "/nodes").await?["counts"].take();
+            ensure!(counts["states"] == json!({ "live": 3 * third }), "{counts}");
+            let of_each = json!({ "s0": third, "s1": third, "s2": third });
+            ensure!(counts["servers"] == of_each, "{counts}");
+            Ok(())
+        })
+        .await;
+        let (mut page, mut pages, mut filled) = (0, 1, 0);
+        while page < pages {
+            page += 1;
+            let target = format!("/nodes?sort=name&page={page}");
+            let document = document(&servers, number, &target).await?;
+            pages = document["pages"].as_u64().context("no pages")?;
+            for row in document["nodes"].as_array().into_iter().flatten() {
+                let fields = ["server", "transport", "version", "address", "lastSeen"];
+                let later = [
+                    "connectedSince",
+                    "certificateNotAfter",
+                    "rttMillis",
+                    "traffic",
+                ];
+                let mut fields = fields.iter().chain(&later);
+                ensure!(fields.all(|field| !row[*field].is_null()), "{row:#}");
+                filled += 1;
+            }
+        }
+        ensure!(filled == 3 * third, "{filled} rows at s{number}");
+    }
     // A frozen host: its connections stay open, and nothing answers.
     servers.servers[2].process().signal(Signal::Stop)?;
     let begin = Instant::now();
-    eventually("word of the server that is gone", ROWS, async || {
-        let conditions = document(&servers, 0, "/conditions").await?;
-        let text = conditions["conditions"][0]["text"].as_str();
-        ensure!(text == Some("s2 does not answer"), "{conditions:#}");
-        Ok(())
-    })
-    .await;
+    for number in 0..2 {
+        eventually("word of the server that is gone", ROWS, async || {
+            let conditions = document(&servers, number, "/conditions").await?;
+            let text = conditions["conditions"][0]["text"].as_str();
+            ensure!(text == Some("s2 does not answer"), "{conditions:#}");
+            Ok(())
+        })
+        .await;
+    }
     let elapsed = begin.elapsed();
     servers.servers[2].process().signal(Signal::Cont)?;
+    report_figure(&format!("{} nodes: said after {elapsed:?}", 3 * third));
     ensure!(elapsed < scaled(SAID), "{elapsed:?}");
     Ok(())
+}
+
+/// Connects agents to each server, over either transport.
+async fn agents(servers: &Servers, of_each: usize) -> Result<Vec<ScriptedAgent>> {
+    let data = servers.scratch.path().join("s0");
+    let numbers = (0..3).flat_map(|server| (0..of_each).map(move |number| (server, number)));
+    let connecting = numbers.map(|(server, number)| {
+        let address = servers.servers[server].address(Listener::Agents);
+        let transport = [TransportKind::Quic, TransportKind::H2][number % 2];
+        let data = &data;
+        async move {
+            let node = format!("node-{server}-{number:04}");
+            ScriptedAgent::connect_to(address, data, &node, transport).await
+        }
+    });
+    let mut connecting = stream::iter(connecting).buffer_unordered(AT_ONCE);
+    let mut agents = Vec::new();
+    while let Some(agent) = connecting.next().await {
+        agents.push(agent?);
+    }
+    Ok(agents)
 }
 
 async fn document(servers: &Servers, number: usize, path: &str) -> Result<Value> {
@@ -79,3 +148,5 @@ async fn document(servers: &Servers, number: usize, path: &str) -> Result<Value>
 const ROWS: Duration = Duration::from_secs(40);
 /// Time within which a server that is gone is shown.
 const SAID: Duration = Duration::from_secs(10);
+/// Handshakes at once.
+const AT_ONCE: usize = 16;

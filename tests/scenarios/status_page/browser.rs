@@ -1,22 +1,25 @@
 //! The console in Chromium, by `tests/browser/visit.py`: texts of peers and callers stay text, with
 //! scripts enabled and disabled; the pages fit screens of 360 to 2560 pixels, in light and dark, and
 //! axe finds no barrier. The screenshots and the version of Chromium are written into
-//! `target/status-page`.
+//! `target/status-page`, and the screenshots of the run before into its folder `before`.
 
 use std::collections::BTreeSet;
 use std::fs;
 use std::path::{Path, PathBuf};
+use std::time::SystemTime;
 
 use anyhow::{Context, Result, bail, ensure};
-use serde_json::Value;
+use serde_json::{Value, json};
 use tokio::time::Instant;
+use tunnel_ca::revocation::OrderAction;
 use tunnel_proto::wire::control::Hello;
+use tunnel_tests::client::{RawRequest, request};
 use tunnel_tests::env::{NodeEnv, TestEnv, WAIT_TIMEOUT};
 use tunnel_tests::eventually::eventually;
 use tunnel_tests::process::{Program, ScratchDir};
 use tunnel_tests::tools::{Tool, or_skip, require, target_dir};
 
-use super::{get, on_loopback};
+use super::{SAMPLED, document, get, on_loopback};
 use crate::abuse::report_figure;
 use crate::scripted::{Admission, ScriptedAgent, agent_key, hello};
 
@@ -27,6 +30,8 @@ const HOSTILE: &str =
 const BIDI: [char; 2] = ['\u{202e}', '\u{2066}'];
 /// A path of a request. HTTP allows quotes in it, and no `<`.
 const PATH: &str = "/x\"onmouseover='alert(3)'//evil.example/&lt;script&gt;";
+/// Size of a page without its plots.
+const PAGE_BYTES: usize = 40 * 1024;
 /// Nodes with names of 202 characters.
 const LONG_NAMES: usize = 20_000;
 
@@ -53,8 +58,12 @@ async fn hostile_texts_are_text_in_a_browser_and_pages_fit_every_screen() -> Res
     for page in &pages {
         let begin = Instant::now();
         let reply = get(&env, &page.path, "text/html").await?;
-        let (millis, bytes) = (begin.elapsed().as_millis(), reply.text().len());
-        report_figure(&format!("{}: {millis} ms, {bytes} bytes", page.name));
+        let (millis, bytes) = (begin.elapsed().as_millis(), without_plots(&reply.text()));
+        report_figure(&format!(
+            "{}: {millis} ms, {bytes} bytes without plots",
+            page.name
+        ));
+        ensure!(bytes < PAGE_BYTES, "{}: {bytes}", page.name);
     }
     let folder = screenshots()?;
     let report = visit(&folder, visited).await?;
@@ -103,6 +112,71 @@ async fn installation_without_nodes_says_how_to_add_one() -> Result<()> {
         "{text}"
     );
     check_screens(shown)
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn small_installation_shows_which_node_fails_and_what_to_run() -> Result<()> {
+    if or_skip(require(&[Tool::Chromium, Tool::Axe, Tool::Python])).is_none() {
+        return Ok(());
+    }
+    let node_env = NodeEnv::start_with(on_loopback).await?;
+    let env = &node_env.env;
+    let mut live = Vec::new();
+    for number in 2..=12 {
+        live.push(ScriptedAgent::connect(env, &format!("worker-{number}")).await?);
+    }
+    let left = ScriptedAgent::connect(env, "worker-13").await?;
+    left.leave_with_reason("the host stops").await;
+    env.nodes().record(&"worker-14".parse()?, &[]);
+    let revoked = agent_key(env, "worker-15")?;
+    let order = OrderAction::Revoke;
+    env.revocations()
+        .order(order, &["worker-15".parse()?], SystemTime::now());
+    // The answer to a revoked agent may be a closed connection.
+    let _refused = ScriptedAgent::handshake(env, revoked, "worker-15", [7; 16]).await;
+    node_env.get("/metrics").await?;
+    let away = node_env.host.replace("worker-1:", "worker-13:");
+    request(env.http(), &RawRequest::get(&away, "/metrics")).await?;
+    eventually("the figures", SAMPLED, async || {
+        let overview = document(&node_env, "/").await?;
+        let counts = &overview["counts"];
+        let states = json!({ "live": 12, "away": 1, "pending": 1, "revoked": 1 });
+        ensure!(
+            counts["states"] == states && counts["errors"] == 1,
+            "{counts}"
+        );
+        ensure!(
+            overview["conditions"]["failures"][0]["node"] == "worker-15",
+            "{overview}"
+        );
+        Ok(())
+    })
+    .await;
+
+    let address = env.bound().status.context("no status page")?;
+    let pages = [
+        ("small", "/", "12 of 14 reachable"),
+        ("small-not-live", "/nodes?state=not-live", "2 nodes"),
+        (
+            "small-failures",
+            "/conditions",
+            "tunnel-server nodes unrevoke worker-15",
+        ),
+        ("small-node", "/node/worker-13", "no_agent"),
+    ];
+    let visited = pages.map(|(name, path, _)| format!("{name}=http://{address}{path}"));
+    let report = visit(&screenshots()?, visited).await?;
+    for (name, _, text) in pages {
+        let shown = facts(&report, name, true)?;
+        let words: Vec<_> = shown["text"]
+            .as_str()
+            .into_iter()
+            .flat_map(str::split_whitespace)
+            .collect();
+        ensure!(words.join(" ").contains(text), "{name}: {words:?}");
+        check_screens(shown).context(name)?;
+    }
+    Ok(())
 }
 
 /// Tests that the tests above can fail.
@@ -200,6 +274,13 @@ fn pages() -> Vec<Page> {
         page("servers", "/servers", &[]),
         page("conditions", "/conditions", &[]),
     ]
+}
+
+/// Returns the number of bytes of a page without its plots.
+fn without_plots(html: &str) -> usize {
+    let plots = html.split("<svg").skip(1);
+    let plots = plots.map(|plot| plot.split("</svg>").next().map_or(0, str::len));
+    html.len() - plots.sum::<usize>()
 }
 
 /// Returns the folder of the screenshots.
