@@ -25,7 +25,7 @@ use crate::AgentCsr;
 use crate::attestation::{AttestedToken, Attestor, KeyBinding, ServiceAccountToken};
 use crate::renewal::{EnrollRefusal, Renewals, refusal, revoked};
 use crate::revocation::is_issued_before;
-use crate::tokens::TokenStore;
+use crate::tokens::{TokenStore, unavailable};
 
 mod forwarded;
 mod peers;
@@ -302,12 +302,16 @@ impl Enrollment {
         if grant.order.is_before(order) {
             return Err((EnrollCode::Revoked, VOID.to_owned()));
         }
+        if !grant.labels.is_empty() {
+            // Rules may name them, so they are saved before the node can connect.
+            self.nodes.record_labels(&grant.node, &grant.labels);
+            self.nodes.save().map_err(|error| unavailable(&error))?;
+        }
         // This server may not know yet what the creator of the token knew.
         let order = order.with_generation(grant.order.generation);
         let issued = renewals.issue(&certificate_request, &grant.node, order, now)?;
         self.nodes
             .record_enrollment(&grant.node, EnrollmentKind::JoinToken);
-        self.nodes.record_labels(&grant.node, &grant.labels);
         Ok((EnrolledBy::Token(grant.id), issued.reply))
     }
 }
