@@ -11,7 +11,7 @@ use arc_swap::ArcSwap;
 use governor::clock::DefaultClock;
 use governor::state::keyed::HashMapStateStore;
 use governor::{Quota, RateLimiter};
-use parking_lot::Mutex;
+use parking_lot::{Mutex, RwLock};
 use tokio::sync::Notify;
 use tokio::time::sleep;
 use tunnel_process::followed::Followed;
@@ -49,6 +49,8 @@ pub mod labeled_nodes;
 #[derive(Debug)]
 pub struct CloudEgress {
     targets: ArcSwap<CloudTargets>,
+    /// Held while targets and rules decide about a stream, or are replaced: those of one file decide.
+    change: RwLock<()>,
     own_ports: Followed<Vec<Port>>,
     dialer: CloudDialer,
     limits: SharedLimits,
@@ -96,6 +98,7 @@ impl CloudEgress {
     ) -> Result<Self, String> {
         let egress = Self {
             targets: ArcSwap::from_pointee(CloudTargets::new(targets, labeled_nodes)),
+            change: RwLock::default(),
             dialer: CloudDialer::new(own_ports.clone(), limits.clone()),
             own_ports,
             total: AtomicUsize::new(total),
@@ -123,9 +126,16 @@ impl CloudEgress {
             .try_for_each(|target| refuse_own(target, &own_ports))
     }
 
-    /// Replaces the targets for later streams, and the number of streams of all agents. Open streams
-    /// stay.
-    pub fn replace(&self, targets: &[CloudTargetSettings], total: usize) {
+    /// Replaces the targets for later streams, and the number of streams of all agents, together with the rules
+    /// that `replace_rules` replaces. Open streams stay.
+    pub fn replace(
+        &self,
+        targets: &[CloudTargetSettings],
+        total: usize,
+        replace_rules: impl FnOnce(),
+    ) {
+        let _change = self.change.write();
+        replace_rules();
         let replaced = self.targets.load().with(targets);
         self.targets.store(Arc::new(replaced));
         self.total.store(total, Ordering::Relaxed);
@@ -289,6 +299,7 @@ impl<'a> StreamServer for CloudStream<'a> {
         // An agent is one source, whatever it claims.
         stream.set_source(source_number(&agent.node));
         let has_room = agent.session.has_room();
+        let _unchanged = egress.change.read();
         let (target, permit) = egress.admit(&agent.node, name, self.is_in_rate, has_room)?;
         self.authorize(name, &target)?;
         Ok((name.clone(), target, permit))

@@ -188,11 +188,9 @@ impl Reload {
         if before.cloud_stream_rate != limits.cloud_stream_rate {
             self.sessions.cloud.replace_rate(limits.cloud_stream_rate);
         }
-        self.sessions
-            .cloud
-            .replace(&config.cloud, capacity.cloud_streams);
         let policy = config.access_policy(self.reserved_ports.clone());
-        self.policy.replace(&policy);
+        let (cloud, streams) = (&self.sessions.cloud, capacity.cloud_streams);
+        cloud.replace(&config.cloud, streams, || self.policy.replace(&policy));
         if config.policy != self.config.policy {
             let has_dry_run = config.policy.dry_run.is_some();
             self.ingress.dry_run.restart(has_dry_run);

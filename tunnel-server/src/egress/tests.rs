@@ -38,6 +38,7 @@ fn egress(
     limits: &Limits,
     metrics: Metrics,
     shutdown: Shutdown,
+    policy: SharedPolicy,
 ) -> Result<CloudEgress, String> {
     CloudEgress::new(
         targets,
@@ -47,7 +48,7 @@ fn egress(
         limits.cloud_streams_total,
         metrics,
         shutdown,
-        open_policy(),
+        policy,
         DryRunReport::default(),
         RunningAccesses::default(),
     )
@@ -55,12 +56,20 @@ fn egress(
 
 /// A server with targets of the cloud, and an agent of worker-1.
 async fn server(targets: &[CloudTargetSettings], limits: Limits) -> (Bench, Agent) {
+    server_with(targets, limits, open_policy()).await
+}
+
+async fn server_with(
+    targets: &[CloudTargetSettings],
+    limits: Limits,
+    policy: SharedPolicy,
+) -> (Bench, Agent) {
     let mut bench = Bench::new();
     let (metrics, shutdown) = (
         bench.sessions.metrics.clone(),
         bench.sessions.shutdown.clone(),
     );
-    let egress = egress(targets, Vec::new(), &limits, metrics, shutdown);
+    let egress = egress(targets, Vec::new(), &limits, metrics, shutdown, policy);
     bench.sessions.cloud = Some(Arc::new(egress.unwrap()));
     let agent = bench.agent(7).await;
     (bench, agent)
@@ -104,6 +113,30 @@ async fn stream_of_an_agent_is_relayed_to_its_target_in_both_directions() {
     let mut text = String::new();
     within(stream.read_to_string(&mut text)).await.unwrap();
     assert_eq!(text, "hello");
+}
+
+/// Neither file allows the target: one offers it and has no rule that allows it, and the other one does not
+/// offer it.
+#[tokio::test(flavor = "multi_thread")]
+async fn no_stream_meets_the_targets_of_one_file_and_the_rules_of_another_one() {
+    let (offered, policy) = (
+        [target("echo", echo().await, None)],
+        SharedPolicy::default(),
+    );
+    let (bench, agent) = server_with(&offered, Limits::default(), policy.clone()).await;
+    let cloud = bench.sessions.cloud.clone().unwrap();
+    let open_rules = open_policy().load();
+    let replacing = tokio::task::spawn_blocking(move || {
+        for _ in 0..20_000 {
+            cloud.replace(&[], 100, || policy.replace(&open_rules));
+            cloud.replace(&offered, 100, || policy.replace(&Policy::default()));
+        }
+    });
+    while !replacing.is_finished() {
+        let opened = open(&agent, &header("echo")).await.map(|_| ());
+        assert!(opened.is_err(), "neither file allows it");
+    }
+    replacing.await.unwrap();
 }
 
 #[tokio::test]
@@ -191,7 +224,14 @@ async fn streams_of_all_agents_hold_at_and_above_their_limit_and_one_agent_has_a
         bench.sessions.metrics.clone(),
         bench.sessions.shutdown.clone(),
     );
-    let egress = egress(&targets, Vec::new(), &limits, metrics, shutdown);
+    let egress = egress(
+        &targets,
+        Vec::new(),
+        &limits,
+        metrics,
+        shutdown,
+        open_policy(),
+    );
     let egress = egress.unwrap();
     let name = "x".parse().unwrap();
     let admit = |node: u32| {
@@ -225,7 +265,14 @@ async fn capability_is_in_welcome_of_agents_that_have_a_target() {
             bench.sessions.shutdown.clone(),
         );
         let targets = [target("x", address, nodes)];
-        let egress = egress(&targets, Vec::new(), &Limits::default(), metrics, shutdown);
+        let egress = egress(
+            &targets,
+            Vec::new(),
+            &Limits::default(),
+            metrics,
+            shutdown,
+            open_policy(),
+        );
         bench.sessions.cloud = Some(Arc::new(egress.unwrap()));
         let (_agent, answer) = bench.connect_agent(7, 4096).await;
         let ControlMessage::Welcome(welcome) = answer else {
@@ -246,7 +293,14 @@ fn target_that_is_a_listener_of_this_server_is_refused_at_start() {
     for (address, is_refused) in [("127.0.0.1:10262", true), ("127.0.0.1:6443", false)] {
         let targets = [target("x", address.parse().unwrap(), None)];
         let limits = Limits::default();
-        let made = egress(&targets, own.clone(), &limits, metrics(), Shutdown::new());
+        let made = egress(
+            &targets,
+            own.clone(),
+            &limits,
+            metrics(),
+            Shutdown::new(),
+            open_policy(),
+        );
         assert_eq!(made.is_err(), is_refused, "{address}");
     }
     assert!(
