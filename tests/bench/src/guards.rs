@@ -10,7 +10,6 @@ use anyhow::{Context, Result, ensure};
 use bytes::BytesMut;
 use http::{HeaderMap, HeaderValue, Method, Uri, header::HOST};
 use tokio::io::{AsyncReadExt, AsyncWriteExt, duplex};
-use tokio::net::{TcpListener, TcpStream};
 use tokio::task::JoinSet;
 use tunnel_process::telemetry::{AuditOutput, AuditSettings};
 use tunnel_proto::audit;
@@ -59,9 +58,6 @@ enum Work {
     Kept,
     /// The same with an audit log.
     Audited,
-    /// Sends a request over a connection that has carried others, through server and agent. The
-    /// caller and the target allocate nothing.
-    Exchange,
     /// Sends a request over a new connection through the HTTPS listener, to a target with TLS. The
     /// count includes the caller and the target.
     Https,
@@ -83,7 +79,7 @@ const LIMITS: [(Count, &str, u32, f64); 9] = [
     (Count::Allocations, "rules", 1000, 0.01),
     (Count::Allocations, "chunk", 1000, 0.01),
     (Count::Allocations, "stream", 50, 240.0),
-    (Count::Allocations, "exchange", 200, 100.0),
+    (Count::Allocations, "kept", 200, 100.0),
     (Count::Instructions, "https", 50, 1e9),
 ];
 
@@ -123,7 +119,6 @@ impl Worker {
                 let _audit = audit::start(&settings, "server")?;
                 tunneled(self.times).await?;
             }
-            Work::Exchange => exchange(self.times).await?,
             Work::Https => https(self.times).await?,
         }
         Ok(ExitCode::SUCCESS)
@@ -286,35 +281,6 @@ async fn kept(address: SocketAddr, host: &str, times: u32) -> Result<()> {
     Ok(())
 }
 
-async fn exchange(times: u32) -> Result<()> {
-    let env = TestEnv::start().await?;
-    let target = TcpListener::bind("127.0.0.1:0").await?;
-    let port = target.local_addr()?.port();
-    let _agent = env.agent("worker-1").await?;
-    let mut serving = JoinSet::new();
-    serving.spawn(async move {
-        let (mut socket, _) = target.accept().await?;
-        let mut head = [0; CHUNK];
-        while read_until(&mut socket, &mut head, b"\r\n\r\n").await? > 0 {
-            socket.write_all(ANSWER).await?;
-        }
-        anyhow::Ok(())
-    });
-    let mut caller = TcpStream::connect(env.bound().http.context("HTTP listener")?).await?;
-    let request = format!(
-        "GET /metrics HTTP/1.1\r\nHost: worker-1:{port}\r\nUser-Agent: guard\r\n\
-         Accept: text/plain\r\nAccept-Encoding: gzip\r\n\r\n"
-    );
-    let mut answer = [0; CHUNK];
-    for _ in 0..times {
-        caller.write_all(request.as_bytes()).await?;
-        let length = read_until(&mut caller, &mut answer, ANSWER_BODY).await?;
-        let answer = answer.get(..length).unwrap_or_default();
-        ensure!(answer.starts_with(b"HTTP/1.1 200"), "{answer:?}");
-    }
-    Ok(())
-}
-
 async fn https(times: u32) -> Result<()> {
     let env = TestEnv::start().await?;
     let tls = TargetTls::self_signed(&["worker-1"])?;
@@ -327,19 +293,6 @@ async fn https(times: u32) -> Result<()> {
         ensure!(reply.status == 200, "{}", reply.text());
     }
     Ok(())
-}
-
-/// Reads until the received bytes end with `end`, or the connection does. Returns their number.
-async fn read_until(socket: &mut TcpStream, buffer: &mut [u8], end: &[u8]) -> Result<usize> {
-    let mut length = 0;
-    while let Some(space) = buffer.get_mut(length..).filter(|space| !space.is_empty()) {
-        let count = socket.read(space).await?;
-        length += count;
-        if count == 0 || buffer.get(..length).unwrap_or_default().ends_with(end) {
-            break;
-        }
-    }
-    Ok(length)
 }
 
 /// Counts all kinds of work. Fails when a count is above its limit. Without valgrind the function
@@ -421,6 +374,3 @@ impl Count {
 }
 
 const CHUNK: usize = 1024;
-const ANSWER: &[u8] =
-    b"HTTP/1.1 200 OK\r\nContent-Type: text/plain\r\nContent-Length: 6\r\n\r\nup 1.\n";
-const ANSWER_BODY: &[u8] = b"up 1.\n";

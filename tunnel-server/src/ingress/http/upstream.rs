@@ -11,7 +11,7 @@ use std::time::Duration;
 use http::header::UPGRADE;
 use http::request::Parts;
 use http::{Method, Request, Response};
-use http_body_util::Either;
+use http_body_util::{Either, Empty};
 use hyper::body::{Body as _, Incoming};
 use tokio::time::{sleep, timeout};
 use tokio_rustls::TlsConnector;
@@ -328,7 +328,10 @@ impl Attempt for SendAttempt<'_> {
         let via = opened.via.clone();
         let request = match (self.request.take(), &self.head) {
             (Some(request), _) => Some(request),
-            (None, Some(head)) => Box::pin(head.request()).await,
+            (None, Some(head)) => {
+                let again = |head| Request::from_parts(head, Either::Right(Empty::new()));
+                Box::pin(head.parse()).await.map(again)
+            }
             (None, None) => None,
         };
         let sent = match request {

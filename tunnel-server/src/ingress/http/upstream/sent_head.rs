@@ -6,8 +6,9 @@ use std::fmt;
 use std::future::ready;
 
 use bytes::Bytes;
+use http::request::Parts;
 use http::{Request, Response};
-use http_body_util::{Either, Empty};
+use http_body_util::Empty;
 use hyper::body::Incoming;
 use hyper::server::conn::http1::Builder;
 use hyper::service::service_fn;
@@ -15,7 +16,6 @@ use hyper::upgrade::OnUpgrade;
 use hyper_util::rt::TokioIo;
 use parking_lot::Mutex;
 
-use super::connection::SentBody;
 use crate::ingress::http::head_check::size::FIELDS_MAX;
 
 /// Fields that the server may add to those of a caller.
@@ -40,9 +40,9 @@ impl From<&[u8]> for SentHead {
 }
 
 impl SentHead {
-    /// Returns the request, without a body. hyper reads the head, because it alone parses heads, and it
-    /// keeps the case of the names.
-    pub(super) async fn request(&self) -> Option<Request<SentBody>> {
+    /// Returns the parsed head. hyper reads it, because it alone parses heads, and keeps the case of the
+    /// names.
+    pub(super) async fn parse(&self) -> Option<Parts> {
         let parsed = Mutex::new(None);
         let service = service_fn(|request: Request<Incoming>| {
             *parsed.lock() = Some(request.into_parts().0);
@@ -58,7 +58,7 @@ impl SentHead {
         let _answered = builder.serve_connection(io, service).await;
         let mut head = parsed.into_inner()?;
         head.extensions.remove::<OnUpgrade>();
-        Some(Request::from_parts(head, Either::Right(Empty::new())))
+        Some(head)
     }
 }
 
@@ -70,7 +70,7 @@ mod tests {
     use super::*;
 
     /// Returns the bytes that hyper sends for a request.
-    async fn sent(request: Request<SentBody>, length: usize) -> Vec<u8> {
+    async fn sent(request: Request<Empty<Bytes>>, length: usize) -> Vec<u8> {
         let (near, mut far) = duplex(1 << 20);
         let mut builder = Builder::new();
         builder.preserve_header_case(true);
@@ -101,8 +101,8 @@ mod tests {
             &long,
             &format!("GET / HTTP/1.1\r\n{fields}\r\n"),
         ] {
-            let request = SentHead::from(head.as_bytes()).request().await.unwrap();
-            let again = sent(request, head.len()).await;
+            let parsed = SentHead::from(head.as_bytes()).parse().await.unwrap();
+            let again = sent(Request::from_parts(parsed, Empty::new()), head.len()).await;
             assert_eq!(String::from_utf8(again).unwrap(), head);
         }
     }
@@ -110,8 +110,8 @@ mod tests {
     #[tokio::test]
     async fn part_of_a_head_is_no_request() {
         for head in ["", "GET / HTTP/1.1\r\nHost: a\r\n"] {
-            let request = SentHead::from(head.as_bytes()).request().await;
-            assert!(request.is_none(), "{head:?}");
+            let parsed = SentHead::from(head.as_bytes()).parse().await;
+            assert!(parsed.is_none(), "{head:?}");
         }
     }
 }
