@@ -72,6 +72,8 @@ pub async fn in_service_namespace(
     let status = process.end(limit).await?;
     let is_passed = status.success() && process.log().contains("1 passed");
     ensure!(is_passed, "{status}; {process}");
+    // Its figures.
+    eprintln!("{}", process.log());
     Ok(())
 }
 
