@@ -8,7 +8,7 @@ use anyhow::{Context, Result, ensure};
 
 use super::{CLOUD_ADDRESS, Namespace};
 use crate::gear::Gear;
-use crate::process::Program;
+use crate::process::{Process, Program};
 use crate::tools::{Skip, Tool, or_skip, require};
 
 /// A port of the virtual address. A new connection, or a new source port of UDP, goes to the next
@@ -72,9 +72,16 @@ pub async fn in_service_namespace(
     let status = process.end(limit).await?;
     let is_passed = status.success() && process.log().contains("1 passed");
     ensure!(is_passed, "{status}; {process}");
-    // Its figures.
-    eprintln!("{}", process.log());
+    show(&process);
     Ok(())
+}
+
+#[expect(
+    clippy::print_stderr,
+    reason = "its figures are part of the test's output"
+)]
+fn show(process: &Process) {
+    eprintln!("{}", process.log());
 }
 
 /// Creates the namespace, and checks that nft allows the rules.
