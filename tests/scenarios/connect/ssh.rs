@@ -204,7 +204,9 @@ async fn nothing_fails_over_reloads_under_100_requests_a_second_with_an_open_ssh
     for connection in ["keep-alive", "close"] {
         let curl = Program::tool(Tool::Curl)?
             .args(["-sS", "--rate", "50/s", "-o", "/dev/null"])
-            .args(["-w", "%{http_code}\n", "-H", "Host: worker-1:9100"])
+            // Standard output would be buffered.
+            .args(["-w", "%{stderr}%{http_code}\n"])
+            .args(["-H", "Host: worker-1:9100"])
             .args(["-H", &format!("Connection: {connection}")])
             .arg(format!("http://{listener}/metrics?[1-1000000]"));
         requests.push(curl.inside(Some(fixture.sites.cloud())).start()?);
