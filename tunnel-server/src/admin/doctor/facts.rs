@@ -2,7 +2,6 @@
 //! same time. A fact that cannot be obtained is the reason for that.
 
 use std::fs;
-use std::io;
 use std::net::SocketAddr;
 use std::path::{Path, PathBuf};
 use std::time::{Duration, SystemTime};
@@ -19,16 +18,17 @@ use tunnel_proto::wire::name::NodeName;
 use self::agents::AgentReport;
 use self::dialed::DialedFacts;
 use self::kubelets::KubeletProbe;
+use self::socket::{ConnectFailure, connect, open};
 use super::survey::{NodeSurvey, SurveySettings};
 use crate::admin::pages::PageQuery;
 use crate::admin::{AdminClient, AdminError};
 use crate::cluster::doctor::{ClusterFacts, ClusterObjects, check_credentials};
 use crate::config::{Capacity, Config, DescriptorUses};
-use tunnel_store::data_dir::DataDir;
 
 pub(super) mod agents;
 pub(super) mod dialed;
 pub(super) mod kubelets;
+mod socket;
 
 /// The facts for all checks.
 pub(super) struct Facts {
@@ -226,47 +226,6 @@ async fn survey(client: &AdminClient, settings: SurveySettings) -> Result<NodeSu
             return Ok(survey);
         }
     }
-}
-
-/// The reason why there is no connection to the admin socket.
-enum ConnectFailure {
-    Forbidden(String),
-    Other(String),
-}
-
-impl ConnectFailure {
-    fn new(kind: io::ErrorKind, reason: String) -> Self {
-        match kind {
-            io::ErrorKind::PermissionDenied => Self::Forbidden(reason),
-            _ => Self::Other(reason),
-        }
-    }
-}
-
-async fn connect(data_dir: &Path) -> Result<Option<AdminClient>, ConnectFailure> {
-    let dir = match open(data_dir).await {
-        Ok(dir) => dir,
-        Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(None),
-        Err(error) => return Err(ConnectFailure::new(error.kind(), error.to_string())),
-    };
-    AdminClient::connect(&dir).await.map_err(|error| {
-        let kind = match &error {
-            AdminError::Unreachable(_, cause) => cause.kind(),
-            AdminError::ConnectionLost(_)
-            | AdminError::Timeout
-            | AdminError::InvalidResponse(_)
-            | AdminError::Refused { .. } => io::ErrorKind::Other,
-        };
-        ConnectFailure::new(kind, error.to_string())
-    })
-}
-
-/// Opens the data directory on another thread: its file system may not answer.
-async fn open(data_dir: &Path) -> io::Result<DataDir> {
-    let path = data_dir.to_owned();
-    tokio::task::spawn_blocking(move || DataDir::open_existing(&path))
-        .await
-        .map_err(io::Error::other)?
 }
 
 async fn readiness(meta_listen: SocketAddr, limit: Duration) -> Fact<Vec<String>> {

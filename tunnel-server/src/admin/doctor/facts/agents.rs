@@ -9,7 +9,7 @@ use tokio::time::timeout;
 use tunnel_proto::wire::header::one_line;
 use tunnel_proto::wire::name::NodeName;
 
-use super::connect;
+use super::socket::connect;
 
 /// The conditions of an agent.
 #[derive(Debug, Clone, PartialEq, Eq)]
