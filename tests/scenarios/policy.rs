@@ -265,10 +265,13 @@ async fn holes(file: &str) -> Result<([bool; 4], bool)> {
             }
             _ => {
                 let service = Endpoint::plain(site.env.bound().services[0].1);
-                let mut caller = ByteStream::connect(service).await?;
-                caller.send(b"SSH-2.0-x").await?;
-                let echoed = caller.receive(9).await;
-                if echoed.is_ok() { 200 } else { 403 }
+                let echoed = async {
+                    let mut caller = ByteStream::connect(service).await?;
+                    caller.send(b"SSH-2.0-x").await?;
+                    caller.receive(9).await
+                };
+                // A refusal resets the connection.
+                if echoed.await.is_ok() { 200 } else { 403 }
             }
         };
         *is_open = status != 403;
