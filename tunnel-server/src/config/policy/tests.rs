@@ -185,7 +185,7 @@ fn rules_that_let_no_agent_reach_the_targets_of_the_cloud_are_a_warning() {
             .iter()
             .any(|text| text.contains("listeners: [agent]"))
     };
-    assert!(!warns("{}") && !warns("rules: [{ name: a, listeners: [agent] }]"));
+    assert!(!warns("") && !warns("rules: [{ name: a, listeners: [agent] }]"));
     assert!(warns("rules: [{ name: a, listeners: [http] }]"));
     assert!(warns("rules: [{ name: a, operations: [read] }]"));
 }
