@@ -170,7 +170,7 @@ mod tests {
 
     #[test]
     fn identity_in_one_file_or_two_for_the_named_callers() {
-        let yaml = "{ targetTls: verify, targetCa: /ca, targetCertFile: /own, borrowAllowedCallers: [a, ' b'] }";
+        let yaml = "{ targetTls: verify, targetCa: /ca, targetCertFile: /own, delegationAllowedCallers: [a, ' b'] }";
         let settings = checked(yaml, true).unwrap();
         let own = settings.identity.unwrap();
         assert_eq!((own.certificate, own.key), ("/own".into(), "/own".into()));
