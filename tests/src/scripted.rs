@@ -202,7 +202,7 @@ pub async fn exchange_hello(
         .await?;
     stream.accept("").await?;
     let (mut reader, mut writer) = control::split(stream);
-    writer.send(&ControlMessage::Hello(hello)).await?;
+    writer.send(&ControlMessage::Hello(Box::new(hello))).await?;
     let answer = reader.receive().await?.context("control stream ended")?;
     Ok(((reader, writer), answer))
 }

@@ -263,7 +263,10 @@ pub(crate) async fn say_hello(
         node_ip: String::new(),
         labels: std::collections::BTreeMap::new(),
     };
-    writer.send(&ControlMessage::Hello(hello)).await.unwrap();
+    writer
+        .send(&ControlMessage::Hello(Box::new(hello)))
+        .await
+        .unwrap();
     (reader, writer)
 }
 

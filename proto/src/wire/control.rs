@@ -33,7 +33,7 @@ pub const CAPABILITY_DIAG: &str = "diag";
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum ControlMessage {
     /// Agent: introduces the agent with its name, versions and capabilities.
-    Hello(Hello),
+    Hello(Box<Hello>),
     /// Server: admits the session.
     Welcome(Welcome),
     /// Server: rejects the session. Sent instead of Welcome.
@@ -204,7 +204,7 @@ impl ControlMessage {
                     .instance_id
                     .try_into()
                     .map_err(|_length| FrameError::Invalid("instance id"))?;
-                Self::Hello(Hello {
+                Self::Hello(Box::new(Hello {
                     versions: (hello.version_min, hello.version_max),
                     capabilities: sanitize_lines(hello.capabilities),
                     node_name: hello
@@ -215,7 +215,7 @@ impl ControlMessage {
                     software: one_line(&hello.software),
                     node_ip: one_line(&hello.node_ip),
                     labels: label::decode(&hello.labels)?,
-                })
+                }))
             }
             Kind::Welcome(welcome) => Self::Welcome(Welcome {
                 version: welcome.version,

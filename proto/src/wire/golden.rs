@@ -638,7 +638,7 @@ fn versions_are_agreed_on_both_ways_as_the_messages_carry_them() {
 }
 
 fn hello(versions: (u32, u32)) -> ControlMessage {
-    ControlMessage::Hello(Hello {
+    ControlMessage::Hello(Box::new(Hello {
         versions,
         capabilities: vec!["x".to_owned(), "y".to_owned()],
         node_name: "worker-1".parse().unwrap(),
@@ -646,7 +646,7 @@ fn hello(versions: (u32, u32)) -> ControlMessage {
         software: "0.1.0".to_owned(),
         node_ip: "192.168.33.221".to_owned(),
         labels: [("a".into(), "b".into())].into(),
-    })
+    }))
 }
 
 /// The content of the first field of a message.

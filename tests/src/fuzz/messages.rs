@@ -21,7 +21,7 @@ use tunnel_proto::wire::peer::{
 
 fn control_messages() -> Result<Vec<ControlMessage>> {
     Ok(vec![
-        ControlMessage::Hello(Hello {
+        ControlMessage::Hello(Box::new(Hello {
             versions: (1, 2),
             capabilities: vec!["renew".into()],
             node_name: "worker-1".parse()?,
@@ -29,7 +29,7 @@ fn control_messages() -> Result<Vec<ControlMessage>> {
             software: "0.1.0".into(),
             node_ip: "192.0.2.1".into(),
             labels: [("site".into(), "north".into())].into(),
-        }),
+        })),
         ControlMessage::Welcome(Welcome {
             version: 1,
             session: SessionId(9),

@@ -141,7 +141,7 @@ async fn exchange_hello(
     stream.accept("").await?;
     let (mut reader, mut writer) = control::split(stream);
     writer
-        .send(&ControlMessage::Hello(hello(context, node_ip)))
+        .send(&ControlMessage::Hello(Box::new(hello(context, node_ip))))
         .await?;
     let welcome = recv_welcome(&mut reader).await?;
     Ok(Admitted {

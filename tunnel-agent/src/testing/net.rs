@@ -112,7 +112,7 @@ pub(crate) async fn hello(session: &dyn Session) -> (Hello, ControlReader, Contr
     let stream = session.open(&StreamHeader::new(kind), AGES).await;
     let (mut reader, writer) = control::split(stream.unwrap());
     match reader.receive().await.unwrap() {
-        Some(ControlMessage::Hello(hello)) => (hello, reader, writer),
+        Some(ControlMessage::Hello(hello)) => (*hello, reader, writer),
         other => panic!("no Hello: {other:?}"),
     }
 }

@@ -375,7 +375,7 @@ impl Sessions {
 struct PendingSession {
     reader: ControlReader,
     writer: ControlWriter,
-    hello: Hello,
+    hello: Box<Hello>,
 }
 
 /// A session that received Welcome.

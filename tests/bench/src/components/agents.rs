@@ -328,7 +328,7 @@ impl Agent {
             node_ip: "127.0.0.1".to_owned(),
             labels: std::collections::BTreeMap::new(),
         };
-        writer.send(&ControlMessage::Hello(hello)).await?;
+        writer.send(&ControlMessage::Hello(Box::new(hello))).await?;
         match reader.receive().await?.context("control stream ended")? {
             ControlMessage::Welcome(_) => Ok((reader, writer)),
             other => bail!("not a Welcome: {other:?}"),
