@@ -69,18 +69,23 @@ mod tests {
 
     use super::*;
 
-    /// Returns the bytes that hyper sends for a request.
-    async fn sent(request: Request<Empty<Bytes>>, length: usize) -> Vec<u8> {
+    /// Returns the head that hyper sends for a request.
+    async fn sent(request: Request<Empty<Bytes>>) -> String {
         let (near, mut far) = duplex(1 << 20);
         let mut builder = Builder::new();
         builder.preserve_header_case(true);
         let (mut sender, connection) = builder.handshake(TokioIo::new(near)).await.unwrap();
-        let mut bytes = vec![0; length];
-        tokio::select! {
-            read = far.read_exact(&mut bytes) => read.unwrap(),
-            _unanswered = async { tokio::join!(sender.send_request(request), connection) } => 0,
+        let mut head = Vec::new();
+        let reading = async {
+            while !head.ends_with(b"\r\n\r\n") {
+                assert_ne!(far.read_buf(&mut head).await.unwrap(), 0);
+            }
         };
-        bytes
+        tokio::select! {
+            () = reading => {}
+            _unanswered = async { tokio::join!(sender.send_request(request), connection) } => {}
+        }
+        String::from_utf8(head).unwrap()
     }
 
     #[tokio::test]
@@ -97,13 +102,13 @@ mod tests {
             "HEAD / HTTP/1.1\r\nhOsT: a\r\nConnection: close, TE\r\nTE: trailers\r\n\r\n",
             "OPTIONS /x HTTP/1.1\r\nhost: a\r\nauthorization: Bearer x\r\n\r\n",
             "POST /exec HTTP/1.1\r\nHost: a\r\nContent-Length: 0\r\nConnection: Upgrade\r\nUpgrade: SPDY/3.1\r\n\r\n",
-            "DELETE / HTTP/1.1\r\nHost: a\r\nEmpty: \r\n\r\n",
+            "DELETE / HTTP/1.1\r\nHost: a\r\nEmpty:\r\n\r\n",
             &long,
             &format!("GET / HTTP/1.1\r\n{fields}\r\n"),
         ] {
             let parsed = SentHead::from(head.as_bytes()).parse().await.unwrap();
-            let again = sent(Request::from_parts(parsed, Empty::new()), head.len()).await;
-            assert_eq!(String::from_utf8(again).unwrap(), head);
+            let again = sent(Request::from_parts(parsed, Empty::new())).await;
+            assert_eq!(again, head);
         }
     }
 
