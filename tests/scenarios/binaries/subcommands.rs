@@ -388,7 +388,9 @@ async fn variable_of_the_environment_loses_against_the_flag() -> Result<()> {
     wrong.args(["--drain-timeout", "1s"]).run().await?.ok()?;
     let foreign = check("PORT", "tcp://10.0.0.1:80")?;
     foreign.run().await?.ok()?;
-    Ok(())
+    let old_flag = Program::ours(SERVER)?.args(["check-config", "--borrow-allowed-callers", "a"]);
+    let hint = "--delegation-allowed-callers: has no effect";
+    ensure_contains(&old_flag.run().await?.err, &[hint])
 }
 
 #[tokio::test]

@@ -161,10 +161,11 @@ tunnel_process::layered! {
         /// delegation), by the CN of their certificate of --client-ca; repeatable [default:
         /// kube-apiserver-kubelet-client]
         #[arg(
-            long, value_name = "CN",
+            long, alias = "borrow-allowed-callers", value_name = "CN",
             env = "TUNNEL_SERVER_DELEGATION_ALLOWED_CALLERS", value_delimiter = ',',
             help_heading = "Targets"
         )]
+        #[serde(alias = "borrowAllowedCallers")]
         pub delegation_allowed_callers: Vec<String>,
         /// Follow a Kubernetes cluster: its Nodes are known, ports come from its ConfigMap, records
         /// are written to it. auto follows it in a container of a cluster, or with --kubeconfig
