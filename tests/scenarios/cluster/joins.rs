@@ -20,7 +20,7 @@ use tunnel_store::data_dir::DataDir;
 use tunnel_tests::client::{RawRequest, request};
 use tunnel_tests::cluster::{Kind, edge_at};
 use tunnel_tests::dns::DnsClient;
-use tunnel_tests::eventually::eventually;
+use tunnel_tests::eventually::{eventually, scaled};
 use tunnel_tests::gear::Gear;
 use tunnel_tests::metrics::{meta_page, sum};
 use tunnel_tests::process::{Listener, Server};
@@ -210,7 +210,14 @@ struct Observed {
 impl Observed {
     async fn start(cluster_env: &ClusterEnv, name: &str) -> Result<Self> {
         let loopback = "127.0.0.1:0";
+        // As many nodes at once as here wait for their turn with the object of one token.
+        let limit = scaled(Duration::from_secs(5)).as_secs();
+        let file = cluster_env.scratch.file(
+            &format!("{name}.yaml"),
+            format!("limits: {{ handshakeTimeout: {limit}s }}\n"),
+        )?;
         let setup = cluster_env.setup(name)?.args(&["--peer-listen", "off"]);
+        let setup = setup.args(&["--config", &file.to_string_lossy()]);
         let setup = setup.args(&["--dns-listen", loopback, "--status-listen", loopback]);
         let mut server = setup.start().await?;
         let mut addresses = Vec::new();

@@ -400,9 +400,8 @@ impl TokenStore {
                         node,
                         key: &key,
                     };
-                    let labels = labels.clone();
-                    self.uses.take(&token_use, object, is_known(node), now)?;
-                    return self.granted(token.id(), node, order, labels);
+                    self.uses.take(&token_use, is_known(node), now)?;
+                    return self.granted(token.id(), node, order, labels.clone());
                 }
             }
             if object.token.used_by.is_none() {

@@ -2,6 +2,7 @@
 //! of the object is the compare-and-swap on the name, whatever tokens there are. It stays for a year,
 //! so that no later token takes the name of a node that no server knows any more.
 
+use std::collections::HashSet;
 use std::io;
 use std::sync::Arc;
 use std::time::SystemTime;
@@ -13,9 +14,7 @@ use tunnel_proto::wire::enroll::hex;
 use tunnel_proto::wire::name::NodeName;
 use tunnel_store::data_dir::whole_seconds;
 
-use super::object::{
-    CONFLICTS_MAX, LIFE_MAX, StoredToken, TokenObject, TokenObjects, TokenScope, unavailable,
-};
+use super::object::{CONFLICTS_MAX, LIFE_MAX, StoredToken, TokenObjects, TokenScope, unavailable};
 use crate::renewal::EnrollRefusal;
 
 /// The use of a token by the key of a node.
@@ -31,6 +30,20 @@ pub(super) struct PatternUses {
     objects: Arc<dyn TokenObjects>,
     /// Held while a use is counted, so that the uses at this server do not conflict with each other.
     counting: Mutex<()>,
+    /// Ids of the uses that are being looked up or added, so that no use is counted twice.
+    in_progress: Mutex<HashSet<String>>,
+}
+
+/// A use that is being looked up or added.
+struct InProgress<'a> {
+    ids: &'a Mutex<HashSet<String>>,
+    id: String,
+}
+
+impl Drop for InProgress<'_> {
+    fn drop(&mut self) {
+        self.ids.lock().remove(&self.id);
+    }
 }
 
 impl PatternUses {
@@ -38,6 +51,7 @@ impl PatternUses {
         Self {
             objects,
             counting: Mutex::default(),
+            in_progress: Mutex::default(),
         }
     }
 
@@ -49,18 +63,17 @@ impl PatternUses {
     pub(super) fn take(
         &self,
         token_use: &TokenUse<'_>,
-        object: TokenObject,
         is_known: Option<bool>,
         now: SystemTime,
     ) -> Result<(), EnrollRefusal> {
-        let id = token_use.id();
-        let _counting = self.counting.lock();
-        let found = self.objects.get(&id).map_err(|error| unavailable(&error))?;
+        let in_progress = self.begin(token_use)?;
+        let id = &in_progress.id;
+        let found = self.objects.get(id).map_err(|error| unavailable(&error))?;
         let used = match found {
             Some(used) => used.token,
             None => {
                 refuse_known(token_use.node, is_known)?;
-                self.add_use(token_use, &id, object, now)?
+                self.add_use(token_use, id, now)?
             }
         };
         let TokenScope::Use {
@@ -84,15 +97,26 @@ impl PatternUses {
         Err((EnrollCode::Pending, detail))
     }
 
+    /// Begins with a use, unless another request for the node is in progress: that of an agent that has
+    /// given up.
+    fn begin(&self, token_use: &TokenUse<'_>) -> Result<InProgress<'_>, EnrollRefusal> {
+        let id = token_use.id();
+        if self.in_progress.lock().insert(id.clone()) {
+            let ids = &self.in_progress;
+            return Ok(InProgress { ids, id });
+        }
+        let detail = "another request for this node is in progress; try again later";
+        Err((EnrollCode::Unavailable, detail.to_owned()))
+    }
+
     /// Counts a use, and creates its object. Returns the use, which may be that of another key.
     fn add_use(
         &self,
         token_use: &TokenUse<'_>,
         id: &str,
-        object: TokenObject,
         now: SystemTime,
     ) -> Result<StoredToken, EnrollRefusal> {
-        let token = self.count_use(token_use, object, now)?;
+        let token = self.count_use(token_use, now)?;
         let needs_approval = matches!(
             token.scope,
             TokenScope::Pattern {
@@ -130,10 +154,15 @@ impl PatternUses {
     fn count_use(
         &self,
         token_use: &TokenUse<'_>,
-        mut object: TokenObject,
         now: SystemTime,
     ) -> Result<StoredToken, EnrollRefusal> {
+        // No more than these two calls: with a slow API server they bound the nodes that join in a second.
+        let _counting = self.counting.lock();
         for _ in 0..CONFLICTS_MAX {
+            let found = self.objects.get(token_use.token);
+            let found = found.map_err(|error| unavailable(&error))?;
+            let removed = || unavailable(&io::Error::other("the token was removed"));
+            let mut object = found.ok_or_else(removed)?;
             object.token.check(token_use.key, now)?;
             if let TokenScope::Pattern { uses, uses_max, .. } = &mut object.token.scope {
                 if *uses >= *uses_max {
@@ -148,10 +177,6 @@ impl PatternUses {
             if replaced.map_err(|error| unavailable(&error))? {
                 return Ok(object.token);
             }
-            let found = self.objects.get(token_use.token);
-            object = found
-                .map_err(|error| unavailable(&error))?
-                .ok_or_else(|| unavailable(&io::Error::other("the token was removed")))?;
         }
         Err(unavailable(&io::Error::other("the token keeps changing")))
     }
