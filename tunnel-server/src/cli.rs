@@ -134,7 +134,7 @@ pub struct CheckConfigArgs {
 #[derive(Debug, Clone, Default, clap::Args)]
 pub struct DiagArgs {
     /// File to create, with mode 0600, or - for standard output; an existing file is not overwritten
-    /// [default: tunnel-server-diag-TIME.json in the current directory]
+    /// [default: tunnel-server-diag-TIME.json or NAME-diag-TIME.json in the current directory]
     #[arg(short, long, value_name = "FILE")]
     pub file: Option<PathBuf>,
     /// Instead of this server: a node, its failures, and what its agent says of itself over the

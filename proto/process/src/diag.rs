@@ -141,10 +141,10 @@ impl DiagDocument {
     }
 }
 
-/// Returns the default name of a document: the program and the time in UTC.
-pub fn default_path(program: &str, now: SystemTime) -> PathBuf {
+/// Returns the default name of a document: what it is about, a program or a node, and the time in UTC.
+pub fn default_path(subject: &str, now: SystemTime) -> PathBuf {
     let time = humantime::format_rfc3339_seconds(now).to_string();
-    format!("{program}-diag-{}.json", time.replace(':', "")).into()
+    format!("{subject}-diag-{}.json", time.replace(':', "")).into()
 }
 
 /// Returns the settings of a process as lines. Secrets are placeholders, because the types of

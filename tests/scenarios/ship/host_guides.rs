@@ -70,7 +70,7 @@ impl Host {
     async fn bash(&self, text: &str) -> Result<Finished> {
         // This host has no user of a service.
         let text = text.replace(" -o tunnel-server", "");
-        let text = format!("set -uo pipefail\ntrap '{FAILED}' ERR\n{text}");
+        let text = format!("set -uo pipefail\ntrap '{FAILED}' ERR\n{text}\ntrue");
         let bash = bash(&text, self.scratch.path(), &[])?.inside(Some(&self.network));
         let bash = bash.env("ANSIBLE_REMOTE_TMP", self.scratch.path());
         bash.run_with(TYPED).await
