@@ -201,6 +201,7 @@ install_version 2 >/dev/null
 [ "$(stat -c %U /var/lib/tunnel-server/ca.key)" = tunnel-server ]
 guide packages 5 >/dev/null
 [ ! -e /var/lib/tunnel-agent ] && [ -e /var/lib/tunnel-server/ca.key ] || fail "the purge of the guide"
+install_version 2 >/dev/null
 export CULVERT_PURGE_DATA=yes
 purge >/dev/null
 [ ! -s /tmp/left ] || fail "a purge leaves: $(cat /tmp/left)"
