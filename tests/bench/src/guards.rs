@@ -32,7 +32,7 @@ use tunnel_server::routing::routes::RouteTable;
 use tunnel_tests::client::{RawRequest, request};
 use tunnel_tests::env::TestEnv;
 use tunnel_tests::process::ScratchDir;
-use tunnel_tests::targets::{Exporter, TargetTls};
+use tunnel_tests::targets::Exporter;
 
 use crate::client::{Caller, Endpoint};
 
@@ -58,9 +58,6 @@ enum Work {
     Kept,
     /// The same with an audit log.
     Audited,
-    /// Sends a request over a new connection through the HTTPS listener, to a target with TLS. The
-    /// count includes the caller and the target.
-    Https,
 }
 
 /// The largest part of the instructions of server and agent for a request over a kept connection that
@@ -71,7 +68,7 @@ const AUDITED: u32 = 500;
 /// The count, the kind of work, how often the work is repeated, and the limit for each repetition.
 /// The limits are a tenth above the counts of a release build. Relaying a chunk must not allocate
 /// at all.
-const LIMITS: [(Count, &str, u32, f64); 9] = [
+const LIMITS: [(Count, &str, u32, f64); 7] = [
     (Count::Instructions, "framing", 1000, 1620.0),
     (Count::Instructions, "route", 1000, 1000.0),
     (Count::Instructions, "policy", 1000, 3870.0),
@@ -79,8 +76,6 @@ const LIMITS: [(Count, &str, u32, f64); 9] = [
     (Count::Allocations, "rules", 1000, 0.01),
     (Count::Allocations, "chunk", 1000, 0.01),
     (Count::Allocations, "stream", 50, 240.0),
-    (Count::Allocations, "kept", 200, 100.0),
-    (Count::Instructions, "https", 50, 1e9),
 ];
 
 #[derive(Debug, Clone, Copy)]
@@ -119,7 +114,6 @@ impl Worker {
                 let _audit = audit::start(&settings, "server")?;
                 tunneled(self.times).await?;
             }
-            Work::Https => https(self.times).await?,
         }
         Ok(ExitCode::SUCCESS)
     }
@@ -277,20 +271,6 @@ async fn kept(address: SocketAddr, host: &str, times: u32) -> Result<()> {
     .await?;
     for _ in 0..times {
         caller.get(1024).await?;
-    }
-    Ok(())
-}
-
-async fn https(times: u32) -> Result<()> {
-    let env = TestEnv::start().await?;
-    let tls = TargetTls::self_signed(&["worker-1"])?;
-    let exporter = Exporter::start_on(([127, 0, 0, 1], 0).into(), "worker-1", Some(tls)).await?;
-    let _agent = env.agent("worker-1").await?;
-    let host = format!("worker-1:{}", exporter.addr().port());
-    let (listener, wanted) = (env.https("worker-1")?, RawRequest::get(&host, "/size/1024"));
-    for _ in 0..times {
-        let reply = request(listener.clone(), &wanted).await?;
-        ensure!(reply.status == 200, "{}", reply.text());
     }
     Ok(())
 }
