@@ -185,7 +185,10 @@ async fn run_diag(arguments: DiagArgs) -> Result<(), VerbError> {
         None => diag::collect(settings).await,
     };
     let path = arguments.file;
-    let subject = arguments.node.as_ref().map_or("tunnel-server", |node| node.as_str());
+    let subject = arguments
+        .node
+        .as_ref()
+        .map_or("tunnel-server", |node| node.as_str());
     let path = path.unwrap_or_else(|| default_path(subject, SystemTime::now()));
     Ok(document.write(&path)?)
 }

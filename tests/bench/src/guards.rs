@@ -218,6 +218,7 @@ fn rules(times: u32) -> Result<()> {
         port: Port::new(10250),
         is_kubelet: true,
         operation: Operation::Metrics,
+        without_upgrade: Operation::Metrics,
     };
     for _ in 0..times {
         let decision = table.decide(black_box(&facts));

@@ -114,6 +114,19 @@ impl<'a> RequestedOperation<'a> {
         }
     }
 
+    /// Returns the request without the upgrade for which it may ask.
+    #[must_use]
+    pub fn without_upgrade(self) -> Self {
+        match self {
+            Self::Http { method, path, .. } => Self::Http {
+                method,
+                path,
+                may_be_upgrade: false,
+            },
+            Self::Connect => Self::Connect,
+        }
+    }
+
     /// Returns the operation at a port of a kubelet, or at another one.
     ///
     /// # Errors

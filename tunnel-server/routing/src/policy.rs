@@ -294,6 +294,11 @@ pub fn admit<D>(ports: &PortPolicy, access: Access<'_, D>) -> Result<Admitted<D>
         Route::Direct(_) => None,
     };
     let is_kubelet = kubelet == Some(port) || is_kubelet_number(port);
+    let operation = access.operation.at(is_kubelet)?;
+    let without_upgrade = match operation {
+        Operation::Upgrade => access.operation.without_upgrade().at(is_kubelet)?,
+        other => other,
+    };
     let facts = Facts {
         listener: caller.listener,
         identity: caller.identity.clone(),
@@ -305,7 +310,8 @@ pub fn admit<D>(ports: &PortPolicy, access: Access<'_, D>) -> Result<Admitted<D>
         described: None,
         port: Some(port),
         is_kubelet,
-        operation: access.operation.at(is_kubelet)?,
+        operation,
+        without_upgrade,
     };
     Ok(Admitted { route, facts })
 }
@@ -355,6 +361,7 @@ pub fn facts_of_agent(node: &NodeName, ports: &[Port]) -> Facts {
         port: ports.first().filter(same).copied(),
         is_kubelet: ports.iter().any(|port| is_kubelet_number(*port)),
         operation: Operation::Connect,
+        without_upgrade: Operation::Connect,
     }
 }
 

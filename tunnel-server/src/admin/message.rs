@@ -70,8 +70,7 @@ impl CreateToken {
             TokenNodes::Node(node) => {
                 let order = NodeOrder::new(node, orders.of_node(node));
                 let token = tokens.create(&order, self.ttl(), self.ips.clone(), ca_hash, now)?;
-                nodes.record(node, &self.ips);
-                nodes.record_labels(node, &self.labels);
+                nodes.record_token(node, &self.ips, &self.labels);
                 return Ok(token);
             }
         };

@@ -79,13 +79,13 @@ pub fn show(config: &Config) -> String {
         origin,
         dry_run,
     } = &config.policy;
-    let (head, note) = match origin {
-        RuleOrigin::Defaults => ("# rules that hold without a file, in use", None),
-        RuleOrigin::YurtTunnel => ("# rules of --compat yurt-tunnel, in use", Some(())),
-        RuleOrigin::File => ("# rules of the file, in use", Some(())),
+    let head = match origin {
+        RuleOrigin::Defaults => "# rules that hold without a file, in use",
+        RuleOrigin::YurtTunnel => "# rules of --compat yurt-tunnel, in use",
+        RuleOrigin::File => "# rules of the file, in use",
     };
     let mut text = format!("{head}\n{}", rules(table));
-    if note.is_some() {
+    if *origin != RuleOrigin::Defaults {
         let defaults = RuleTable::defaults(&config.default_ports());
         let _infallible = write!(
             text,
@@ -298,6 +298,11 @@ mod tests {
             (
                 "--listener https --delegation --port 10250 --path /exec/ns/pod/c --node pay-1",
                 "refused: rule no-shell denies exec at pay-1 port 10250",
+                false,
+            ),
+            (
+                "--listener https --delegation --port 10250 --method POST --path /run/ns/pod/c --upgrade --node pay-1",
+                "refused: rule no-shell denies upgrade at pay-1 port 10250",
                 false,
             ),
             (

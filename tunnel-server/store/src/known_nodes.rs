@@ -114,11 +114,25 @@ impl KnownNodes {
     /// Adds a node. `addresses` replace the previous addresses of the node. Without `addresses`,
     /// the previous addresses remain.
     pub fn record(&self, node: &NodeName, addresses: &[IpAddr]) {
+        self.record_token(node, addresses, &BTreeMap::new());
+    }
+
+    /// Adds a node with what its join token says. Addresses and labels replace the previous ones, unless
+    /// they are empty.
+    pub fn record_token(
+        &self,
+        node: &NodeName,
+        addresses: &[IpAddr],
+        labels: &BTreeMap<Box<str>, Box<str>>,
+    ) {
         let canonical: BTreeSet<IpAddr> = addresses.iter().map(IpAddr::to_canonical).collect();
         self.change(node, |known| {
             let mut known = known.unwrap_or_else(|| KnownNode::new(SystemTime::now()));
             if !canonical.is_empty() {
                 known.addresses = canonical.into_iter().collect();
+            }
+            if !labels.is_empty() {
+                known.labels.clone_from(labels);
             }
             Some(known)
         });
@@ -237,7 +251,7 @@ impl KnownNodes {
         self.nodes.lock().clone()
     }
 
-    /// Returns a receiver that is notified whenever names or addresses change.
+    /// Returns a receiver that is notified whenever names, addresses or labels change.
     pub fn changed(&self) -> watch::Receiver<u64> {
         self.version.subscribe()
     }
@@ -260,8 +274,8 @@ impl KnownNodes {
         if after == before {
             return;
         }
-        let addresses = |node: Option<KnownNode>| node.map(|node| node.addresses);
-        let is_routed_otherwise = addresses(before) != addresses(after.clone());
+        let routed = |node: Option<KnownNode>| node.map(|node| (node.addresses, node.labels));
+        let is_routed_otherwise = routed(before) != routed(after.clone());
         let row = RowChange::of(node.as_str(), after.as_ref());
         match after {
             Some(known) => nodes.insert(node.clone(), known),

@@ -124,6 +124,7 @@ mod tests {
             port: Port::new(10250),
             is_kubelet: true,
             operation: Operation::Metrics,
+            without_upgrade: Operation::Metrics,
         }
     }
 

@@ -91,7 +91,8 @@ pub enum Effect {
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct RulePorts {
     pub numbers: PortSet,
-    /// The port of the node's kubelet, whatever its number is, except the one without authentication.
+    /// The port of the node's kubelet, whatever its number is; in a rule that denies also the one without
+    /// authentication.
     pub has_kubelet: bool,
 }
 
@@ -129,6 +130,9 @@ pub struct Facts {
     /// The port is that of the node's kubelet.
     pub is_kubelet: bool,
     pub operation: Operation,
+    /// What the request is to a target that does not take it for an upgrade. Nobody knows whether one
+    /// does, so a deny applies to both.
+    pub without_upgrade: Operation,
 }
 
 impl Facts {
@@ -337,7 +341,7 @@ impl Rule {
 
     fn matches_port(&self, facts: &Facts) -> bool {
         let has = |ports: &RulePorts| match facts.port {
-            Some(port) => ports.contains(port, facts.is_kubelet),
+            Some(port) => ports.contains(port, facts.is_kubelet, self.effect),
             None => self.effect == Effect::Deny,
         };
         self.ports.as_ref().is_none_or(has)
@@ -366,7 +370,10 @@ impl Rule {
             (Operation::Connect, Effect::Allow | Effect::AskCluster) => {
                 operations == OperationSet::BYTES
             }
-            (operation, _) => operations.contains(operation),
+            (operation, Effect::Deny) => {
+                operations.contains(operation) || operations.contains(facts.without_upgrade)
+            }
+            (operation, Effect::Allow | Effect::AskCluster) => operations.contains(operation),
         }
     }
 
@@ -409,8 +416,10 @@ impl Rule {
 }
 
 impl RulePorts {
-    fn contains(&self, port: Port, is_kubelet: bool) -> bool {
-        let is_kubelet = is_kubelet && port.get() != READ_ONLY_PORT;
+    /// A rule that allows what a kubelet authorizes does not mean the port without authorization.
+    fn contains(&self, port: Port, is_kubelet: bool, effect: Effect) -> bool {
+        let is_meant = port.get() != READ_ONLY_PORT || effect == Effect::Deny;
+        let is_kubelet = is_kubelet && is_meant;
         (self.has_kubelet && is_kubelet) || self.numbers.contains(port)
     }
 }

@@ -112,3 +112,18 @@ fn node_added_by_a_verb_is_there_after_it_and_a_change_is_on_disk_by_itself() {
     let left = left.names_after(Bound::Unbounded, 10);
     assert_eq!(left, [name("worker-2")]);
 }
+
+#[test]
+fn labels_that_change_are_a_change_for_those_who_follow() {
+    let scratch = Scratch::new();
+    let nodes = KnownNodes::open(&scratch.0).unwrap();
+    nodes.record(&name("a"), &[]);
+    let mut changed = nodes.changed();
+    changed.borrow_and_update();
+    let labels = BTreeMap::from([("tier".into(), "pay".into())]);
+    nodes.record_labels(&name("a"), &labels);
+    assert!(changed.has_changed().unwrap());
+    changed.borrow_and_update();
+    nodes.record_token(&name("a"), &[], &labels);
+    assert!(!changed.has_changed().unwrap());
+}

@@ -33,6 +33,7 @@ fn allowed(
             port: Port::new(port),
             is_kubelet: port == 10250,
             operation,
+            without_upgrade: operation,
         };
         table.decide(&facts).verdict == Verdict::Allow
     };

@@ -60,6 +60,9 @@ fn model_matches(table: &RuleTable, rule: &Rule, facts: &Facts) -> bool {
             _ => facts.is_kubelet,
         },
         (Operation::Connect, _) => text.contains("operations: [connect]"),
+        (operation, Effect::Deny) => {
+            operation.name() == name || facts.without_upgrade.name() == name
+        }
         (operation, _) => operation.name() == name,
     };
     let unknown = rule.effect == Effect::Deny;
@@ -89,7 +92,10 @@ fn model_matches(table: &RuleTable, rule: &Rule, facts: &Facts) -> bool {
         && has("operations", &is_operation)
         && has("ports", &|port| match facts.port {
             None => unknown,
-            Some(own) => port == own.to_string() || (port == "kubelet" && facts.is_kubelet),
+            Some(own) => {
+                port == own.to_string()
+                    || (port == "kubelet" && facts.is_kubelet && (own.get() != 10255 || unknown))
+            }
         })
         && has("listeners", &|name| name == facts.listener.to_string())
         && has("destinations", &|name| name == facts.kind.name())
@@ -99,7 +105,7 @@ fn model_matches(table: &RuleTable, rule: &Rule, facts: &Facts) -> bool {
 }
 
 const NODES: [&str; 3] = ["pay-1", "pay-2", "cam-1"];
-const PORTS: [u16; 4] = [10250, 22, 9100, 8080];
+const PORTS: [u16; 5] = [10250, 10255, 22, 9100, 8080];
 
 fn table_without_rules() -> RuleTable {
     let named = |name: &str, who| NamedCaller {
@@ -240,6 +246,11 @@ fn tables_decide_as_the_model_and_an_added_allow_never_loses_a_deny() {
         let node = nodes.choose(&mut random).filter(|_| source.is_some());
         let described = node.and_then(|node| random_description(node, &mut random));
         let port = Port::new(*PORTS.choose(&mut random).unwrap());
+        let operation = *Operation::ALL.choose(&mut random).unwrap();
+        let without_upgrade = match operation {
+            Operation::Upgrade => *Operation::ALL.choose(&mut random).unwrap(),
+            other => other,
+        };
         let facts = Facts {
             listener: *Listener::ALL.choose(&mut random).unwrap(),
             identity: identities.choose(&mut random).unwrap().clone(),
@@ -251,7 +262,8 @@ fn tables_decide_as_the_model_and_an_added_allow_never_loses_a_deny() {
             described,
             port: port.filter(|_| random.random_bool(0.9)),
             is_kubelet: random.random(),
-            operation: *Operation::ALL.choose(&mut random).unwrap(),
+            operation,
+            without_upgrade,
         };
         let decided = table.decide(&facts);
         assert_eq!(
@@ -304,6 +316,7 @@ fn callers_of_one_name_are_told_apart_by_how_they_proved_it() {
             port: Port::new(22),
             is_kubelet: false,
             operation: Operation::Connect,
+            without_upgrade: Operation::Connect,
         };
         assert_eq!(table.decide(&facts).verdict, verdict, "{identity}");
     }
