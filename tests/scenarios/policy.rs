@@ -7,6 +7,7 @@ use anyhow::{Context, Result, ensure};
 use base64::prelude::{BASE64_STANDARD, Engine as _};
 use rustls::RootCertStore;
 use tokio::io::{AsyncReadExt as _, AsyncWriteExt as _};
+use tokio::net::TcpStream;
 use tunnel_process::yaml;
 use tunnel_server::admin::AdminClient;
 use tunnel_server::config::RawConfig;
@@ -627,7 +628,12 @@ async fn reload_ends_what_the_rules_refuse_if_asked_and_cuts_nothing_else() -> R
         ports[1],
         echo.addr().port()
     );
-    let open = format!("{settings}rules: [{{ name: all }}]\n");
+    let service = SocketAddr::from((next_loopback(), 7023));
+    let open = format!(
+        "{settings}services: [{{ name: raw, listen: '{service}', node: worker-1, target: {} }}]\n\
+         rules: [{{ name: all }}]\n",
+        echo.addr().port()
+    );
     let env = TestEnv::start_with_file(&open, |_| {}).await?;
     let _agents = [env.agent("worker-1").await?, env.agent("worker-2").await?];
     let hosts = [0, 1].map(|index: usize| format!("worker-{}:{}", index + 1, ports[index]));
@@ -637,6 +643,9 @@ async fn reload_ends_what_the_rules_refuse_if_asked_and_cuts_nothing_else() -> R
     let server = AdminClient::connect(&dir)
         .await?
         .context("no admin socket")?;
+    let mut raw = TcpStream::connect(service).await?;
+    raw.write_all(b"ping").await?;
+    ensure!(raw.read(&mut [0; 4]).await? > 0);
     ensure!(server.end_running().await? == 0);
 
     let closed = format!(
@@ -650,7 +659,9 @@ async fn reload_ends_what_the_rules_refuse_if_asked_and_cuts_nothing_else() -> R
 
     let refused = "tunnel_server_streams_total{result=\"refused_by_policy\"}";
     let before = env.metric(refused).await?;
-    ensure!(server.end_running().await? == 2);
+    // The service is in the file no more.
+    ensure!(server.end_running().await? == 3);
+    ensure!(raw.read_to_end(&mut Vec::new()).await.is_err(), "not cut");
     let ended = async {
         while running.follows[1].data().await.is_some() {}
         let mut rest = Vec::new();
@@ -662,7 +673,7 @@ async fn reload_ends_what_the_rules_refuse_if_asked_and_cuts_nothing_else() -> R
     ensure_reset(ended)?;
     eventually("the records", WAIT_TIMEOUT, async || {
         let count = env.metric(refused).await?;
-        ensure!(count == before + 2, "{count}");
+        ensure!(count == before + 3, "{count}");
         anyhow::Ok(())
     })
     .await;

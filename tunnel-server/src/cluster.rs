@@ -168,7 +168,9 @@ pub fn start(
     let shutdown = inputs.shutdown.clone();
     let namespace = cluster.connection.namespace.clone();
     let mut snapshot = Snapshot::load(&inputs.store);
-    let persisted = snapshot.state();
+    let labels = settings.node_labels.iter().map(ToString::to_string);
+    let labels = std::iter::once(settings.edge_label.clone()).chain(labels);
+    let persisted = snapshot.state().with_labels(labels.collect());
     let (facts, owners) = snapshot.take_nodes();
     let persisted_nodes = persisted.is_listed.then_some(facts.len());
     info!(

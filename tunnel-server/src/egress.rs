@@ -48,7 +48,7 @@ pub mod labeled_nodes;
 /// streams are open.
 #[derive(Debug)]
 pub struct CloudEgress {
-    targets: ArcSwap<CloudTargets>,
+    targets: Arc<ArcSwap<CloudTargets>>,
     /// Held while targets and rules decide about a stream, or are replaced: those of one file decide.
     change: RwLock<()>,
     own_ports: Followed<Vec<Port>>,
@@ -97,7 +97,10 @@ impl CloudEgress {
         running: RunningAccesses,
     ) -> Result<Self, String> {
         let egress = Self {
-            targets: ArcSwap::from_pointee(CloudTargets::new(targets, labeled_nodes)),
+            targets: Arc::new(ArcSwap::from_pointee(CloudTargets::new(
+                targets,
+                labeled_nodes,
+            ))),
             change: RwLock::default(),
             dialer: CloudDialer::new(own_ports.clone(), limits.clone()),
             own_ports,
@@ -254,7 +257,13 @@ impl CloudStream<'_> {
         let Self { egress, agent, .. } = *self;
         let facts = facts_of_agent(&agent.node, target.ports());
         // Before the rules are read: those who decide again after a change find the stream, or it finds them.
-        let access = RunningAccess::new(facts.clone(), None, None, self.ends.clone());
+        let (targets, node, named) = (egress.targets.clone(), agent.node.clone(), name.clone());
+        let offered = move || {
+            let found = targets.load().find(&node, &named);
+            found.map(drop).map_err(|refusal| refusal.detail)
+        };
+        let mut access = RunningAccess::new(facts.clone(), self.ends.clone());
+        access.offered = Some(Box::new(offered));
         self.running.get_or_init(|| egress.running.begin(access));
         let policy = egress.policy.load();
         let rules = &policy.rules;
@@ -350,7 +359,8 @@ impl RecordSinks for CloudStream<'_> {
     fn end(&self, record: &mut StreamRecord) -> Option<LineForm> {
         let refused = self.running.get().and_then(RunningGuard::refused);
         if let Some(refused) = refused.filter(|_| record.end == Self::DROPPED) {
-            record.fail(StreamEnd::Refused(RefusalCode::Policy), refused);
+            record.fail(StreamEnd::Refused(RefusalCode::Policy), &*refused.reason);
+            record.rule.clone_from(&refused.rule);
         }
         self.egress.metrics.cloud_stream_ended(record.end);
         let (stage, code) = (record.end.stage(), record.end.label());

@@ -2,6 +2,7 @@
 //! that are refused then end.
 
 use std::collections::HashMap;
+use std::fmt;
 use std::sync::{Arc, OnceLock};
 
 use http::Method;
@@ -23,16 +24,30 @@ struct Table {
 }
 
 /// An access that was allowed, with what a decision about it needs.
-#[derive(Debug)]
 pub struct RunningAccess {
     pub facts: Facts,
     /// The caller as a user of the cluster.
     pub cluster_user: Option<Arc<ClusterUser>>,
     /// The method of a request.
     pub method: Option<Method>,
+    /// The settings of the ports have allowed the port on the listener.
+    pub is_listed: bool,
+    /// Whether the configuration still has the target, if an entry of it is the target.
+    pub offered: Option<Offered>,
     /// Wakes what carries the access, to end it.
-    ends: Arc<Notify>,
-    refused: OnceLock<String>,
+    pub ends: Arc<Notify>,
+    refused: OnceLock<Refused>,
+}
+
+/// Returns why the configuration has a target no more.
+pub type Offered = Box<dyn Fn() -> Result<(), String> + Send + Sync>;
+
+/// The decision that ends an access.
+#[derive(Debug)]
+pub struct Refused {
+    pub reason: String,
+    /// The rule that decided, if one did.
+    pub rule: Option<Arc<str>>,
 }
 
 /// An access in progress, until it is dropped.
@@ -45,19 +60,25 @@ pub struct RunningGuard {
 
 impl RunningAccess {
     /// Creates an access. What carries it ends when it is notified by `ends`.
-    pub fn new(
-        facts: Facts,
-        cluster_user: Option<Arc<ClusterUser>>,
-        method: Option<Method>,
-        ends: Arc<Notify>,
-    ) -> Self {
+    pub fn new(facts: Facts, ends: Arc<Notify>) -> Self {
         Self {
             facts,
-            cluster_user,
-            method,
+            cluster_user: None,
+            method: None,
+            is_listed: false,
+            offered: None,
             ends,
             refused: OnceLock::new(),
         }
+    }
+}
+
+impl fmt::Debug for RunningAccess {
+    fn fmt(&self, formatter: &mut fmt::Formatter<'_>) -> fmt::Result {
+        formatter
+            .debug_struct("RunningAccess")
+            .field("facts", &self.facts)
+            .finish_non_exhaustive()
     }
 }
 
@@ -85,14 +106,14 @@ impl RunningAccesses {
             .collect()
     }
 
-    /// Ends an access for a reason, if it is still in progress. Returns whether it is.
-    pub fn end(&self, number: u64, reason: impl std::fmt::Display) -> bool {
+    /// Ends an access that is refused, if it is still in progress. Returns whether it is.
+    pub fn end(&self, number: u64, refused: Refused) -> bool {
         // A connection may carry another access next, which must not end.
         let table = self.0.lock();
         let Some(access) = table.accesses.get(&number) else {
             return false;
         };
-        access.refused.get_or_init(|| format!("{reason}; {ENDED}"));
+        access.refused.get_or_init(|| refused);
         access.ends.notify_one();
         true
     }
@@ -104,8 +125,18 @@ impl RunningGuard {
     }
 
     /// Returns why the access has to end, if it does.
-    pub fn refused(&self) -> Option<&str> {
-        self.access.refused.get().map(String::as_str)
+    pub fn refused(&self) -> Option<&Refused> {
+        self.access.refused.get()
+    }
+}
+
+impl Refused {
+    /// Creates the end of an access for a reason.
+    pub fn new(reason: impl fmt::Display, rule: Option<&Arc<str>>) -> Self {
+        Self {
+            reason: format!("{reason}; {ENDED}"),
+            rule: rule.cloned(),
+        }
     }
 }
 
@@ -130,27 +161,24 @@ mod tests {
         let (all, ends) = (RunningAccesses::default(), Arc::new(Notify::new()));
         let begin = || {
             let facts = facts_of_agent(&"gw-1".parse().unwrap(), &[]);
-            all.begin(RunningAccess::new(facts, None, None, ends.clone()))
+            all.begin(RunningAccess::new(facts, ends.clone()))
         };
+        let denied = || Refused::new("rule a denies it", None);
         let first = begin();
         let [(number, _)] = all.all()[..] else {
             panic!("one access");
         };
         drop(first);
         let second = begin();
-        assert!(!all.end(number, "rule a denies it"), "it has ended");
+        assert!(!all.end(number, denied()), "it has ended");
         assert!(ends.notified().now_or_never().is_none());
         let [(number, _)] = all.all()[..] else {
             panic!("one access");
         };
-        assert_eq!(second.refused(), None);
-        assert!(all.end(number, "rule a denies it"));
-        assert!(
-            second
-                .refused()
-                .unwrap()
-                .starts_with("rule a denies it; the rules")
-        );
+        assert!(second.refused().is_none());
+        assert!(all.end(number, denied()));
+        let reason = &second.refused().unwrap().reason;
+        assert!(reason.starts_with("rule a denies it; the rules"));
         assert!(ends.notified().now_or_never().is_some());
         drop(second);
         assert!(all.all().is_empty());

@@ -29,6 +29,20 @@ pub(super) struct PersistedState {
     pub(super) tunnel_addresses: Vec<IpAddr>,
     /// Values of the ports ConfigMap, if it existed.
     pub(super) ports: Option<BTreeMap<String, String>>,
+    /// The labels of Nodes that the settings named, the edge label first.
+    pub(super) labels: Vec<String>,
+}
+
+impl PersistedState {
+    /// Returns the state for settings that name these labels. What is persisted of the Nodes says nothing
+    /// about others, so it is no complete list for them: rules would take a label for absent.
+    pub(super) fn with_labels(self, labels: Vec<String>) -> Self {
+        Self {
+            is_listed: self.is_listed && self.labels == labels,
+            labels,
+            ..self
+        }
+    }
 }
 
 /// The observed state of all watched objects.
@@ -154,6 +168,7 @@ impl ClusterState {
             is_listed: self.has_list(),
             tunnel_addresses: self.tunnel(),
             ports: self.port_lists().cloned(),
+            labels: self.persisted.labels.clone(),
         }
     }
 }
@@ -349,6 +364,7 @@ mod tests {
                 BTreeMap::from([(HTTP_PORTS_KEY.to_owned(), http)])
             });
             let persisted = PersistedState {
+                labels: Vec::new(),
                 ports,
                 ..PersistedState::default()
             };
@@ -364,5 +380,22 @@ mod tests {
         assert_eq!(open(None), format!("connect; -; {every}; connect"));
         let replaced = open(Some("9100, 22, 9300"));
         assert_eq!(replaced, format!("connect; {every}; -; connect"));
+    }
+
+    #[test]
+    fn nodes_that_were_persisted_for_other_labels_are_no_complete_list() {
+        let labels = |keys: &[&str]| keys.iter().map(ToString::to_string).collect::<Vec<_>>();
+        let listed = PersistedState {
+            is_listed: true,
+            labels: labels(&["edge", "tier"]),
+            ..PersistedState::default()
+        };
+        let is_listed = |keys: &[&str]| listed.clone().with_labels(labels(keys)).is_listed;
+        assert!(is_listed(&["edge", "tier"]));
+        assert!(!is_listed(&["edge"]));
+        assert!(!is_listed(&["edge", "tier", "zone"]));
+        assert!(!is_listed(&["other", "tier"]));
+        let again = ClusterState::persisted(listed, NodeSet::default()).to_persisted();
+        assert_eq!(again.labels, labels(&["edge", "tier"]));
     }
 }

@@ -79,7 +79,8 @@ impl RecordSinks<Outcome> for IngressSinks {
         }
         let refused = self.running.as_ref().and_then(RunningGuard::refused);
         if let Some(refused) = refused.filter(|_| record.end.is_unfinished()) {
-            record.fail(Outcome::RefusedByPolicy, refused);
+            record.fail(Outcome::RefusedByPolicy, &*refused.reason);
+            record.rule.clone_from(&refused.rule);
         }
         self.metrics
             .ended(record.end, record.bytes_in, record.bytes_out);

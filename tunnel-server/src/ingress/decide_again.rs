@@ -1,18 +1,27 @@
 //! Decides again about accesses in progress, after a change of the rules, and asks the cluster where a rule does.
 
+use std::collections::HashMap;
 use std::time::Duration;
 
+use futures_util::StreamExt as _;
+use futures_util::stream;
+use http::Method;
 use tokio::time::{Instant, sleep, timeout_at};
 use tunnel_proto::wire::header::one_line;
+use tunnel_proto::wire::name::NodeName;
 
 use super::context::IngressContext;
 use crate::routing::access_review::ReviewError;
-use crate::running::RunningAccess;
-use tunnel_routing::policy::rules::DestinationKind;
+use crate::running::{Refused, RunningAccess};
+use tunnel_routing::operation::Operation;
 use tunnel_routing::policy::{Denied, Granted, authorize};
 
 /// Time within which the cluster has to allow what a rule asks it about.
 const REVIEW_TIME: Duration = Duration::from_secs(6);
+/// Questions at once, of the 16 that the server asks.
+const REVIEWS_AT_ONCE: usize = 8;
+/// The reason for what the cluster has not allowed in time.
+const LATE: &str = "no answer in time";
 /// Time until the cluster is asked again about a caller with too many questions.
 const REVIEW_PAUSE: Duration = Duration::from_secs(1);
 
@@ -20,65 +29,107 @@ impl IngressContext {
     /// Decides about all accesses in progress by the policy in force, and ends those that it refuses. Returns
     /// their number.
     pub async fn end_refused(&self) -> usize {
-        let (mut ended, mut questions) = (0, Vec::new());
+        let (mut ended, mut questions) = (0, HashMap::<_, Vec<_>>::new());
         for (number, access) in self.running.all() {
             match self.decide(&access) {
-                Ok(granted) if granted.asks_cluster => questions.push((number, access, granted)),
+                Ok(granted) if granted.asks_cluster => {
+                    let right = Right::of(&access);
+                    questions
+                        .entry(right)
+                        .or_default()
+                        .push((number, access, granted));
+                }
                 Ok(_) => {}
-                Err(denied) => ended += usize::from(self.running.end(number, denied)),
+                Err(refused) => ended += usize::from(self.running.end(number, refused)),
             }
         }
         let deadline = Instant::now() + REVIEW_TIME;
-        for (number, access, granted) in questions {
-            let asked = timeout_at(deadline, self.ask_patiently(&access, &granted)).await;
-            let refused = match asked {
-                Ok(answered) => answered.err().map(|denied| denied.to_string()),
-                Err(_elapsed) => Some(format!(
-                    "rule {}: the cluster has not answered",
-                    granted.rule
-                )),
+        let asked = stream::iter(questions.into_values()).map(|alike| async move {
+            let answer = match alike.first() {
+                Some((_, access, _)) => timeout_at(deadline, self.ask_patiently(access)).await,
+                None => Ok(Ok(())),
             };
-            ended += usize::from(refused.is_some_and(|why| self.running.end(number, why)));
+            let answer = answer.unwrap_or_else(|_elapsed| Err(LATE.to_owned()));
+            let Err(reason) = answer else {
+                return 0;
+            };
+            let ends = alike.iter().filter(|(number, access, granted)| {
+                let denied = denied(access, granted, reason.clone());
+                let refused = Refused::new(&denied, denied.rule());
+                self.running.end(*number, refused)
+            });
+            ends.count()
+        });
+        let asked = asked.buffer_unordered(REVIEWS_AT_ONCE);
+        ended + asked.fold(0, |sum, count| async move { sum + count }).await
+    }
+
+    /// Decides about an access by the policy in force.
+    pub(super) async fn decide_again(&self, access: &RunningAccess) -> Result<(), Refused> {
+        let granted = self.decide(access)?;
+        if !granted.asks_cluster {
+            return Ok(());
         }
-        ended
+        let asked = ask_cluster(self, access, &granted).await;
+        asked.map_err(|denied| Refused::new(&denied, denied.rule()))
     }
 
     /// Asks the cluster, again if a caller has too many questions at once.
-    async fn ask_patiently(&self, access: &RunningAccess, granted: &Granted) -> Result<(), Denied> {
+    async fn ask_patiently(&self, access: &RunningAccess) -> Result<(), String> {
         loop {
-            match ask_cluster(self, access, granted).await {
-                Err(Denied::Cluster { reason, .. })
-                    if reason == ReviewError::TooMany.to_string() =>
-                {
-                    sleep(REVIEW_PAUSE).await;
-                }
-                answered => return answered,
+            match review(self, access).await {
+                Answer::Allowed => return Ok(()),
+                Answer::Denied(reason) => return Err(reason),
+                Answer::Failed(ReviewError::TooMany) => sleep(REVIEW_PAUSE).await,
+                Answer::Failed(error) => return Err(error.to_string()),
             }
         }
     }
 
-    /// Decides about an access by the policy in force.
-    pub(super) async fn decide_again(&self, access: &RunningAccess) -> Result<(), Denied> {
-        match self.decide(access)? {
-            granted if granted.asks_cluster => ask_cluster(self, access, &granted).await,
-            _ => Ok(()),
+    fn decide(&self, access: &RunningAccess) -> Result<Granted, Refused> {
+        if let Some(Err(reason)) = access.offered.as_ref().map(|offered| offered()) {
+            return Err(Refused::new(reason, None));
         }
-    }
-
-    fn decide(&self, access: &RunningAccess) -> Result<Granted, Denied> {
-        let mut facts = access.facts.clone();
         let policy = self.policy.load();
+        let mut facts = access.facts.clone();
         facts.has_delegation &= policy.delegation.still_admits(&facts.identity);
-        if let (DestinationKind::Node, false, Some(node), Some(port)) =
-            (facts.kind, facts.is_kubelet, &facts.node, facts.port)
-        {
-            let open = policy.ports.target(port, facts.listener);
-            open.map_err(|refusal| Denied::Port(node.clone(), port, refusal))?;
+        let port = facts.port.filter(|_| access.is_listed);
+        let listed = port.map(|port| policy.ports.target(port, facts.listener));
+        if let Some(Err(refusal)) = listed {
+            return Err(Refused::new(refusal, None));
         }
         let rules = &policy.rules;
         rules.in_force.describe(&mut facts, &self.routes.load());
-        authorize(&rules.in_force, &facts)
+        let granted = authorize(&rules.in_force, &facts);
+        granted.map_err(|denied| Refused::new(&denied, denied.rule()))
     }
+}
+
+/// What the cluster is asked about an access: accesses with the same have one question.
+#[derive(Debug, PartialEq, Eq, Hash)]
+struct Right {
+    user: Option<String>,
+    node: Option<NodeName>,
+    operation: Operation,
+    method: Option<Method>,
+}
+
+impl Right {
+    fn of(access: &RunningAccess) -> Self {
+        Self {
+            user: access.cluster_user.as_ref().map(|user| format!("{user:?}")),
+            node: access.facts.node.clone(),
+            operation: access.facts.operation,
+            method: access.method.clone(),
+        }
+    }
+}
+
+/// The answer of the cluster.
+enum Answer {
+    Allowed,
+    Denied(String),
+    Failed(ReviewError),
 }
 
 /// Asks the authorization of the cluster about an access.
@@ -87,31 +138,40 @@ pub(super) async fn ask_cluster(
     access: &RunningAccess,
     granted: &Granted,
 ) -> Result<(), Denied> {
-    let operation = access.facts.operation;
-    let denied = |reason: String| Denied::Cluster {
+    match review(ingress, access).await {
+        Answer::Allowed => Ok(()),
+        Answer::Denied(reason) => Err(denied(access, granted, reason)),
+        Answer::Failed(error) => Err(denied(access, granted, error.to_string())),
+    }
+}
+
+fn denied(access: &RunningAccess, granted: &Granted, reason: String) -> Denied {
+    Denied::Cluster {
         rule: granted.rule.clone(),
-        operation,
+        operation: access.facts.operation,
         reason,
-    };
+    }
+}
+
+async fn review(ingress: &IngressContext, access: &RunningAccess) -> Answer {
+    let operation = access.facts.operation;
     let (Some(method), Some(node)) = (&access.method, &access.facts.node) else {
-        let text = "it has rights for requests at nodes alone";
-        return Err(denied(text.to_owned()));
+        return Answer::Denied("it has rights for requests at nodes alone".to_owned());
     };
     let (Some(reviewer), Some(user)) = (&ingress.reviewer, &access.cluster_user) else {
         let text = "it knows callers with a certificate of its client CA, and reviewed ServiceAccount tokens that \
                     callers names";
-        return Err(denied(text.to_owned()));
+        return Answer::Denied(text.to_owned());
     };
     match reviewer.allows(user, node, operation, method).await {
-        Ok(true) => Ok(()),
+        Ok(true) => Answer::Allowed,
         Ok(false) => {
             let verb = operation.verb(method).unwrap_or("no verb");
             let subresources = operation.subresources().join(" nor nodes/");
             let name = one_line(&user.name);
-            Err(denied(format!(
-                "{name} may not {verb} nodes/{subresources} of {node}"
-            )))
+            let text = format!("{name} may not {verb} nodes/{subresources} of {node}");
+            Answer::Denied(text)
         }
-        Err(error) => Err(denied(error.to_string())),
+        Err(error) => Answer::Failed(error),
     }
 }

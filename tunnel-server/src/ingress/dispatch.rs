@@ -28,13 +28,16 @@ use crate::routing::access_review::ClusterUser;
 use crate::routing::attempts::Attempts;
 use crate::routing::registry::{CallerKey, OpenError};
 use crate::routing::{Attempt, Failed, OpenStream};
-use crate::running::RunningAccess;
+use crate::running::{Offered, RunningAccess};
 use tunnel_routing::decision::delegated::{self, Decision, DelegatedRequest};
 use tunnel_routing::decision::proxy::ProxyRequest;
 use tunnel_routing::decision::{DecisionError, RequestFacts, decide};
-use tunnel_routing::destination::{Destination, DialTarget, RequestedDestination, RequestedNode};
+use tunnel_routing::destination::{
+    Destination, DialTarget, RequestedDestination, RequestedNode, RequestedPort,
+};
 use tunnel_routing::dial_policy::AddressClaims;
 use tunnel_routing::operation::RequestedOperation;
+use tunnel_routing::policy::rules::Facts;
 use tunnel_routing::policy::{
     Access, AccessCaller, Admitted, CallerIdentity, Policy, Route, admit, authorize,
 };
@@ -115,6 +118,10 @@ pub(super) async fn route(
             access_log.direct(&direct.request.to_string(), *port);
         }
     }
+    let named = match &destination {
+        RequestedDestination::Node(requested) => Some(requested.port),
+        RequestedDestination::Configured(_) | RequestedDestination::Direct(..) => None,
+    };
     let access = Access {
         caller: request.caller,
         destination,
@@ -130,13 +137,8 @@ pub(super) async fn route(
     let rule = granted.as_ref().map(|granted| Some(&granted.rule));
     let rule = rule.unwrap_or_else(|denied| denied.rule());
     access_log.decided(facts.operation, rule);
-    let granted = granted?;
-    let method = match request.operation {
-        RequestedOperation::Http { method, .. } => Some(method),
-        RequestedOperation::Connect => None,
-    };
-    let user = request.cluster_user.cloned();
-    let access = RunningAccess::new(facts, user, method.cloned(), request.ends.clone());
+    let (granted, operation) = (granted?, facts.operation);
+    let access = running_access(ingress, &request, facts, named);
     if granted.asks_cluster {
         // Few requests need the memory of a question.
         Box::pin(ask_cluster(ingress, &access, &granted)).await?;
@@ -144,11 +146,52 @@ pub(super) async fn route(
     let running = ingress.running.begin(access);
     // Those who decide again after a change may have begun before the access was in their list.
     if !std::ptr::eq(request.policy, &raw const *ingress.policy.load()) {
-        Box::pin(ingress.decide_again(running.access())).await?;
+        let decided = Box::pin(ingress.decide_again(running.access())).await;
+        if let Err(refused) = decided {
+            access_log.decided(operation, refused.rule.as_ref());
+            return Err(ProxyError::new(Outcome::RefusedByPolicy, refused.reason));
+        }
     }
     access_log.running(running);
     Ok(route)
 }
+
+/// Returns an access that was allowed, with what a later decision about it needs.
+fn running_access(
+    ingress: &IngressContext,
+    request: &IngressRequest<'_>,
+    facts: Facts,
+    named: Option<RequestedPort>,
+) -> RunningAccess {
+    let method = match request.operation {
+        RequestedOperation::Http { method, .. } => Some(method.clone()),
+        RequestedOperation::Connect => None,
+    };
+    let is_listed = match named {
+        Some(RequestedPort::Named(_)) => true,
+        Some(RequestedPort::NamedOrKubelet { named, .. }) => facts.port == Some(named),
+        Some(RequestedPort::Kubelet(_)) | None => false,
+    };
+    let offered = match &request.target {
+        IngressTarget::TcpService(destination) => {
+            let (policy, destination) = (ingress.policy.clone(), Destination::clone(destination));
+            let offered: Offered = Box::new(move || {
+                let is_offered = policy.load().services.contains(&destination);
+                is_offered
+                    .then_some(())
+                    .ok_or_else(|| NO_SERVICE.to_owned())
+            });
+            Some(offered)
+        }
+        IngressTarget::Host(_) | IngressTarget::Delegated(_) | IngressTarget::Proxy { .. } => None,
+    };
+    let mut access = RunningAccess::new(facts, request.ends.clone());
+    access.cluster_user = request.cluster_user.cloned();
+    (access.method, access.is_listed, access.offered) = (method, is_listed, offered);
+    access
+}
+
+const NO_SERVICE: &str = "the configuration has no such TCP service any more";
 
 /// The answer of every listener while any other one could be wrong: an unknown name may be that of a
 /// node, an address may have two owners, and a direct dial may reach what has an agent.
@@ -173,8 +216,7 @@ async fn resolve(
         IngressTarget::TcpService(destination)
             if !request.policy.services.contains(destination) =>
         {
-            let text = "the configuration has no such TCP service any more";
-            Err(ProxyError::new(Outcome::RefusedByPolicy, text))
+            Err(ProxyError::new(Outcome::RefusedByPolicy, NO_SERVICE))
         }
         IngressTarget::TcpService(destination) => {
             Ok(RequestedDestination::Configured((*destination).clone()))
