@@ -61,9 +61,15 @@ pub struct CloudEgress {
     rate: ArcSwap<NodeRate>,
     metrics: Metrics,
     shutdown: Shutdown,
-    policy: SharedPolicy,
-    dry_run: DryRunReport,
-    running: RunningAccesses,
+    access: AccessControl,
+}
+
+/// What decides about the streams of agents, and what records the decisions.
+#[derive(Debug, Clone, Default)]
+pub struct AccessControl {
+    pub policy: SharedPolicy,
+    pub dry_run: DryRunReport,
+    pub running: RunningAccesses,
 }
 
 type NodeRate = RateLimiter<NodeName, HashMapStateStore<NodeName>, DefaultClock>;
@@ -92,9 +98,7 @@ impl CloudEgress {
         total: usize,
         metrics: Metrics,
         shutdown: Shutdown,
-        policy: SharedPolicy,
-        dry_run: DryRunReport,
-        running: RunningAccesses,
+        access: AccessControl,
     ) -> Result<Self, String> {
         let egress = Self {
             targets: Arc::new(ArcSwap::from_pointee(CloudTargets::new(
@@ -110,9 +114,7 @@ impl CloudEgress {
             limits,
             metrics,
             shutdown,
-            policy,
-            dry_run,
-            running,
+            access,
         };
         egress.check(targets)?;
         Ok(egress)
@@ -264,12 +266,13 @@ impl CloudStream<'_> {
         };
         let mut access = RunningAccess::new(facts.clone(), self.ends.clone());
         access.offered = Some(Box::new(offered));
-        self.running.get_or_init(|| egress.running.begin(access));
-        let policy = egress.policy.load();
+        self.running
+            .get_or_init(|| egress.access.running.begin(access));
+        let policy = egress.access.policy.load();
         let rules = &policy.rules;
         // A target has no node, of which rules could read more.
         let routes = RouteTable::default();
-        let tried = (egress.dry_run).compare(rules, &facts, None, &routes, &egress.metrics);
+        let tried = (egress.access.dry_run).compare(rules, &facts, None, &routes, &egress.metrics);
         let granted = authorize(&rules.in_force, &facts);
         let rule = granted.as_ref().map(|granted| Some(&granted.rule));
         let rule = rule.unwrap_or_else(|denied| denied.rule());

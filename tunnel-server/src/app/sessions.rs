@@ -14,7 +14,7 @@ use tunnel_proto::wire::ALPN_SESSION_TCP;
 use super::authority::{AgentAuth, Authority};
 use super::context::ServerContext;
 use crate::config::Capacity;
-use crate::egress::CloudEgress;
+use crate::egress::{AccessControl, CloudEgress};
 use crate::session::agent_listener::{AgentListener, TcpHandler};
 use crate::session::saved_connections::SavedConnections;
 use crate::session::{AdmissionRate, Sessions};
@@ -67,9 +67,11 @@ pub(super) fn start(
         inputs.capacity.cloud_streams,
         context.metrics.clone(),
         context.shutdown.clone(),
-        context.policy.clone(),
-        context.dry_run.clone(),
-        context.running.clone(),
+        AccessControl {
+            policy: context.policy.clone(),
+            dry_run: context.dry_run.clone(),
+            running: context.running.clone(),
+        },
     );
     let cloud = Arc::new(cloud.map_err(ConfigError::mistake)?);
     let followed = FollowedSessions {

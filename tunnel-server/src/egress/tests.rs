@@ -48,9 +48,10 @@ fn egress(
         limits.cloud_streams_total,
         metrics,
         shutdown,
-        policy,
-        DryRunReport::default(),
-        RunningAccesses::default(),
+        AccessControl {
+            policy,
+            ..AccessControl::default()
+        },
     )
 }
 
