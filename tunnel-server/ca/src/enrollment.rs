@@ -304,7 +304,7 @@ impl Enrollment {
         }
         if !grant.labels.is_empty() {
             // Rules may name them, so they are saved before the node can connect.
-            self.nodes.record_labels(&grant.node, &grant.labels);
+            self.nodes.add(&grant.node, &grant.labels);
             self.nodes.save().map_err(|error| unavailable(&error))?;
         }
         // This server may not know yet what the creator of the token knew.

@@ -4,12 +4,13 @@
 use std::collections::{BTreeMap, BTreeSet};
 use std::io;
 use std::net::IpAddr;
-use std::ops::Bound;
+use std::ops::{Bound, Not};
 use std::time::{Duration, SystemTime};
 
 use parking_lot::Mutex;
 use serde::{Deserialize, Serialize};
 use tokio::sync::watch;
+use tunnel_proto::wire::label::Labels;
 use tunnel_proto::wire::name::NodeName;
 use tunnel_tables::VersionedMap;
 
@@ -22,6 +23,8 @@ use crate::state_store::{OnDamage, RowChange, StateStore, Table};
 pub struct KnownNodes {
     store: StateStore,
     nodes: Mutex<NodeMap>,
+    /// Labels of nodes that were forgotten. Locked after `nodes`.
+    forgotten: Mutex<BTreeMap<NodeName, Labels>>,
     version: watch::Sender<u64>,
 }
 
@@ -50,7 +53,11 @@ pub struct KnownNode {
     pub enrollment: Option<EnrollmentKind>,
     /// Labels that an operator gave the node with its join token.
     #[serde(default, skip_serializing_if = "BTreeMap::is_empty")]
-    pub labels: BTreeMap<Box<str>, Box<str>>,
+    pub labels: Labels,
+    /// The node was forgotten. Its labels stay, since rules may name them and its certificate may be
+    /// valid.
+    #[serde(default, skip_serializing_if = "Not::not")]
+    is_forgotten: bool,
 }
 
 impl KnownNode {
@@ -97,16 +104,22 @@ impl KnownNodes {
     /// has assigned are nowhere else.
     pub fn open(dir: &DataDir) -> io::Result<Self> {
         let store = dir.store(OnDamage::Stop)?;
-        let mut nodes = NodeMap::default();
-        for (name, node) in store.load_readable(Table::Nodes, "")? {
+        let (mut nodes, mut forgotten) = (NodeMap::default(), BTreeMap::new());
+        for (name, node) in store.load_readable::<KnownNode>(Table::Nodes, "")? {
             // The names were names when they were written.
-            if let Ok(name) = name.parse() {
+            let Ok(name) = name.parse() else {
+                continue;
+            };
+            if node.is_forgotten {
+                forgotten.insert(name, node.labels);
+            } else {
                 nodes.insert(name, node);
             }
         }
         Ok(Self {
             store,
             nodes: Mutex::new(nodes),
+            forgotten: Mutex::new(forgotten),
             version: watch::Sender::new(0),
         })
     }
@@ -114,20 +127,15 @@ impl KnownNodes {
     /// Adds a node. `addresses` replace the previous addresses of the node. Without `addresses`,
     /// the previous addresses remain.
     pub fn record(&self, node: &NodeName, addresses: &[IpAddr]) {
-        self.record_token(node, addresses, &BTreeMap::new());
+        self.record_token(node, addresses, &Labels::new());
     }
 
     /// Adds a node with what its join token says. Addresses and labels replace the previous ones, unless
     /// they are empty.
-    pub fn record_token(
-        &self,
-        node: &NodeName,
-        addresses: &[IpAddr],
-        labels: &BTreeMap<Box<str>, Box<str>>,
-    ) {
+    pub fn record_token(&self, node: &NodeName, addresses: &[IpAddr], labels: &Labels) {
         let canonical: BTreeSet<IpAddr> = addresses.iter().map(IpAddr::to_canonical).collect();
         self.change(node, |known| {
-            let mut known = known.unwrap_or_else(|| KnownNode::new(SystemTime::now()));
+            let mut known = known.unwrap_or_else(|| self.new_node(node, SystemTime::now()));
             if !canonical.is_empty() {
                 known.addresses = canonical.into_iter().collect();
             }
@@ -139,12 +147,12 @@ impl KnownNodes {
     }
 
     /// Replaces the labels of a node, unless `labels` is empty.
-    pub fn record_labels(&self, node: &NodeName, labels: &BTreeMap<Box<str>, Box<str>>) {
+    pub fn record_labels(&self, node: &NodeName, labels: &Labels) {
         if labels.is_empty() {
             return;
         }
         self.change(node, |known| {
-            let known = known.unwrap_or_else(|| KnownNode::new(SystemTime::now()));
+            let known = known.unwrap_or_else(|| self.new_node(node, SystemTime::now()));
             Some(KnownNode {
                 labels: labels.clone(),
                 ..known
@@ -152,10 +160,24 @@ impl KnownNodes {
         });
     }
 
+    /// Adds a node with labels, unless it is known or was forgotten with labels: an operator may have
+    /// replaced them.
+    pub fn add(&self, node: &NodeName, labels: &Labels) {
+        self.change(node, |known| {
+            Some(known.unwrap_or_else(|| {
+                let mut new = self.new_node(node, SystemTime::now());
+                if new.labels.is_empty() {
+                    new.labels.clone_from(labels);
+                }
+                new
+            }))
+        });
+    }
+
     /// Adds a node, and records how its agent enrolled.
     pub fn record_enrollment(&self, node: &NodeName, enrollment: EnrollmentKind) {
         self.change(node, |known| {
-            let known = known.unwrap_or_else(|| KnownNode::new(SystemTime::now()));
+            let known = known.unwrap_or_else(|| self.new_node(node, SystemTime::now()));
             Some(KnownNode {
                 enrollment: Some(enrollment),
                 ..known
@@ -177,7 +199,7 @@ impl KnownNodes {
     ) {
         let [issued, not_after, now] = [issued, not_after, now].map(whole_seconds);
         self.change(node, |known| {
-            let known = known.unwrap_or_else(|| KnownNode::new(now));
+            let known = known.unwrap_or_else(|| self.new_node(node, now));
             let is_recent = known
                 .last_seen
                 .and_then(|last| now.duration_since(last).ok())
@@ -221,7 +243,7 @@ impl KnownNodes {
         });
     }
 
-    /// Removes a node. Returns whether the node was known.
+    /// Removes a node but its labels. Returns whether the node was known.
     pub fn forget(&self, node: &NodeName) -> bool {
         let mut was_known = false;
         self.change(node, |known| {
@@ -275,8 +297,23 @@ impl KnownNodes {
             return;
         }
         let routed = |node: Option<KnownNode>| node.map(|node| (node.addresses, node.labels));
-        let is_routed_otherwise = routed(before) != routed(after.clone());
-        let row = RowChange::of(node.as_str(), after.as_ref());
+        let is_routed_otherwise = routed(before.clone()) != routed(after.clone());
+        let row = match (&before, &after) {
+            (Some(known), None) if !known.labels.is_empty() => {
+                let labels = known.labels.clone();
+                self.forgotten.lock().insert(node.clone(), labels.clone());
+                let forgotten = KnownNode {
+                    labels,
+                    is_forgotten: true,
+                    ..KnownNode::new(known.first_seen)
+                };
+                RowChange::of(node.as_str(), Some(&forgotten))
+            }
+            (_, after) => {
+                self.forgotten.lock().remove(node);
+                RowChange::of(node.as_str(), after.as_ref())
+            }
+        };
         match after {
             Some(known) => nodes.insert(node.clone(), known),
             None => drop(nodes.remove(node)),
@@ -286,6 +323,15 @@ impl KnownNodes {
         drop(nodes);
         if is_routed_otherwise {
             self.version.send_modify(|version| *version += 1);
+        }
+    }
+
+    /// Returns a node that becomes known, with the labels that it had when it was forgotten.
+    fn new_node(&self, node: &NodeName, now: SystemTime) -> KnownNode {
+        let labels = self.forgotten.lock().get(node).cloned();
+        KnownNode {
+            labels: labels.unwrap_or_default(),
+            ..KnownNode::new(now)
         }
     }
 }
@@ -299,7 +345,8 @@ impl KnownNode {
             certificate_not_after: None,
             certificate_issued: None,
             enrollment: None,
-            labels: BTreeMap::new(),
+            labels: Labels::new(),
+            is_forgotten: false,
         }
     }
 }

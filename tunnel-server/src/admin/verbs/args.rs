@@ -255,7 +255,8 @@ pub enum NodesVerb {
         #[arg(short, long, value_enum, default_value = "table")]
         output: OutputFormat,
     },
-    /// Forget nodes that will not come back; their certificates stay valid unless they are revoked
+    /// Forget nodes that will not come back; their certificates stay valid unless they are revoked, and
+    /// rules see their labels if they do
     Forget {
         /// Nodes that are gone for good.
         #[command(flatten)]

@@ -127,3 +127,30 @@ fn labels_that_change_are_a_change_for_those_who_follow() {
     nodes.record_token(&name("a"), &[], &labels);
     assert!(!changed.has_changed().unwrap());
 }
+
+#[test]
+fn labels_of_a_forgotten_node_stay_and_no_use_of_a_token_replaces_them() {
+    let scratch = Scratch::new();
+    let labels = |tier: &str| Labels::from([("tier".into(), tier.into())]);
+    let nodes = KnownNodes::open(&scratch.0).unwrap();
+    let tier = |nodes: &KnownNodes| nodes.get(&name("a")).unwrap().labels;
+    nodes.add(&name("a"), &labels("token"));
+    assert_eq!(tier(&nodes), labels("token"));
+    nodes.record_labels(&name("a"), &labels("pay"));
+    nodes.add(&name("a"), &labels("token"));
+    assert_eq!(tier(&nodes), labels("pay"));
+    assert!(nodes.forget(&name("a")) && !nodes.knows(&name("a")));
+    nodes.save().unwrap();
+
+    let again = KnownNodes::open(&scratch.0).unwrap();
+    assert!(!again.knows(&name("a")));
+    // Its certificate is valid.
+    again.record_connection_at(&name("a"), [at(500), at(5_000)], at(1_000));
+    assert_eq!(tier(&again), labels("pay"));
+    assert!(again.forget(&name("a")));
+    again.add(&name("a"), &labels("token"));
+    assert_eq!(tier(&again), labels("pay"));
+    assert!(again.forget(&name("a")));
+    again.record_token(&name("a"), &[], &labels("shop"));
+    assert_eq!(tier(&again), labels("shop"));
+}
