@@ -152,6 +152,9 @@ pub fn start(state: AdminState, dir: &DataDir, shutdown: &Shutdown) -> io::Resul
 }
 
 async fn serve(state: Arc<AdminState>, socket: UnixStream) {
+    if !unix_socket::is_of_owner(&socket) {
+        return debug!("admin connection of another user refused");
+    }
     let user = socket.peer_cred().map(|user| user.uid());
     let service = service_fn(async |request: Request<Incoming>| {
         if let (&Method::CONNECT, Some(tunnels)) = (request.method(), &state.tunnels) {

@@ -286,7 +286,8 @@ impl MetaState {
             let Ok(permit) = permits.clone().try_acquire_owned() else {
                 continue;
             };
-            let connection = self.clone().serve(socket, LOCAL, true);
+            let is_owner = unix_socket::is_of_owner(&socket);
+            let connection = self.clone().serve(socket, LOCAL, is_owner);
             self.shutdown.spawn_service(async move {
                 let _permit = permit;
                 connection.await;

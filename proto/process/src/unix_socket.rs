@@ -9,7 +9,7 @@ use std::os::unix::fs::{FileTypeExt, MetadataExt, PermissionsExt, chown};
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 
-use tokio::net::UnixListener;
+use tokio::net::{UnixListener, UnixStream};
 use tracing::debug;
 
 use crate::timers::sleep_coalesced;
@@ -52,6 +52,18 @@ pub async fn bind_when_possible(
         }
         sleep_coalesced(BIND_PAUSE).await;
     }
+}
+
+/// Returns whether the process at the other end is of this user or of root. The mode of the socket alone
+/// does not say so: a socket has that of the umask for a moment, and somebody may change it.
+pub fn is_of_owner(socket: &UnixStream) -> bool {
+    let own = rustix::process::geteuid().as_raw();
+    let peer = socket.peer_cred();
+    peer.is_ok_and(|peer| is_trusted(peer.uid(), own))
+}
+
+fn is_trusted(peer: u32, own: u32) -> bool {
+    [own, ROOT].contains(&peer)
 }
 
 /// Binds a socket like [`bind`], also in place of one that answers. The process that had bound that
@@ -158,6 +170,7 @@ impl Drop for SocketFile {
     }
 }
 
+const ROOT: u32 = 0;
 /// Access for the own user only.
 pub const OWNER_ONLY: SocketPermissions = SocketPermissions {
     mode: 0o600,
@@ -170,6 +183,15 @@ const BIND_PAUSE: Duration = Duration::from_secs(5);
 mod tests {
     use super::*;
     use crate::scratch::ScratchDir;
+
+    #[tokio::test]
+    async fn only_the_own_user_and_root_are_the_owner() {
+        let (one, _other) = UnixStream::pair().unwrap();
+        assert!(is_of_owner(&one));
+        for (peer, own, expected) in [(7, 7, true), (0, 7, true), (8, 7, false), (7, 0, false)] {
+            assert_eq!(is_trusted(peer, own), expected, "{peer} at {own}");
+        }
+    }
 
     #[tokio::test]
     async fn path_leads_to_the_socket_that_replaced_another_one_until_that_ends() {
