@@ -54,7 +54,7 @@ async fn settings_of_the_guides_are_valid() -> Result<()> {
         for block in blocks(&page(&path)?) {
             let mut more = match (&*block.language, &*block.mark) {
                 ("yaml", "server") => vec!["--kubernetes", "off"],
-                ("yaml", "agent") => vec!["--server", "a.example", "--node-name", "worker-1"],
+                ("yaml", "agent") => vec!["--server", "a.example:10262", "--node-name", "worker-1"],
                 _ => continue,
             };
             if block.mark == "agent" && !block.text.contains("certFile:") {

@@ -802,10 +802,11 @@ fn path_with<'a>(folders: impl IntoIterator<Item = &'a Path>) -> Result<OsString
     )?)
 }
 
-/// Creates a ConfigMap with a CA, as its writer does.
+/// Fills a ConfigMap with a CA, as its writer does.
 fn filled(name: &str) -> String {
     format!(
-        "kubectl -n kube-system create configmap {name} --from-literal=ca.crt=$'of {name}\\n'\n"
+        "kubectl -n kube-system create configmap {name} 2>/dev/null || true\n\
+         kubectl -n kube-system patch configmap {name} --type merge -p '{{\"data\":{{\"ca.crt\":\"of {name}\\n\"}}}}'\n"
     )
 }
 
