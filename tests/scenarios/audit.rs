@@ -587,3 +587,36 @@ async fn refused_requests_of_strangers_rotate_no_event_of_others_away_and_are_co
     ensure!(counted == left_out, "{counted} of {left_out}");
     Ok(())
 }
+
+#[tokio::test(flavor = "multi_thread")]
+async fn requests_that_a_target_has_received_are_recorded_whatever_it_answers() -> Result<()> {
+    const REQUESTS: usize = 30;
+    let exporter = Exporter::start("worker-1").await?;
+    let env = TestEnv::start().await?;
+    let _agent = env.agent("worker-1").await?;
+    let events = AuditEvents::of_process()?;
+    let closed = EchoTarget::start().await?.addr().port();
+    for port in [exporter.addr().port(), closed] {
+        let get = RawRequest::get(&format!("worker-1:{port}"), "/garbage");
+        for _ in 0..REQUESTS {
+            ensure_status(&request(env.http(), &get).await?, 502)?;
+        }
+    }
+    let ended = |end: &str| {
+        let events = complete(&events).into_iter();
+        let of_server = events.filter(|event| event.annotation("reporter") == "server");
+        of_server
+            .filter(|event| event.annotation("end") == end)
+            .count()
+    };
+    eventually("the events of the garbage", WAIT_TIMEOUT, async || {
+        let (received, refused) = (ended("target_bad_response"), ended("target_refused"));
+        ensure!(
+            received == REQUESTS && (20..REQUESTS).contains(&refused),
+            "{received} {refused}"
+        );
+        anyhow::Ok(())
+    })
+    .await;
+    Ok(())
+}

@@ -679,3 +679,38 @@ async fn reload_ends_what_the_rules_refuse_if_asked_and_cuts_nothing_else() -> R
     .await;
     running.flow(&exporters, 1).await
 }
+
+/// A kubelet reads each of these as a token, or may.
+#[tokio::test(flavor = "multi_thread")]
+async fn token_that_is_spelled_otherwise_evades_no_deny() -> Result<()> {
+    let file = "callers: { scrape: { serviceAccount: m/scrape } }\n\
+                rules:\n- { name: no-scrape, effect: deny, callers: [scrape] }\n- { name: all }\n";
+    let site = Site::start("worker-1", file).await?;
+    let get = || RawRequest::get(&site.kubelet_host(), "/metrics/cadvisor");
+    let protocol = "base64url.bearer.authorization.k8s.io.VA, v5.channel.k8s.io";
+    let spelled = [
+        get().header("Authorization", "Bearer T"),
+        get().header("Authorization", "bearer T x"),
+        get().header("Authorization", "Bearer  T"),
+        get()
+            .header("Authorization", "Basic YTpi")
+            .header("Authorization", "Bearer T"),
+        get().header("Sec-WebSocket-Protocol", protocol),
+    ];
+    for name in [None, Some("person")] {
+        for asked in &spelled {
+            let reply = request(site.https(name)?, asked).await?;
+            ensure!(reply.status == 403, "{}: {}", reply.status, reply.text());
+            ensure_contains(&reply.text(), &["rule no-scrape denies metrics"])?;
+        }
+        let other = get().header("Authorization", "Basic YTpi");
+        ensure_status(&request(site.https(name)?, &other).await?, 200)?;
+    }
+    let url = format!("http://worker-1:{}/metrics", site.exporter.addr().port());
+    let asked = RawRequest::get("x", &url).header("Proxy-Authorization", &basic(OPS));
+    let endpoint = || site.env.bound().connect.context("no CONNECT listener");
+    ensure_status(&request(endpoint()?, &asked).await?, 200)?;
+    let asked = asked.header("Authorization", "Bearer T");
+    let reply = request(endpoint()?, &asked).await?;
+    ensure_refused(&reply, 403, "refused_by_policy")
+}

@@ -25,8 +25,8 @@ use tunnel_routing::policy::rules::{
     CallerMatch, DestinationKind, Effect, Facts, NamedCaller, Rule, RulePorts, RuleTable, Verdict,
 };
 use tunnel_routing::policy::{
-    Access, AccessCaller, CallerIdentity, DefaultPorts, Listener, PortLists, PortPolicy, admit,
-    authorize,
+    Access, AccessCaller, CallerIdentity, DefaultPorts, Listener, PortLists, PortPolicy,
+    UnreadToken, admit, authorize,
 };
 use tunnel_server::routing::routes::RouteTable;
 use tunnel_tests::client::{RawRequest, request};
@@ -210,7 +210,7 @@ fn rules(times: u32) -> Result<()> {
         listener: Listener::Https,
         identity: CallerIdentity::Certificate("caller-9".into()),
         has_delegation: false,
-        has_token: false,
+        token: UnreadToken::None,
         source: None,
         kind: DestinationKind::Node,
         node: Some("worker-500.site".parse()?),

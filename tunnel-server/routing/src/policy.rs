@@ -22,7 +22,7 @@ mod ports;
 pub mod rules;
 mod shared;
 
-pub use caller::{CallerIdentity, CallerIdentityError};
+pub use caller::{CallerIdentity, CallerIdentityError, UnreadToken};
 pub use defaults::DefaultPorts;
 pub use dry_run::{Decided, Difference, Rules};
 pub use listener::{Listener, ListenerError, ListenerSet};
@@ -206,8 +206,7 @@ pub struct AccessCaller<'a> {
     pub must_authenticate: bool,
     /// The caller has client-certificate delegation.
     pub has_delegation: bool,
-    /// The request has a bearer token that this server has not reviewed.
-    pub has_token: bool,
+    pub token: UnreadToken,
 }
 
 impl AccessCaller<'_> {
@@ -218,7 +217,7 @@ impl AccessCaller<'_> {
         source: None,
         must_authenticate: false,
         has_delegation: false,
-        has_token: false,
+        token: UnreadToken::None,
     };
 
     /// Returns whether the caller has to send credentials first.
@@ -303,7 +302,7 @@ pub fn admit<D>(ports: &PortPolicy, access: Access<'_, D>) -> Result<Admitted<D>
         listener: caller.listener,
         identity: caller.identity.clone(),
         has_delegation: caller.has_delegation,
-        has_token: caller.has_token,
+        token: caller.token,
         source: caller.source,
         kind,
         node,
@@ -353,7 +352,7 @@ pub fn facts_of_agent(node: &NodeName, ports: &[Port]) -> Facts {
         listener: Listener::Agent,
         identity: CallerIdentity::Agent(node.clone()),
         has_delegation: false,
-        has_token: false,
+        token: UnreadToken::None,
         source: None,
         kind: DestinationKind::Target,
         node: None,

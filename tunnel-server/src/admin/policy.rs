@@ -17,8 +17,8 @@ use tunnel_routing::destination::{
 use tunnel_routing::operation::RequestedOperation;
 use tunnel_routing::policy::rules::{DestinationKind, Facts, RuleTable};
 use tunnel_routing::policy::{
-    Access, AccessCaller, Admitted, CallerIdentity, Denied, Granted, Listener, PortPolicy, admit,
-    authorize, facts_of_agent,
+    Access, AccessCaller, Admitted, CallerIdentity, Denied, Granted, Listener, PortPolicy,
+    UnreadToken, admit, authorize, facts_of_agent,
 };
 use tunnel_routing::routes::RouteNode;
 use tunnel_store::data_dir::rfc3339;
@@ -176,7 +176,10 @@ impl PolicyRequest {
             source: self.source,
             must_authenticate: false,
             has_delegation: self.delegation,
-            has_token: self.token,
+            token: match self.token {
+                true => UnreadToken::OfAny,
+                false => UnreadToken::None,
+            },
         };
         if self.destination == DestinationKind::Target {
             return Ok(Facts {

@@ -54,8 +54,8 @@ struct IngressSinks {
     open: Option<GaugeGuard>,
     /// A stream or a dialed connection carries the request.
     has_reached_target: bool,
-    /// The request failed before the target responded.
-    has_failed: bool,
+    /// The agent refused the stream, or the target has received nothing of the request.
+    is_refused: bool,
     recent: Option<Arc<RecentRequests>>,
     /// The access, once it is allowed.
     running: Option<RunningGuard>,
@@ -68,7 +68,7 @@ impl RecordSinks<Outcome> for IngressSinks {
     const REPORTER: &'static str = "server";
 
     fn has_reached_target(&self, _record: &StreamRecord<Outcome>) -> bool {
-        self.has_reached_target && !self.has_failed
+        self.has_reached_target && !self.is_refused
     }
 
     fn end(&self, record: &mut StreamRecord<Outcome>) -> Option<LineForm> {
@@ -116,7 +116,7 @@ impl AccessLog {
             metrics: metrics.clone(),
             open: None,
             has_reached_target: false,
-            has_failed: false,
+            is_refused: false,
             recent: None,
             running: None,
             drained: None,
@@ -270,7 +270,9 @@ impl AccessLog {
     /// Records a failure that occurred before the target responded.
     pub fn fail(&mut self, failure: &ProxyError) {
         self.0.fail(failure.outcome, failure.text.as_str());
-        self.0.sinks.has_failed = true;
+        // Any other failure may be one of a request that the target has executed.
+        self.0.sinks.is_refused =
+            failure.refusal.is_some() || failure.outcome == Outcome::TargetTls;
         if let Some(limit) = failure.limit {
             self.0.sinks.metrics.limit(limit);
         }

@@ -18,11 +18,11 @@ use super::dispatch::{self, IngressRequest, IngressTarget, TunnelParams, open_tu
 use super::error::ProxyError;
 use super::http::caller::Caller;
 use super::http::exchange::{Exchange, Forwarded, ForwardedBody};
-use super::http::headers::trace_parent;
+use super::http::headers::{trace_parent, unread_token};
 use super::outcome::Outcome;
 use super::peer::{CallerAddr, CallerIdentity};
 use tunnel_routing::operation::RequestedOperation;
-use tunnel_routing::policy::{AccessCaller, Denied, Listener};
+use tunnel_routing::policy::{AccessCaller, Denied, Listener, UnreadToken};
 
 mod admin;
 pub mod basic_auth;
@@ -71,13 +71,14 @@ impl ConnectProxy {
         identity: &'a CallerIdentity,
         peer: CallerAddr,
         has_delegation: bool,
+        token: UnreadToken,
     ) -> AccessCaller<'a> {
         let source = peer.tcp_source();
         AccessCaller {
             identity,
             listener: source.map_or(Listener::Unix, |_| Listener::Connect),
             source,
-            has_token: false,
+            token,
             must_authenticate: self.passwords.is_some(),
             has_delegation,
         }
@@ -119,9 +120,14 @@ pub(super) async fn forward(
     access_log.caller(&name);
     let key = caller.peer.key(&name);
     let proxy_request = ProxyRequest::of(request.method(), request.uri(), request.headers())?;
+    // The fields of a CONNECT pass on to nobody.
+    let token = match proxy_request.kind {
+        RequestKind::Connect => UnreadToken::None,
+        RequestKind::Read => unread_token(request.headers(), &policy.rules),
+    };
     let access = IngressRequest {
         policy: &policy,
-        caller: proxy.access(&name, caller.peer, has_delegation),
+        caller: proxy.access(&name, caller.peer, has_delegation, token),
         target: IngressTarget::Proxy {
             request: &proxy_request,
             dialer: &proxy.direct,

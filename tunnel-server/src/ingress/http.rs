@@ -49,7 +49,9 @@ use crate::ingress::http::caller::{Caller, CallerUpgrade};
 use crate::ingress::http::exchange::{Exchange, Forwarded, ForwardedBody};
 use crate::ingress::http::head_check::size::{CONNECTION_FIELDS, HeadLimits};
 use crate::ingress::http::head_check::{BodyFraming, HeadError};
-use crate::ingress::http::headers::{bearer_token, close_unless_upgraded, requested_upgrade};
+use crate::ingress::http::headers::{
+    bearer_token, close_unless_upgraded, requested_upgrade, reviewed_token, unread_token,
+};
 use crate::ingress::http::large_head::{LargeHead, LargeHeadEnd};
 use crate::ingress::http::response::ResponseBody;
 use crate::ingress::http::timeouts::{
@@ -614,6 +616,10 @@ impl Caller {
         if account.is_some() {
             access_log.caller(identity);
         }
+        let token = match account {
+            Some(_) => reviewed_token(request.headers()),
+            None => unread_token(request.headers(), &policy.rules),
+        };
         let has_delegation = self.has_delegation(&policy);
         let access = IngressRequest {
             policy: &policy,
@@ -623,7 +629,7 @@ impl Caller {
                 source: self.peer.tcp_source(),
                 must_authenticate: false,
                 has_delegation,
-                has_token: account.is_none() && bearer_token(request.headers()).is_some(),
+                token,
             },
             cluster_user: token_user.as_ref().or(self.cluster_user.as_ref()),
             claimed: self.claimed_account(&policy.rules, request.headers()),

@@ -114,7 +114,7 @@ enum Answer {
     Token(Option<Arc<ClusterUser>>),
 }
 
-/// Answers with the time of their end. A full table takes no further ones.
+/// At most [`ANSWERS_MAX`] answers with the time of their end.
 #[derive(Debug)]
 struct Answers<T>(HashMap<QuestionKey, (Instant, T)>);
 
@@ -375,13 +375,18 @@ impl<T> Answers<T> {
         (now < *until).then_some(answer)
     }
 
+    /// Remembers an answer. A full table loses those that are over, or else the one that ends first.
     fn insert(&mut self, key: QuestionKey, until: Instant, answer: T, now: Instant) {
-        if self.0.len() >= ANSWERS_MAX {
+        if self.0.len() >= ANSWERS_MAX && !self.0.contains_key(&key) {
             self.0.retain(|_key, (until, _answer)| now < *until);
         }
-        if self.0.len() < ANSWERS_MAX || self.0.contains_key(&key) {
-            self.0.insert(key, (until, answer));
+        if self.0.len() >= ANSWERS_MAX && !self.0.contains_key(&key) {
+            let ends = self.0.iter().map(|(key, (until, _answer))| (*until, *key));
+            if let Some((_, first)) = ends.min() {
+                self.0.remove(&first);
+            }
         }
+        self.0.insert(key, (until, answer));
     }
 }
 

@@ -25,6 +25,32 @@ pub enum CallerIdentity {
     Agent(NodeName),
 }
 
+/// What is known of a bearer token that passes on to the target and that this server has not reviewed.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+pub enum UnreadToken {
+    /// There is none.
+    #[default]
+    None,
+    /// It claims a ServiceAccount that no rule names. A target that accepts the token finds this account.
+    OfOther,
+    /// It may be that of any account.
+    OfAny,
+    /// Something that a target may read as a token, or not.
+    Unclear,
+}
+
+impl UnreadToken {
+    /// Returns whether a target that reviews tokens sees one.
+    pub fn is_token(self) -> bool {
+        matches!(self, Self::OfOther | Self::OfAny)
+    }
+
+    /// Returns whether a target may take the caller for any ServiceAccount.
+    pub fn may_be_any_account(self) -> bool {
+        matches!(self, Self::OfAny | Self::Unclear)
+    }
+}
+
 impl fmt::Display for CallerIdentity {
     fn fmt(&self, formatter: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {

@@ -3,7 +3,7 @@
 use std::fmt;
 use std::sync::Arc;
 
-use super::caller::CallerIdentity;
+use super::caller::{CallerIdentity, UnreadToken};
 use super::rules::{Decision, Facts, RuleTable, Verdict};
 use crate::routes::RouteTable;
 
@@ -12,6 +12,14 @@ use crate::routes::RouteTable;
 pub struct Rules {
     pub in_force: RuleTable,
     pub dry_run: Option<RuleTable>,
+}
+
+impl Rules {
+    /// Returns whether a rule depends on this ServiceAccount.
+    pub fn names_account(&self, account: &str) -> bool {
+        let tables = std::iter::once(&self.in_force).chain(&self.dry_run);
+        tables.into_iter().any(|table| table.names_account(account))
+    }
 }
 
 impl From<RuleTable> for Rules {
@@ -50,10 +58,10 @@ impl Difference {
         let mut seen = facts.clone();
         match (&facts.identity, claimed) {
             (CallerIdentity::ServiceAccount(account), _) if !dry_run.names_account(account) => {
-                (seen.identity, seen.has_token) = (CallerIdentity::Anonymous, true);
+                (seen.identity, seen.token) = (CallerIdentity::Anonymous, UnreadToken::OfOther);
             }
             (CallerIdentity::Anonymous, Some(claimed)) => {
-                (seen.identity, seen.has_token) = (claimed.clone(), false);
+                (seen.identity, seen.token) = (claimed.clone(), UnreadToken::None);
             }
             _ => {}
         }
@@ -112,11 +120,15 @@ mod tests {
     }
 
     fn facts(identity: CallerIdentity, has_token: bool) -> Facts {
+        let token = match has_token {
+            true => UnreadToken::OfAny,
+            false => UnreadToken::None,
+        };
         Facts {
             listener: Listener::Https,
             identity,
             has_delegation: false,
-            has_token,
+            token,
             source: None,
             kind: DestinationKind::Node,
             node: Some("edge-1".parse().unwrap()),

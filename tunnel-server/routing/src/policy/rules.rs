@@ -10,7 +10,7 @@ use tunnel_networks::Cidr;
 use tunnel_proto::wire::name::{NodeName, Port};
 use tunnel_proto::wire::ports::PortSet;
 
-use super::caller::CallerIdentity;
+use super::caller::{CallerIdentity, UnreadToken};
 use super::listener::{Listener, ListenerSet};
 use crate::operation::{Operation, OperationSet};
 use crate::routes::{RouteNode, RouteSource, RouteTable};
@@ -116,8 +116,7 @@ pub struct Facts {
     pub identity: CallerIdentity,
     /// The server uses its client certificate for the caller.
     pub has_delegation: bool,
-    /// The caller sends a bearer token that this server has not reviewed.
-    pub has_token: bool,
+    pub token: UnreadToken,
     /// The source address of the caller, unless it has connected over a Unix socket.
     pub source: Option<IpAddr>,
     pub kind: DestinationKind,
@@ -190,9 +189,14 @@ impl RuleTable {
     /// Decides about an access. Allocates nothing.
     pub fn decide(&self, facts: &Facts) -> Decision<'_> {
         let callers = self.callers_of(facts);
+        let possible_callers = callers.union(self.accounts_of(facts.token));
         let mut allowed_by = None;
         let mut asked_by = None;
         for rule in &self.rules {
+            let callers = match rule.effect {
+                Effect::Deny => possible_callers,
+                Effect::Allow | Effect::AskCluster => callers,
+            };
             if !rule.matches(facts, callers) {
                 continue;
             }
@@ -226,7 +230,7 @@ impl RuleTable {
         callers.set(CallerClass::Anonymous.bit(), is_anonymous);
         callers.set(CallerClass::Authenticated.bit(), !is_anonymous);
         callers.set(CallerClass::Delegation.bit(), facts.has_delegation);
-        callers.set(CallerClass::Token.bit(), facts.has_token);
+        callers.set(CallerClass::Token.bit(), facts.token.is_token());
         let has_certificate = matches!(facts.identity, CallerIdentity::Certificate(_));
         callers.set(CallerClass::Certificate.bit(), has_certificate);
         let is_agent = matches!(facts.identity, CallerIdentity::Agent(_));
@@ -235,6 +239,19 @@ impl RuleTable {
             callers.set(CallerClass::ALL.len() + index, caller.who.matches(facts));
         }
         callers
+    }
+
+    /// Returns what the caller may be by a token that nobody has read here: a deny applies to it.
+    fn accounts_of(&self, token: UnreadToken) -> CallerSet {
+        let mut possible = CallerSet::default();
+        possible.set(CallerClass::Token.bit(), token != UnreadToken::None);
+        if token.may_be_any_account() {
+            for (index, caller) in self.callers.iter().enumerate().take(CALLERS_MAX) {
+                let is_account = matches!(caller.who, CallerMatch::ServiceAccount(_));
+                possible.set(CallerClass::ALL.len() + index, is_account);
+            }
+        }
+        possible
     }
 
     /// Returns the set with the caller of this name, which is a class or one of the named callers.

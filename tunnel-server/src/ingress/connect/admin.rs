@@ -28,6 +28,7 @@ use crate::routing::registry::CallerKey;
 use tunnel_routing::decision::proxy::{ProxyRequest, RequestKind};
 use tunnel_routing::dial_policy::{DialPolicy, LiveClusterNetworks};
 use tunnel_routing::operation::RequestedOperation;
+use tunnel_routing::policy::UnreadToken;
 
 /// Largest number of concurrent tunnels on the admin socket.
 const TUNNELS_MAX: usize = 256;
@@ -130,7 +131,9 @@ impl AdminTunnels {
         );
         let access = IngressRequest {
             policy: &self.ingress.policy.load(),
-            caller: self.proxy.access(&identity, CallerAddr::Unix, false),
+            caller: self
+                .proxy
+                .access(&identity, CallerAddr::Unix, false, UnreadToken::None),
             target: IngressTarget::Proxy {
                 request: &proxy_request,
                 dialer: &self.proxy.direct,

@@ -4,7 +4,7 @@
 use bytes::Bytes;
 use http::header::{
     AUTHORIZATION, CONNECTION, CONTENT_LENGTH, EXPECT, HOST, PROXY_AUTHENTICATE,
-    PROXY_AUTHORIZATION, TE, TRAILER, TRANSFER_ENCODING, UPGRADE,
+    PROXY_AUTHORIZATION, SEC_WEBSOCKET_PROTOCOL, TE, TRAILER, TRANSFER_ENCODING, UPGRADE,
 };
 use http::{
     HeaderMap, HeaderName, HeaderValue, Method, Request, Response, StatusCode, Uri, Version,
@@ -12,7 +12,9 @@ use http::{
 use hyper::body::{Body, Frame};
 use tunnel_proto::wire::header::TRACE_PARENT_MAX;
 
+use crate::routing::access_review::claimed_account;
 use tunnel_routing::decision::{SELECT_DEST, SELECT_HOST, has_supported_coding};
+use tunnel_routing::policy::{Rules, UnreadToken};
 
 /// Header that carries the code of a response that the server generated. Responses of targets do
 /// not have this header.
@@ -301,8 +303,63 @@ pub(in crate::ingress) fn bearer_token(headers: &HeaderMap) -> Option<&str> {
     (scheme.eq_ignore_ascii_case("bearer") && is_token).then_some(token)
 }
 
+/// Returns what a target may read as a token of the caller, of which this server has reviewed none.
+pub(in crate::ingress) fn unread_token(headers: &HeaderMap, rules: &Rules) -> UnreadToken {
+    let has_protocol = has_token_protocol(headers);
+    let Some(token) = bearer_token(headers) else {
+        let mut fields = headers.get_all(AUTHORIZATION).iter();
+        let is_unclear = has_protocol || !fields.all(has_other_scheme);
+        return match is_unclear {
+            true => UnreadToken::Unclear,
+            false => UnreadToken::None,
+        };
+    };
+    let account = claimed_account(token).filter(|_| !has_protocol);
+    match account {
+        Some(account) if !rules.names_account(&account) => UnreadToken::OfOther,
+        Some(_) | None => UnreadToken::OfAny,
+    }
+}
+
+/// Returns the same for a caller whose bearer token was reviewed.
+pub(in crate::ingress) fn reviewed_token(headers: &HeaderMap) -> UnreadToken {
+    match has_token_protocol(headers) {
+        true => UnreadToken::Unclear,
+        false => UnreadToken::None,
+    }
+}
+
+/// Returns whether a request has the token of a browser (Kubernetes
+/// `apiserver/pkg/authentication/request/websocket/protocol.go`).
+fn has_token_protocol(headers: &HeaderMap) -> bool {
+    let fields = headers.get_all(SEC_WEBSOCKET_PROTOCOL).iter();
+    let mut lower = fields.map(|field| field.as_bytes().to_ascii_lowercase());
+    lower.any(|field| {
+        field
+            .windows(TOKEN_PROTOCOL.len())
+            .any(|part| part == TOKEN_PROTOCOL)
+    })
+}
+
+/// Returns whether a field of Authorization is clearly that of another scheme than Bearer. Targets differ in the
+/// space around the scheme and in what may follow.
+fn has_other_scheme(field: &HeaderValue) -> bool {
+    let field = field.as_bytes().trim_ascii();
+    let end = field
+        .iter()
+        .position(|byte| !byte.is_ascii_alphanumeric() && *byte != b'-');
+    let (scheme, rest) = field.split_at(end.unwrap_or(field.len()));
+    let ends_at_space = rest.first().is_none_or(|byte| *byte == b' ');
+    ends_at_space && !scheme.is_empty() && !scheme.eq_ignore_ascii_case(b"bearer")
+}
+
+/// Subprotocol whose rest is a token.
+const TOKEN_PROTOCOL: &[u8] = b"base64url.bearer.authorization.k8s.io.";
+
 #[cfg(test)]
 mod tests {
+    use tunnel_routing::policy::rules::{CallerMatch, NamedCaller, RuleTable};
+
     use super::*;
 
     fn headers(fields: &[(&'static str, &'static str)]) -> HeaderMap {
@@ -311,6 +368,63 @@ mod tests {
             (name, HeaderValue::from_static(value))
         });
         fields.collect()
+    }
+
+    #[test]
+    fn token_that_a_target_may_read_is_none_to_no_deny() {
+        // {"sub":"system:serviceaccount:m:other"} and the same of m:named, in base64url.
+        const OTHER: &str = "Bearer e30.eyJzdWIiOiJzeXN0ZW06c2VydmljZWFjY291bnQ6bTpvdGhlciJ9.c";
+        const NAMED: &str = "Bearer e30.eyJzdWIiOiJzeXN0ZW06c2VydmljZWFjY291bnQ6bTpuYW1lZCJ9.c";
+        const PROTOCOL: (&str, &str) = (
+            "sec-websocket-protocol",
+            "v5.channel.k8s.io, base64url.bearer.authorization.k8s.io.VA",
+        );
+        let table = RuleTable {
+            callers: vec![NamedCaller {
+                name: "named".into(),
+                who: CallerMatch::ServiceAccount("m/named".into()),
+            }],
+            ..RuleTable::default()
+        };
+        let rules = table.into();
+        let authorization = |value| ("authorization", value);
+        for (fields, expected) in [
+            (&[][..], UnreadToken::None),
+            (&[authorization("Basic YTpi")], UnreadToken::None),
+            (&[authorization("Negotiate")], UnreadToken::None),
+            (&[authorization(OTHER)], UnreadToken::OfOther),
+            (&[authorization(NAMED)], UnreadToken::OfAny),
+            (&[authorization("bearer T")], UnreadToken::OfAny),
+            (&[authorization(OTHER), PROTOCOL], UnreadToken::OfAny),
+            (&[PROTOCOL], UnreadToken::Unclear),
+            (
+                &[authorization("Basic YTpi"), PROTOCOL],
+                UnreadToken::Unclear,
+            ),
+            (&[authorization("Bearer T x")], UnreadToken::Unclear),
+            (&[authorization("Bearer  T")], UnreadToken::Unclear),
+            (&[authorization(" \tBearer\tT")], UnreadToken::Unclear),
+            (&[authorization("Bearer")], UnreadToken::Unclear),
+            (&[authorization("Bearer,T")], UnreadToken::Unclear),
+            (&[authorization("")], UnreadToken::Unclear),
+            (
+                &[authorization(OTHER), authorization("Basic x")],
+                UnreadToken::Unclear,
+            ),
+            (
+                &[authorization("Basic x"), authorization("Basic y")],
+                UnreadToken::None,
+            ),
+        ] {
+            let read = unread_token(&headers(fields), &rules);
+            assert_eq!(read, expected, "{fields:?}");
+        }
+        let reviewed = reviewed_token(&headers(&[authorization(NAMED), PROTOCOL]));
+        assert_eq!(reviewed, UnreadToken::Unclear);
+        assert_eq!(
+            reviewed_token(&headers(&[authorization(NAMED)])),
+            UnreadToken::None
+        );
     }
 
     #[test]

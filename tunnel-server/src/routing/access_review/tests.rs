@@ -193,3 +193,23 @@ fn claims_name_an_account_or_none() {
         assert_eq!(claimed_account(token), None, "{token}");
     }
 }
+
+#[test]
+fn full_table_loses_the_answer_that_ends_first() {
+    let (mut answers, start) = (Answers::default(), Instant::now());
+    let key = |number: usize| {
+        let mut key = [0; 32];
+        key[..8].copy_from_slice(&number.to_be_bytes());
+        key
+    };
+    let at = |millis: usize| start + Duration::from_millis(millis as u64);
+    for number in 0..=ANSWERS_MAX {
+        answers.insert(key(number), at(60_000 + number), number, start);
+    }
+    assert_eq!(answers.0.len(), ANSWERS_MAX);
+    assert_eq!(answers.get(&key(0), start), None);
+    assert_eq!(answers.get(&key(1), start), Some(&1));
+    assert_eq!(answers.get(&key(ANSWERS_MAX), start), Some(&ANSWERS_MAX));
+    answers.insert(key(0), at(200_000), 0, at(100_000));
+    assert_eq!(answers.0.len(), 1, "those that are over go first");
+}

@@ -2,8 +2,8 @@
 
 use tunnel_proto::wire::name::NodeName;
 
-use super::super::CallerIdentity;
 use super::super::rules::{Facts, Verdict};
+use super::super::{CallerIdentity, UnreadToken};
 use super::*;
 
 /// Returns what a caller may do at the kubelet and at two listed ports, the second with operations.
@@ -20,12 +20,16 @@ fn allowed(
     };
     let table = RuleTable::defaults(&ports);
     let node: NodeName = "worker-1".parse().unwrap();
+    let token = match has_token {
+        true => UnreadToken::OfAny,
+        false => UnreadToken::None,
+    };
     let may = |port: u16, operation: Operation, kind: DestinationKind| {
         let facts = Facts {
             listener,
             identity: identity.clone(),
             has_delegation,
-            has_token,
+            token,
             source: None,
             kind,
             node: (kind == DestinationKind::Node).then(|| node.clone()),

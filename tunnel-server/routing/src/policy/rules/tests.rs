@@ -41,11 +41,17 @@ fn model_matches(table: &RuleTable, rule: &Rule, facts: &Facts) -> bool {
     let has = |key: &str, is_one: &dyn Fn(&str) -> bool| {
         list(key).is_none_or(|items| items.iter().any(|item| is_one(item)))
     };
+    let is_unread = [UnreadToken::OfAny, UnreadToken::Unclear].contains(&facts.token);
     let is_caller = |name: &str| match name {
         "anonymous" => facts.identity == CallerIdentity::Anonymous,
         "authenticated" => facts.identity != CallerIdentity::Anonymous,
         "delegation" => facts.has_delegation,
-        "token" => facts.has_token,
+        "token" => match facts.token {
+            UnreadToken::None => false,
+            UnreadToken::Unclear => rule.effect == Effect::Deny,
+            UnreadToken::OfOther | UnreadToken::OfAny => true,
+        },
+        "scrape" if is_unread && rule.effect == Effect::Deny => true,
         "certificate" => matches!(facts.identity, CallerIdentity::Certificate(_)),
         "agent" => matches!(facts.identity, CallerIdentity::Agent(_)),
         "gateways" => facts.identity.to_string().starts_with("agent:gw-"),
@@ -104,6 +110,12 @@ fn model_matches(table: &RuleTable, rule: &Rule, facts: &Facts) -> bool {
         && edge_fits
 }
 
+const TOKENS: [UnreadToken; 4] = [
+    UnreadToken::None,
+    UnreadToken::OfOther,
+    UnreadToken::OfAny,
+    UnreadToken::Unclear,
+];
 const NODES: [&str; 3] = ["pay-1", "pay-2", "cam-1"];
 const PORTS: [u16; 5] = [10250, 10255, 22, 9100, 8080];
 
@@ -255,7 +267,7 @@ fn tables_decide_as_the_model_and_an_added_allow_never_loses_a_deny() {
             listener: *Listener::ALL.choose(&mut random).unwrap(),
             identity: identities.choose(&mut random).unwrap().clone(),
             has_delegation: random.random(),
-            has_token: random.random(),
+            token: *TOKENS.choose(&mut random).unwrap(),
             source,
             kind: *DestinationKind::ALL.choose(&mut random).unwrap(),
             node: node.cloned(),
@@ -308,7 +320,7 @@ fn callers_of_one_name_are_told_apart_by_how_they_proved_it() {
             listener: Listener::Connect,
             identity: identity.clone(),
             has_delegation: false,
-            has_token: false,
+            token: UnreadToken::None,
             source: None,
             kind: DestinationKind::Node,
             node: None,
