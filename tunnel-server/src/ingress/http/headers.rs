@@ -386,7 +386,7 @@ mod tests {
             }],
             ..RuleTable::default()
         };
-        let rules = table.into();
+        let rules = Rules::from(table);
         let authorization = |value| ("authorization", value);
         for (fields, expected) in [
             (&[][..], UnreadToken::None),
