@@ -355,7 +355,7 @@ async fn refused(server: &Server, requests: usize) -> Result<()> {
 }
 
 /// The same without a password, for a node that does not exist.
-async fn refused_strangers(server: &Server, requests: usize) -> Result<()> {
+async fn refused_anonymous(server: &Server, requests: usize) -> Result<()> {
     let request = format!(
         "GET /{} HTTP/1.1\r\nHost: nobody:9100\r\n\r\n",
         "x".repeat(400)
@@ -534,9 +534,9 @@ async fn full_file_begins_again_and_the_last_ones_are_retained() -> Result<()> {
 
 /// The events of the requests would fill the files twice.
 #[tokio::test(flavor = "multi_thread")]
-async fn refused_requests_of_strangers_rotate_no_event_of_others_away_and_are_counted() -> Result<()>
-{
-    const STRANGERS: usize = 8_000;
+async fn refused_requests_of_unverified_callers_rotate_no_event_of_others_away_and_are_counted()
+-> Result<()> {
+    const ANONYMOUS: usize = 8_000;
     let scratch = ScratchDir::new()?;
     let file = scratch.path().join("audit.log");
     let rotation = [
@@ -547,7 +547,7 @@ async fn refused_requests_of_strangers_rotate_no_event_of_others_away_and_are_co
     ];
     let server = start(&scratch, &file, &rotation).await?;
     refused(&server, 1).await?;
-    refused_strangers(&server, STRANGERS).await?;
+    refused_anonymous(&server, ANONYMOUS).await?;
     refused(&server, 1).await?;
     let left_out = server.metric(LEFT_OUT).await?;
     ensure_contains(
@@ -573,7 +573,7 @@ async fn refused_requests_of_strangers_rotate_no_event_of_others_away_and_are_co
     let most = 20 * summaries.len();
     ensure!((20..=most).contains(&requests.len()), "{events:#?}");
     ensure!(
-        requests.len() + usize::try_from(left_out)? == STRANGERS,
+        requests.len() + usize::try_from(left_out)? == ANONYMOUS,
         "{left_out}"
     );
     let mut counted = 0;

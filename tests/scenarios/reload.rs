@@ -142,9 +142,10 @@ async fn ports_services_and_limits_follow_the_file_and_no_request_or_stream_noti
             socket
                 .write_all(b"GET /metrics HTTP/1.0\r\nHost: a\r\n\r\n")
                 .await?;
-            let mut answer = String::new();
-            socket.read_to_string(&mut answer).await?;
-            ensure!(answer.starts_with("HTTP/1."), "{answer}");
+            // The target of before sends the request back, and does not end.
+            let mut answer = [0; 7];
+            socket.read_exact(&mut answer).await?;
+            ensure!(&answer == b"HTTP/1.", "{answer:?}");
             anyhow::Ok(())
         },
     )
