@@ -204,19 +204,14 @@ impl RouteTable {
         nodes.filter_map(move |(_name, sources)| sources[source as usize].as_ref())
     }
 
-    /// Returns the first `limit` nodes of a source whose names are after `after`, in order.
-    pub fn names_after(
-        &self,
+    /// Returns the nodes of a source whose names are after `after`, in order.
+    pub fn after<'a>(
+        &'a self,
         source: RouteSource,
-        after: Bound<&NodeName>,
-        limit: usize,
-    ) -> Vec<NodeName> {
+        after: Bound<&'a NodeName>,
+    ) -> impl Iterator<Item = &'a Arc<RouteNode>> {
         let nodes = self.nodes.range((after, Bound::Unbounded));
-        let of_source = nodes.filter(|(_name, sources)| sources[source as usize].is_some());
-        of_source
-            .take(limit)
-            .map(|(name, _sources)| name.clone())
-            .collect()
+        nodes.filter_map(move |(_name, sources)| sources[source as usize].as_ref())
     }
 
     /// Returns a node of a source.

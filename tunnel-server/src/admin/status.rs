@@ -196,7 +196,9 @@ impl NodeSources {
     /// of the cluster, and those that other servers hold. The cost is in proportion to `limit`.
     pub fn names_after(&self, after: Bound<&NodeName>, limit: usize) -> Vec<NodeName> {
         let mut names = self.nodes.names_after(after, limit);
-        names.extend((self.routes.load()).names_after(RouteSource::Cluster, after, limit));
+        let routes = self.routes.load();
+        let of_cluster = routes.after(RouteSource::Cluster, after).take(limit);
+        names.extend(of_cluster.map(|node| node.name.clone()));
         if let Some(sessions) = &self.sessions {
             names.extend(sessions.peers.held_after(after, limit));
         }

@@ -101,12 +101,15 @@ impl<T, F: FnMut(&ObservedNode<'_>) -> Option<T>> Iterator for NodeBatches<F> {
 
     fn next(&mut self) -> Option<Vec<T>> {
         let after = self.after.take()?;
-        let names = self.sources.names_after(after.as_ref(), PART_NODES);
-        let last = names.last()?;
-        self.after = Some(Bound::Excluded(last.clone()));
         let view = self.sources.view();
-        let nodes = names.iter().filter_map(|name| view.node(name));
-        Some(nodes.filter_map(|node| (self.each)(&node)).collect())
+        let held = view.held_after(after.as_ref(), PART_NODES);
+        let (mut batch, mut last) = (Vec::new(), None);
+        for node in view.nodes_after(after.as_ref(), &held).take(PART_NODES) {
+            batch.extend((self.each)(&node));
+            last = Some(node.name);
+        }
+        self.after = Some(Bound::Excluded(last?.clone()));
+        Some(batch)
     }
 }
 
@@ -135,34 +138,44 @@ impl<'a> NodeView<'a> {
     pub(crate) fn node<'v>(&'v self, name: &'v NodeName) -> Option<ObservedNode<'v>> {
         let known = self.known.get(name);
         let cluster = self.routes.node(RouteSource::Cluster, name);
-        let is_held = || self.peers().is_some_and(|peers| peers.holds(name));
-        let exists = known.is_some() || cluster.is_some() || is_held();
-        exists.then(|| self.observe(name, known, cluster))
+        let node = self.observe(name, known, cluster);
+        Some(node).filter(ObservedNode::exists)
     }
 
-    /// Calls `each` with every node: in order, except that those which only other servers hold are last.
+    /// Calls `each` with every node, in order.
     pub(crate) fn for_each(&self, mut each: impl FnMut(&ObservedNode<'_>)) {
-        let mut of_cluster = self.routes.of(RouteSource::Cluster).peekable();
-        for (name, known) in self.known.iter() {
-            while let Some(node) = of_cluster.next_if(|node| node.name < *name) {
-                each(&self.observe(&node.name, None, Some(node)));
-            }
-            let node = of_cluster.next_if(|node| node.name == *name);
-            each(&self.observe(name, Some(known), node));
+        let held = self.held_after(Bound::Unbounded, usize::MAX);
+        for node in self.nodes_after(Bound::Unbounded, &held) {
+            each(&node);
         }
-        for node in of_cluster {
-            each(&self.observe(&node.name, None, Some(node)));
-        }
-        let held = self
-            .peers()
-            .map(|peers| peers.held_after(Bound::Unbounded, usize::MAX));
-        for name in held.iter().flatten() {
-            let is_own = self.known.contains_key(name)
-                || self.routes.node(RouteSource::Cluster, name).is_some();
-            if let Some(node) = (!is_own).then(|| self.node(name)).flatten() {
-                each(&node);
-            }
-        }
+    }
+
+    fn held_after(&self, after: Bound<&NodeName>, limit: usize) -> Vec<NodeName> {
+        let held = self.peers().map(|peers| peers.held_after(after, limit));
+        held.unwrap_or_default()
+    }
+
+    /// Returns the nodes whose names are after `after`, in order. `held` are those of them that other
+    /// servers hold. Looks up no name in what is in order already.
+    fn nodes_after<'v>(
+        &'v self,
+        after: Bound<&'v NodeName>,
+        held: &'v [NodeName],
+    ) -> impl Iterator<Item = ObservedNode<'v>> {
+        let mut known = self.known.range((after, Bound::Unbounded)).peekable();
+        let mut of_cluster = self.routes.after(RouteSource::Cluster, after).peekable();
+        let mut held = held.iter().peekable();
+        let nodes = std::iter::from_fn(move || {
+            let next_known = known.peek().copied().map(|(name, _known)| name);
+            let next_of_cluster = of_cluster.peek().copied().map(|node| &node.name);
+            let next = next_known.into_iter().chain(next_of_cluster);
+            let name = next.chain(held.peek().copied()).min()?;
+            let known = known.next_if(|(other, _known)| *other == name);
+            let cluster = of_cluster.next_if(|node| node.name == *name);
+            let _held = held.next_if(|other| *other == name);
+            Some(self.observe(name, known.map(|(_name, known)| known), cluster))
+        });
+        nodes.filter(ObservedNode::exists)
     }
 
     fn observe<'v>(
@@ -185,7 +198,7 @@ impl<'a> NodeView<'a> {
     fn holder(&self, name: &NodeName) -> Holder {
         let sessions = self.registry().map(|registry| registry.of_node(name));
         let sessions = sessions.unwrap_or_default();
-        let active = sessions.iter().find(|session| session.is_routable());
+        let active = sessions.iter().position(|session| session.is_routable());
         let other = match active {
             Some(_) => None,
             None => self.peers().and_then(|peers| {
@@ -194,35 +207,43 @@ impl<'a> NodeView<'a> {
                 Some(Holder::Other(other, row))
             }),
         };
-        let own = || {
-            let active = active.or_else(|| sessions.first())?;
-            Some(Holder::This(OwnSessions::new(active, &sessions, self.now)))
-        };
+        let own = || OwnSessions::new(sessions, active.unwrap_or(0), self.now).map(Holder::This);
         other.or_else(own).unwrap_or(Holder::Nobody)
     }
 }
 
 impl OwnSessions {
-    fn new(active: &Arc<AgentSession>, all: &[Arc<AgentSession>], now: SystemTime) -> Self {
+    /// Returns `None` without a session.
+    fn new(mut all: Vec<Arc<AgentSession>>, active: usize, now: SystemTime) -> Option<Self> {
+        if active >= all.len() {
+            return None;
+        }
+        let active = all.swap_remove(active);
         let stats = active.session.stats();
         let (mut streams, mut received_at) = (stats.streams as u64, stats.received_at);
-        for other in all.iter().filter(|other| other.id != active.id) {
+        for other in all {
             let stats = other.session.stats();
             streams += stats.streams as u64;
             received_at = received_at.max(stats.received_at);
         }
-        Self {
-            active: active.clone(),
+        Some(Self {
+            active,
             stats,
             streams,
             last_seen: now.checked_sub(received_at.elapsed()).unwrap_or(now),
-        }
+        })
     }
 }
 
 impl ObservedNode<'_> {
     pub(crate) fn name(&self) -> &NodeName {
         self.name
+    }
+
+    /// Returns whether any source has the node. Another server may have lost it meanwhile.
+    fn exists(&self) -> bool {
+        let is_listed = self.known.is_some() || self.cluster.is_some();
+        is_listed || matches!(self.holder, Holder::Other(..))
     }
 
     /// Returns all that is known of the node, as text.

@@ -129,8 +129,9 @@ pub(crate) struct NodeRing {
     /// Quarters of an hour since the Unix epoch.
     quarter: u32,
     current: CurrentPoint,
-    /// Bytes from and to the agent in each of the last ticks, in units of 8.
+    /// Bytes from and to the agent in each of the last ticks, in units of 8, and their sums.
     ticks: [[u32; 2]; TICKS as usize],
+    sums: [u64; 2],
     tick: u8,
 }
 
@@ -153,6 +154,7 @@ impl NodeRing {
             quarter,
             current: CurrentPoint::default(),
             ticks: [[0; 2]; TICKS as usize],
+            sums: [0; 2],
             tick: 0,
         }
     }
@@ -177,8 +179,12 @@ impl NodeRing {
         let up_seconds = if tick.is_up { tick.seconds } else { 0 };
         current.up_seconds = current.up_seconds.saturating_add(up_seconds);
         if let Some(slot) = self.ticks.get_mut(usize::from(self.tick)) {
+            let before = *slot;
             *slot = [tick.bytes_in, tick.bytes_out]
                 .map(|bytes| u32::try_from(bytes / 8).unwrap_or(u32::MAX));
+            for ((sum, new), old) in self.sums.iter_mut().zip(*slot).zip(before) {
+                *sum = *sum + u64::from(new) - u64::from(old);
+            }
         }
         self.tick = (self.tick + 1) % TICKS;
     }
@@ -200,10 +206,7 @@ impl NodeRing {
 
     /// Returns the bytes from and to the agent in each second, on average over the last minute.
     pub(crate) fn bytes_per_second(&self) -> [u64; 2] {
-        [0, 1].map(|direction| {
-            let ticks = self.ticks.iter().map(|tick| u64::from(tick[direction]));
-            ticks.sum::<u64>() * 8 / 60
-        })
+        self.sums.map(|sum| sum * 8 / 60)
     }
 
     /// Returns the failed requests of the last hour, up to 15 minutes more or less.
