@@ -17,7 +17,7 @@ use tokio::sync::Mutex;
 use tokio::task::JoinSet;
 use tokio::time::{Instant, sleep};
 use tunnel_tests::client::{ByteStream, ClientTls, Endpoint};
-use tunnel_tests::eventually::eventually;
+use tunnel_tests::eventually::{eventually, scaled};
 use tunnel_tests::gear::Gear;
 use tunnel_tests::metrics::meta_page;
 use tunnel_tests::process::{Listener, Log};
@@ -430,7 +430,7 @@ impl Figures {
 
 /// How long others are measured.
 fn window() -> Duration {
-    Gear::current().pick(Duration::from_secs(2), Duration::from_secs(15))
+    Gear::current().pick(scaled(Duration::from_secs(2)), Duration::from_secs(15))
 }
 
 /// Callers of the meta port at once, fewer than one address may have.
