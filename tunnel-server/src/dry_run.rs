@@ -133,7 +133,7 @@ impl DryRunStatus {
 }
 
 fn caller(facts: &Facts) -> String {
-    let caller = one_line(&facts.identity.to_string());
+    let caller = one_line(facts.identity.to_string());
     non_empty(&caller).unwrap_or(ANONYMOUS).to_owned()
 }
 

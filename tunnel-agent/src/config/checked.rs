@@ -301,10 +301,8 @@ pub fn meta_endpoint(settings: &RawConfig) -> Result<MetaAddress, ConfigError> {
 /// Returns the Unix socket of a running agent with these settings.
 pub fn meta_socket(settings: &RawConfig) -> PathBuf {
     let data_dir = settings.data_dir.as_deref();
-    socket(
-        settings.meta_socket.as_ref(),
-        data_dir.unwrap_or(Path::new(DEFAULT_DATA_DIR)),
-    )
+    let data_dir = data_dir.unwrap_or_else(|| Path::new(DEFAULT_DATA_DIR));
+    socket(settings.meta_socket.as_ref(), data_dir)
 }
 
 fn endpoint(socket: PathBuf, is_named: bool, listen: Option<SocketAddr>) -> MetaAddress {

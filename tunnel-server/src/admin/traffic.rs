@@ -220,7 +220,7 @@ impl Traffic {
         of_row: fn(&NodeRow) -> NodeTraffic,
     ) -> Option<NodeTraffic> {
         match server.filter(|server| *server != self.peers.own()) {
-            Some(server) => Some(of_row(&*self.peers.rows.row(server, node)?.0)),
+            Some(server) => Some(of_row(&self.peers.rows.row(server, node)?.0)),
             None => Some(of_ring(self.state.lock().nodes.get(node)?)),
         }
     }
