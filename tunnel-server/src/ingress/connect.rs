@@ -45,7 +45,12 @@ impl ConnectProxy {
         request: &Request<Incoming>,
         has_delegation: bool,
     ) -> Result<CallerIdentity, ProxyError> {
-        let access = self.access(&caller.identity, caller.peer, has_delegation);
+        let access = self.access(
+            &caller.identity,
+            caller.peer,
+            has_delegation,
+            UnreadToken::None,
+        );
         let passwords = self.passwords.as_ref();
         let Some(passwords) = passwords.filter(|_| access.needs_credentials()) else {
             return Ok(caller.identity.clone());
