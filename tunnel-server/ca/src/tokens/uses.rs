@@ -14,7 +14,7 @@ use tunnel_proto::wire::enroll::hex;
 use tunnel_proto::wire::name::NodeName;
 use tunnel_store::data_dir::whole_seconds;
 
-use super::object::{CONFLICTS_MAX, LIFE_MAX, StoredToken, TokenObjects, TokenScope, unavailable};
+use super::object::{LIFE_MAX, StoredToken, TokenObjects, TokenScope, unavailable};
 use crate::renewal::EnrollRefusal;
 
 /// The use of a token by the key of a node.
@@ -158,7 +158,7 @@ impl PatternUses {
     ) -> Result<StoredToken, EnrollRefusal> {
         // No more than these two calls: with a slow API server they bound the nodes that join in a second.
         let _counting = self.counting.lock();
-        for _ in 0..CONFLICTS_MAX {
+        for _ in 0..COUNT_ATTEMPTS_MAX {
             let found = self.objects.get(token_use.token);
             let found = found.map_err(|error| unavailable(&error))?;
             let removed = || unavailable(&io::Error::other("the token was removed"));
@@ -240,5 +240,8 @@ fn refuse_known(node: &NodeName, is_known: Option<bool>) -> Result<(), EnrollRef
     }
 }
 
+/// Attempts to count a use. Of several servers that count uses of one token all the time, one succeeds in
+/// each round.
+const COUNT_ATTEMPTS_MAX: usize = 64;
 /// Hexadecimal digits of the hash of a node's name in the id of a use.
 const NODE_HASH_LEN: usize = 32;
