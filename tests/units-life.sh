@@ -1,6 +1,8 @@
 # The guides for services without packages, after packages-life.sh and with its functions: systemd, upgrade, the
 # units that `render` prints, and the package that replaces units. /clone has the files of a clone that they name.
 
+# As for root on Debian. The assignment makes bash forget where the packages' programs were.
+PATH=/usr/local/sbin:/usr/local/bin:$PATH
 printed=$(guide systemd 1 /clone)
 token=${printed##*$'\n'}
 guide systemd 2 /clone
@@ -28,7 +30,8 @@ ip address show dev lo | grep -q 169.254.20.11 || fail "the address for names"
 rendered edge-apiserver edge-apiserver.nft
 rendered edge-apiserver culvert-edge-apiserver.service
 guide edge-apiserver 1 /clone
-nft list table ip culvert_edge_apiserver | grep -q 169.254.2.1:10268 || fail "the rules for pods"
+rules=$(nft list table ip culvert_edge_apiserver)
+grep -q 169.254.2.1:10268 <<<"$rules" || fail "the rules for pods: $rules"
 guide edge-apiserver 2 /clone
 ! nft list table ip culvert_edge_apiserver 2>/dev/null || fail "the rules stay"
 ! ip address show dev lo | grep -q 169.254.2.1 || fail "the address stays"
