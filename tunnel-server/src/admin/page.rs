@@ -279,13 +279,13 @@ impl Console {
     }
 
     fn survey(&self, query: &NodesQuery, per_page: usize) -> Survey {
-        let mut pass = SurveyPass::new(query);
+        let mut pass = SurveyPass::new(query, per_page);
         let sources = &self.sources;
         let mut add = |node: &dyn ListedNode, traffic: Option<NodeTraffic>| {
             pass.add(node, traffic.as_ref());
         };
         sources.nodes.for_each(&sources.traffic, &mut add);
-        pass.finish(per_page)
+        pass.finish()
     }
 
     fn overview(&self) -> OverviewDocument {

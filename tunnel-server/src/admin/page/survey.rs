@@ -1,5 +1,5 @@
 //! One pass over all nodes: the numbers of the console, and the names of the nodes on a page of the
-//! list. Holds a key of each node that matches, and the status of none. Pure.
+//! list. Holds a key of each node up to the page, and the status of none. Pure.
 
 use std::collections::BTreeMap;
 
@@ -49,11 +49,13 @@ pub(super) struct SurveyPass<'a> {
     transports: ValueCounts,
     versions: ValueCounts,
     servers: ValueCounts,
+    per_page: usize,
+    /// Keys of the nodes that may be on the page.
     keys: Vec<SortKey>,
 }
 
 impl<'a> SurveyPass<'a> {
-    pub(super) fn new(query: &'a NodesQuery) -> Self {
+    pub(super) fn new(query: &'a NodesQuery, per_page: usize) -> Self {
         Self {
             query,
             survey: Survey::default(),
@@ -61,6 +63,7 @@ impl<'a> SurveyPass<'a> {
             transports: ValueCounts::default(),
             versions: ValueCounts::default(),
             servers: ValueCounts::default(),
+            per_page,
             keys: Vec::new(),
         }
     }
@@ -88,13 +91,26 @@ impl<'a> SurveyPass<'a> {
         self.versions.add(summary.version);
         self.servers.add(summary.replica);
         if is_selected(&summary, state, has_errors, query) {
+            self.survey.matching += 1;
             self.keys.push(query.order.sort.key(&summary, traffic));
+            self.drop_later_keys();
+        }
+    }
+
+    /// Drops the keys behind the page whenever they are as many as the others.
+    fn drop_later_keys(&mut self) {
+        let end = self.per_page.saturating_mul(self.query.page.max(1));
+        if self.keys.len() >= end.saturating_mul(2).max(KEYS_MIN) && end < self.keys.len() {
+            let compare = |one: &SortKey, other: &SortKey| self.query.order.compare(one, other);
+            self.keys.select_nth_unstable_by(end, compare);
+            self.keys.truncate(end);
         }
     }
 
     /// Selects the page of the query. A page beyond the last one is the last one.
-    pub(super) fn finish(self, per_page: usize) -> Survey {
+    pub(super) fn finish(self) -> Survey {
         let (mut survey, mut keys, query) = (self.survey, self.keys, self.query);
+        let per_page = self.per_page;
         let states = NodeState::ALL.iter().zip(self.states);
         let states = states.filter(|(_state, count)| *count > 0);
         survey.counts.states = states
@@ -103,8 +119,7 @@ impl<'a> SurveyPass<'a> {
         survey.counts.transports = self.transports.0.into_iter().collect();
         survey.counts.versions = self.versions.0.into_iter().collect();
         survey.counts.servers = self.servers.0.into_iter().collect();
-        survey.matching = keys.len();
-        survey.pages = keys.len().div_ceil(per_page).max(1);
+        survey.pages = survey.matching.div_ceil(per_page).max(1);
         survey.page = query.page.clamp(1, survey.pages);
         let compare = |one: &SortKey, other: &SortKey| query.order.compare(one, other);
         // Only the page is sorted: the keys before it and after it are only put on their side.
@@ -161,6 +176,8 @@ fn is_selected(
         && is(&query.server, node.replica)
 }
 
+/// Keys that are held in any case, so that a short page does not drop some for each node.
+const KEYS_MIN: usize = 1_000;
 /// Number of different values that are counted.
 const VALUES_MAX: usize = 16;
 
@@ -204,11 +221,11 @@ mod tests {
 
     fn survey(query: &str) -> Survey {
         let query = NodesQuery::parse(query).unwrap();
-        let mut pass = SurveyPass::new(&query);
+        let mut pass = SurveyPass::new(&query, 50);
         for (node, traffic) in nodes() {
             pass.add(&node, traffic.as_ref());
         }
-        pass.finish(50)
+        pass.finish()
     }
 
     #[test]
@@ -270,11 +287,11 @@ mod tests {
             ..NodeStatus::default()
         };
         let query = NodesQuery::default();
-        let mut pass = SurveyPass::new(&query);
+        let mut pass = SurveyPass::new(&query, 50);
         for number in 0..1000 {
             pass.add(&node(number % 500), None);
         }
-        let counts = pass.finish(50).counts;
+        let counts = pass.finish().counts;
         assert_eq!(counts.versions.len(), VALUES_MAX);
         assert_eq!(counts.versions["0"], 2);
     }
