@@ -1,7 +1,7 @@
 //! The traffic of the installation and of each node: samples every 10 s, from which the console has
 //! throughput, errors and history, and other servers the rows of this server's nodes.
 
-use std::collections::{BTreeMap, HashMap, HashSet};
+use std::collections::{BTreeMap, HashMap};
 use std::sync::Arc;
 use std::time::{Duration, SystemTime, UNIX_EPOCH};
 
@@ -227,9 +227,7 @@ impl Traffic {
 
     /// Returns the number of nodes with a session with this server.
     pub(crate) fn nodes(&self) -> usize {
-        let sessions = self.registry.all();
-        let nodes: HashSet<_> = sessions.iter().map(|session| &session.node).collect();
-        nodes.len()
+        self.registry.nodes()
     }
 
     /// Returns the last 96 quarters of an hour of a node, the current one last.

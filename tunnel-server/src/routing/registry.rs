@@ -404,6 +404,11 @@ impl Registry {
         self.closes.lock().nodes_at(addresses)
     }
 
+    /// Returns the number of nodes with a session.
+    pub fn nodes(&self) -> usize {
+        self.nodes.lock().len()
+    }
+
     /// Returns whether a session of a node is connected.
     pub fn has(&self, node: &NodeName) -> bool {
         self.nodes.lock().contains_key(node)
