@@ -149,7 +149,7 @@ impl Edge {
             ticks.tick().await;
             number += 1;
             // One name in ten is new.
-            let is_known = number % 10 != 0;
+            let is_known = !number.is_multiple_of(10);
             let name = if is_known {
                 name(&format!("known-{}", number % KNOWN))
             } else {
