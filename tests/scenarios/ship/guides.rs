@@ -816,6 +816,17 @@ tunnel-server render coredns --hosts -f Corefile
 kubectl -n kube-system create configmap kube-proxy --from-literal=config.conf=
 kubectl -n kube-system create configmap yurt-tunnel-server-cfg --from-literal=http-proxy-ports=
 kubectl -n kube-system create deployment coredns --image=example.com/coredns
+kubectl -n kube-system create service clusterip kube-dns --tcp=53
+kubectl create -f - <<END
+apiVersion: apps/v1
+kind: DaemonSet
+metadata: { name: kube-proxy, namespace: kube-system }
+spec:
+  selector: { matchLabels: { k8s-app: kube-proxy } }
+  template:
+    metadata: { labels: { k8s-app: kube-proxy } }
+    spec: { containers: [{ name: kube-proxy, image: example.com/kube-proxy }] }
+END
 ";
 
 /// The Service of the cluster's DNS.
