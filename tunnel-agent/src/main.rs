@@ -108,7 +108,15 @@ fn run(source: ConfigArgs) -> anyhow::Result<()> {
 }
 
 fn check_config(arguments: CheckConfigArgs) -> anyhow::Result<()> {
-    let config = load(arguments.source)?;
+    let source = arguments.source;
+    let config = match config::load(source.settings, source.config.as_deref(), variable) {
+        // Files of another host may be absent on this one.
+        Err(error) if arguments.settings_only && !error.is_usage() => {
+            writeln!(std::io::stderr(), "warning: {error}")?;
+            return print_line("the settings are valid");
+        }
+        loaded => loaded?,
+    };
     let unknown = settings::unknown_variables(config::ENV_PREFIX, &cli::known_variables());
     let unknown = unknown.iter();
     let unknown = unknown.map(|name| format!("unknown environment variable {name}"));
