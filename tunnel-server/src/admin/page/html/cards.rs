@@ -142,7 +142,8 @@ impl Card {
             card(
                 "Sessions",
                 "live",
-                last(|point| point.sessions),
+                // Not those at the end of the last minute: a server that has just started had none.
+                hour.sessions.last().copied().flatten().unwrap_or(0),
                 [&hour.sessions, &day.sessions],
                 Figure::count,
             ),
@@ -232,5 +233,36 @@ impl Card {
             },
         );
         cards
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::admin::page::facts::SeriesFacts;
+
+    #[test]
+    fn sessions_are_those_of_now_and_rates_those_of_the_last_minute() {
+        let series = || SeriesFacts {
+            sessions: vec![None, Some(0), Some(12)],
+            requests: vec![None, Some(120), Some(6)],
+            errors: vec![None, Some(0), Some(0)],
+            bytes: vec![None, Some(0), Some(0)],
+        };
+        let history = HistoryFacts {
+            last_minute: Some(PointFacts {
+                sessions: 0,
+                requests: 120,
+                errors: 0,
+                bytes_in: 0,
+                bytes_out: 0,
+            }),
+            hour: series(),
+            day: series(),
+        };
+        let cards = Card::of_history(&history);
+        let figures = cards.iter().map(|card| card.figure.to_string());
+        let figures: Vec<_> = figures.collect();
+        assert_eq!(figures, ["2.0/s", "0/s", "12", "0 B/s"]);
     }
 }
