@@ -102,8 +102,9 @@ async fn page_of_twenty_thousand_nodes_takes_less_than_100_ms_of_a_processor() {
     ] {
         let (head, ()) = Request::get(path).body(()).unwrap().into_parts();
         let request = PageRequest::parse(&head, PageAccess::Certificate).unwrap();
+        // Others on the machine's caches make single measurements longer.
         let mut least = Duration::MAX;
-        for _ in 0..3 {
+        for _ in 0..12 {
             let begin = processor_time();
             let response = page.render(&request).unwrap();
             least = least.min(processor_time() - begin);
