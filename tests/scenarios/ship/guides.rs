@@ -816,8 +816,12 @@ tunnel-server render coredns --hosts -f Corefile
 kubectl -n kube-system create configmap kube-proxy --from-literal=config.conf=
 kubectl -n kube-system create configmap yurt-tunnel-server-cfg --from-literal=http-proxy-ports=
 kubectl -n kube-system create deployment coredns --image=example.com/coredns
-kubectl -n kube-system create service clusterip kube-dns --tcp=53
 kubectl create -f - <<END
+apiVersion: v1
+kind: Service
+metadata: { name: kube-dns, namespace: kube-system, annotations: { openyurt.io/topologyKeys: kubernetes.io/hostname } }
+spec: { selector: { k8s-app: kube-dns }, ports: [{ name: dns-tcp, port: 53, protocol: TCP }] }
+---
 apiVersion: apps/v1
 kind: DaemonSet
 metadata: { name: kube-proxy, namespace: kube-system }
