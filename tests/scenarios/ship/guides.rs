@@ -410,7 +410,8 @@ async fn openyurt_and_prometheus_guides_run_against_an_api_server() -> Result<()
         return Ok(());
     }
     fixture.run("docs/how-to/prometheus.md").await?;
-    fixture.run("docs/how-to/monitoring.md").await?;
+    let namespace = "kubectl create namespace monitoring";
+    (fixture.run_with("docs/how-to/monitoring.md", namespace, &[])).await?;
     let rules = "/apis/monitoring.coreos.com/v1/namespaces/monitoring/prometheusrules/culvert";
     let rules = fixture.object(rules).await?;
     ensure!(
