@@ -504,17 +504,19 @@ async fn reader_that_stands_still_stops_no_request_and_4_mib_wait_for_it() -> Re
     Ok(())
 }
 
+/// Three files of 1 MiB.
+const ROTATION: [&str; 4] = [
+    "--audit-log-max-size",
+    "1MiB",
+    "--audit-log-max-backups",
+    "2",
+];
+
 #[tokio::test(flavor = "multi_thread")]
 async fn full_file_begins_again_and_the_last_ones_are_retained() -> Result<()> {
     let scratch = ScratchDir::new()?;
     let file = scratch.path().join("audit.log");
-    let rotation = [
-        "--audit-log-max-size",
-        "1MiB",
-        "--audit-log-max-backups",
-        "2",
-    ];
-    let server = start(&scratch, &file, &rotation).await?;
+    let server = start(&scratch, &file, &ROTATION).await?;
     let backup = |number: u32| scratch.path().join(format!("audit.log.{number}"));
     for _ in 0..5 {
         refused(&server, 1_000).await?;
@@ -539,13 +541,7 @@ async fn refused_requests_of_unverified_callers_rotate_no_event_of_others_away_a
     const ANONYMOUS: usize = 8_000;
     let scratch = ScratchDir::new()?;
     let file = scratch.path().join("audit.log");
-    let rotation = [
-        "--audit-log-max-size",
-        "1MiB",
-        "--audit-log-max-backups",
-        "2",
-    ];
-    let server = start(&scratch, &file, &rotation).await?;
+    let server = start(&scratch, &file, &ROTATION).await?;
     refused(&server, 1).await?;
     refused_anonymous(&server, ANONYMOUS).await?;
     refused(&server, 1).await?;
