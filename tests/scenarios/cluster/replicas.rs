@@ -149,10 +149,11 @@ impl Installation {
         Ok(site)
     }
 
-    /// Waits until every agent has a session with each of two servers, and every server answers for
-    /// every node.
+    /// Waits until every agent has a session with each of two servers, and every server knows of
+    /// the sessions of the others and answers for every node.
     pub(super) async fn settle(&self) {
         self.wait_for_sessions(2 * self.nodes.len() as u64).await;
+        self.wait_for_announcements().await;
         for node in &self.nodes {
             self.wait_until_served(node).await;
         }
@@ -164,7 +165,9 @@ impl Installation {
         let name = format!("server-{number}");
         self.started += 1;
         let setup = (self.launch)(&self.cluster_env, number, &name)?;
-        let server = setup.args(&["--replica-name", &name]).start().await?;
+        let setup = setup.args(&["--replica-name", &name]);
+        let setup = setup.args(&["--status-listen", "127.0.0.1:0"]);
+        let server = setup.start().await?;
         let opened = server.log().find(|line| Listener::Peers.opened(line));
         let opened = timeout(scaled(FIRST), opened).await;
         let address = opened.context("no listener for other servers")?;
@@ -334,6 +337,22 @@ impl Installation {
             let missing = self.agents.iter().filter(is_over).count() as u64;
             let is_enough = (sessions - missing..=sessions).contains(&connected);
             ensure!(is_enough, "{connected} of {sessions}");
+            Ok(())
+        })
+        .await;
+    }
+
+    /// Waits until every server knows all sessions of the others. A server that knows one of the two
+    /// holders of a node answers for it, too, until that one is killed.
+    async fn wait_for_announcements(&self) {
+        eventually("the servers' announcements", FIRST, async || {
+            let mut known = 0;
+            for replica in &self.replicas {
+                known += replica.server.known_sessions().await?;
+            }
+            let others = self.replicas.len() as u64 - 1;
+            let announced = others * self.sum_of(AGENTS).await?;
+            ensure!(known == announced, "{known} of {announced}");
             Ok(())
         })
         .await;

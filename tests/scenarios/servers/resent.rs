@@ -2,12 +2,11 @@
 //! with another server.
 
 use anyhow::{Context, Result, ensure};
-use serde_json::Value;
 use tokio::task::JoinSet;
 use tunnel_tests::checks::ensure_refused;
 use tunnel_tests::client::{HttpReply, RawRequest, request};
 use tunnel_tests::eventually::eventually;
-use tunnel_tests::process::{Listener, Peering, Signal};
+use tunnel_tests::process::{Peering, Signal};
 use tunnel_tests::targets::Exporter;
 
 use super::{AGENTS, CONNECT, NODE, Servers, wait_for, wait_for_route};
@@ -88,15 +87,9 @@ async fn server_without_session(servers: &Servers) -> Result<usize> {
     })
     .await;
     let without = *find().await?.first().context("no server without")?;
-    let page = servers.peering.address(without, Listener::Status);
-    let shown = RawRequest::get("localhost", "/servers").header("Accept", "application/json");
     eventually("the node at both servers", CONNECT, async || {
-        let reply = request(page, &shown).await?;
-        let document: Value = serde_json::from_str(&reply.text())?;
-        let servers = document["servers"].as_array().context("no servers")?;
-        // The first one is the server that is asked.
-        let is_known = servers.iter().skip(1).all(|other| other["nodes"] == 1);
-        ensure!(is_known && servers.len() == SERVERS, "{document}");
+        let known = servers.servers[without].known_sessions().await?;
+        ensure!(known == 2, "{known}");
         Ok(())
     })
     .await;

@@ -12,7 +12,7 @@ use serde_json::Value;
 use super::{Log, Process, Program, next_loopback};
 use crate::audit_events::AuditEvents;
 use crate::checks::get_ok;
-use crate::client::HttpReply;
+use crate::client::{HttpReply, RawRequest, request};
 use crate::eventually::eventually;
 use crate::metrics::metric;
 use crate::netns::Namespace;
@@ -245,6 +245,17 @@ impl Server {
 
     pub async fn metric(&self, series: &str) -> Result<u64> {
         metric(self.address(Listener::Meta), series).await
+    }
+
+    /// Returns the number of sessions of other servers that this one knows. Needs `--status-listen`.
+    pub async fn known_sessions(&self) -> Result<u64> {
+        let page = self.log().find(|line| Listener::Status.opened(line)).await;
+        let shown = RawRequest::get("localhost", "/servers").header("Accept", "application/json");
+        let document: Value = serde_json::from_str(&request(page, &shown).await?.text())?;
+        let servers = document["servers"].as_array().context("no servers")?;
+        // The first one is this server.
+        let others = servers.iter().skip(1);
+        Ok(others.filter_map(|other| other["nodes"].as_u64()).sum())
     }
 
     /// Requests a page through the HTTP listener, which must be answered with 200.
