@@ -224,7 +224,12 @@ impl Upstream {
                 }
                 () = &mut moves, if can_move => {
                     if self.traffic.bytes_read() == before {
-                        return Err(SendError::moved(target_label));
+                        // hyper returns a request of which it has written nothing when its
+                        // connection is dropped.
+                        self.driver = Driver::Caller(None);
+                        let mut error = SendError::moved(target_label);
+                        error.unsent = sending.await.err().and_then(|mut error| error.take_message());
+                        return Err(error);
                     }
                     can_move = false;
                 }
@@ -334,4 +339,43 @@ pub(crate) fn client() -> Builder {
         .max_header_size(ANSWER_HEAD_MAX_BYTES)
         .max_buf_size(ANSWER_HEAD_MAX_BYTES);
     builder
+}
+
+#[cfg(test)]
+mod tests {
+    use std::future::ready;
+
+    use tokio::task::coop::{consume_budget, has_budget_remaining};
+    use tunnel_proto::transport::Session as _;
+
+    use super::*;
+    use crate::ingress::http::tests::fixture::Fixture;
+    use crate::testing::{WAIT_TIMEOUT, header};
+
+    /// A task that has used up its budget writes nothing.
+    #[tokio::test]
+    async fn request_that_moves_before_it_was_written_is_returned() {
+        let (fixture, agent) = Fixture::with_agent();
+        let stream = agent.near.open(&header(), WAIT_TIMEOUT).await.unwrap();
+        let carrier = Carrier {
+            via: None,
+            bytes: stream.bytes(),
+            watch: None,
+            audit_id: None,
+        };
+        let (conn, ingress) = (TargetConn::Stream(stream), &fixture.ingress);
+        let started = Upstream::start(conn, carrier, ingress, &"worker-1").await;
+        let mut upstream = started.unwrap();
+        let request = Request::get("/a").header("Host", "worker-1:9100");
+        let request = request.body(Either::Right(Empty::new())).unwrap();
+        while has_budget_remaining() {
+            consume_budget().await;
+        }
+        let moves = pin!(ready(()));
+        let sent = upstream
+            .send(request, &ingress.drivers, &"worker-1", moves)
+            .await;
+        let unsent = sent.err().unwrap().unsent;
+        assert_eq!(unsent.unwrap().uri(), "/a");
+    }
 }
