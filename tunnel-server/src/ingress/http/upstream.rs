@@ -326,7 +326,7 @@ impl Attempt for SendAttempt<'_> {
             accepted(&mut opened.stream, upstream.destination).await?;
         }
         let via = opened.via.clone();
-        let request = match (self.request.take(), &self.head) {
+        let request = match (self.request.take(), self.head.take()) {
             (Some(request), _) => Some(request),
             (None, Some(head)) => {
                 let again = |head| Request::from_parts(head, Either::Right(Empty::new()));
