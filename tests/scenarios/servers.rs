@@ -11,6 +11,7 @@ mod one_socket;
 mod replaced;
 mod resent;
 mod rotation;
+mod short;
 mod standalone;
 mod stopping;
 mod zones;
