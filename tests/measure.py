@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Prints a Markdown table of the code's size, long functions, and circles of files and of folders.
+"""Prints the size of the code as Markdown, what is largest, and circles of files and of folders.
 
 `--compare REV` adds a column for a git revision. With `--check` the exit code is 1 if files or
 folders of the work tree use each other in a circle. Sizes are a report: no value of them fails.
@@ -17,12 +17,14 @@ import sys
 import tarfile
 import tempfile
 from bisect import bisect_left
+from collections import Counter
 from pathlib import Path
 
 PRODUCT = ("proto", "tunnel-server", "tunnel-agent")
 TEST_FOLDERS = {"harness": "src", "scenario": "scenarios", "benchmark": "bench", "demo": "demo",
                 "simulation": "scale"}
 LONG_FUNCTION = 80
+LARGEST = 25
 CIRCLES = ("circles of files", "circles of folders")
 
 # A comment, a string or a character. A lifetime has no closing quote and does not match.
@@ -267,7 +269,14 @@ def measure(root):
         CIRCLES[0]: len(circles),
         CIRCLES[1]: len(folder_circles),
     }
-    lists = {f"Functions above {LONG_FUNCTION} lines": long}
+    files = Counter({source.path: size for source, size in zip(product, sizes)})
+    by_folder = Counter()
+    for path, size in files.items():
+        by_folder[path.rpartition("/")[0]] += size
+    lists = {f"The {LARGEST} largest {name}, in product lines":
+             [f"{where}, {lines:,}" for where, lines in sizes.most_common(LARGEST)]
+             for name, sizes in (("folders", by_folder), ("files", files))}
+    lists[f"Functions above {LONG_FUNCTION} lines"] = long
     for number, arcs in enumerate(circles, 1):
         files = sorted({source for source, _ in arcs})
         title = f"Circle {number} of {len(files)} files: {', '.join(files)}"
