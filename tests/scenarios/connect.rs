@@ -7,7 +7,6 @@ mod listener;
 mod prometheus;
 mod rights;
 mod ssh;
-mod stalls;
 
 use std::net::SocketAddr;
 use std::path::{Path, PathBuf};

@@ -34,7 +34,6 @@ mod policy;
 mod prometheus;
 mod reload;
 mod request;
-mod retried;
 mod security;
 mod servers;
 mod ship;

@@ -3,14 +3,12 @@
 
 use std::collections::BTreeSet;
 
-use anyhow::{Context, Result, ensure};
+use anyhow::Result;
 use tokio::io::AsyncWriteExt;
 use tunnel_tests::client::{ByteStream, KeepAliveClient, RawRequest};
 use tunnel_tests::env::WAIT_TIMEOUT;
-use tunnel_tests::eventually::{eventually, scaled};
-use tunnel_tests::targets::{
-    Exporter, HostileAction, HostileTarget, RecordedInput, RecordingTarget, Traffic,
-};
+use tunnel_tests::eventually::eventually;
+use tunnel_tests::targets::{Exporter, RecordedInput, RecordingTarget, Traffic};
 
 use super::table::TwoNodes;
 
@@ -113,74 +111,6 @@ async fn requests_of_one_connection_go_each_to_its_node_and_port() -> Result<()>
         .map(|(_, target, _)| target.requests().len())
         .sum();
     assert_eq!(arrived, 90);
-    Ok(())
-}
-
-/// Tests exchanges after which a connection closes or may still carry old bytes. The server does
-/// not reuse the connection.
-#[tokio::test(flavor = "multi_thread")]
-async fn target_connection_is_not_used_again_after_an_odd_exchange() -> Result<()> {
-    let site = TwoNodes::start().await?;
-    let answer = |fields: &str| format!("HTTP/1.1 200 OK\r\n{fields}Content-Length: 3\r\n\r\nabc");
-    let refused = "HTTP/1.1 403 Forbidden\r\nContent-Length: 3\r\n\r\nabc".to_owned();
-    let upgrade = [("Connection", "Upgrade"), ("Upgrade", "SPDY/3.1")];
-    for (name, sent, fields) in [
-        ("a refused upgrade", refused, upgrade.as_slice()),
-        ("Connection: close", answer("Connection: close\r\n"), &[]),
-        ("HTTP/1.0", answer("").replace("/1.1", "/1.0"), &[]),
-        ("bytes behind the answer", answer("") + "x", &[]),
-        ("an answer behind the answer", answer("").repeat(2), &[]),
-    ] {
-        // The target answers once on each connection and then sends nothing more.
-        let steps = vec![
-            HostileAction::ReadHead,
-            HostileAction::Send(sent.into()),
-            HostileAction::Hold,
-        ];
-        let target = HostileTarget::start(steps).await?;
-        for round in 1..=3 {
-            let asked = get("worker-1", target.addr().port(), "/");
-            let asked = fields
-                .iter()
-                .fold(asked, |asked, (name, value)| asked.header(name, value));
-            let mut caller = KeepAliveClient::connect(site.env.http()).await?;
-            for _ in 0..2 {
-                let answered =
-                    tokio::time::timeout(scaled(WAIT_TIMEOUT), caller.request(&asked)).await;
-                match answered.with_context(|| format!("{name}: the connection was used again"))? {
-                    Ok(reply) => ensure!(reply.text() == "abc", "{name}: {}", reply.text()),
-                    // The caller's connection may end with the exchange.
-                    Err(_) => break,
-                }
-            }
-            let traffic = target.traffic();
-            let (requests, accepted) = (traffic.requests(), traffic.accepted());
-            ensure!(requests >= round, "{name}: {requests}");
-            ensure!(requests == accepted, "{name}: used again");
-        }
-        are_closed(name, target.traffic()).await;
-        assert_eq!(target.traffic().bytes_in(), 0, "{name}");
-    }
-    Ok(())
-}
-
-/// Tests a target that closes idle connections, as a server does that restarts. No request fails.
-#[tokio::test(flavor = "multi_thread")]
-async fn target_that_closes_between_two_requests_costs_none_of_them() -> Result<()> {
-    let site = TwoNodes::start().await?;
-    let answer = "HTTP/1.1 200 OK\r\nContent-Length: 3\r\n\r\nabc";
-    let steps = vec![HostileAction::ReadHead, HostileAction::Send(answer.into())];
-    let target = HostileTarget::start(steps).await?;
-    let mut caller = KeepAliveClient::connect(site.env.http()).await?;
-    let asked = get("worker-1", target.addr().port(), "/");
-    for round in 0..100 {
-        let reply = caller.request(&asked).await?;
-        assert_eq!(reply.status, 200, "round {round}");
-        assert_eq!(reply.text(), "abc", "round {round}");
-        if round % 2 == 0 {
-            are_closed("the target has closed", target.traffic()).await;
-        }
-    }
     Ok(())
 }
 
