@@ -3,7 +3,7 @@
 
 use std::path::Path;
 
-use anyhow::{Context, Result, ensure};
+use anyhow::{Context, Result, bail, ensure};
 use tunnel_tests::guides::{blocks, page};
 use tunnel_tests::netns::Namespace;
 use tunnel_tests::process::{Program, ScratchDir};
@@ -106,6 +106,17 @@ async fn cleanup_of_the_migration_guide_leaves_the_table_as_it_was_without_yurt_
         let after = saved(&namespace)?;
         ensure!(after == before, "{after}\nis not\n{before}");
     }
+    // A chain that another program uses stays without rules, and the program's rule stays.
+    namespace.script(YURT_TUNNEL)?;
+    namespace.script(&format!("{SEARCH_PATH}iptables -t nat {THEIR_JUMP}"))?;
+    let Err(refused) = namespace.script(&script) else {
+        bail!("the chain of another program's rule is gone");
+    };
+    ensure!(refused.to_string().contains("TUNNEL-PORT"), "{refused}");
+    let after = saved(&namespace)?;
+    ensure!(after.contains(THEIR_JUMP), "{after}");
+    let is_empty = !after.contains("-A TUNNEL-PORT ") && !after.contains("-A TUNNEL-PORT-");
+    ensure!(is_empty, "{after}");
     Ok(())
 }
 
@@ -134,6 +145,9 @@ iptables -t nat -A TUNNEL-PORTS -p tcp --dport 10250 -j RETURN
 iptables -t nat -A OUTPUT -p tcp -m comment --comment "not TUNNEL-PORT" -j TUNNEL-PORTS
 iptables -t nat -A POSTROUTING -s 10.0.0.0/8 -m comment --comment "it's \"\$(mine)\"" -j MASQUERADE
 "#;
+
+/// A rule of another program that leads to yurt-tunnel's chain.
+const THEIR_JUMP: &str = "-A PREROUTING -p tcp -m comment --comment theirs -j TUNNEL-PORT";
 
 /// The commands of yurt-tunnel 1.7 for 10250 and 9100, with one node in the cloud.
 const YURT_TUNNEL: &str = r#"
