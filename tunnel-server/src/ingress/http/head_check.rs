@@ -241,6 +241,15 @@ impl HeadCheck {
         self.heads.is_empty()
     }
 
+    /// Returns whether a head has begun to arrive that hyper has not read. Empty lines are none.
+    pub(crate) fn has_begun(&self) -> bool {
+        let is_within = match &self.state {
+            State::Head(head) => head.in_fields || head.length > 0,
+            State::Body(_) | State::Chunks(_) | State::Lost | State::Off => false,
+        };
+        is_within || !self.heads.is_empty()
+    }
+
     /// Records that hyper has read a head, and how it frames the body. Returns the error in that
     /// head, if any.
     pub(crate) fn request(&mut self, framing: BodyFraming) -> Option<HeadError> {

@@ -78,36 +78,10 @@ pub(crate) enum Activity {
     Busy,
 }
 
-/// The last bytes that hyper has read. If they are an empty line, they contain no part of a further
-/// head.
-#[derive(Debug, Clone, Copy, Default)]
-struct LastBytes([u8; LAST_BYTES_LEN]);
-
-/// Length of an empty line with the end of the line before it.
-const LAST_BYTES_LEN: usize = 3;
-
-impl LastBytes {
-    fn push(&mut self, data: &[u8]) {
-        for byte in data
-            .get(data.len().saturating_sub(LAST_BYTES_LEN)..)
-            .unwrap_or_default()
-        {
-            self.0.rotate_left(1);
-            self.0[LAST_BYTES_LEN - 1] = *byte;
-        }
-    }
-
-    fn is_empty_line(self) -> bool {
-        self.0.ends_with(b"\n\n") || self.0.ends_with(b"\n\r\n")
-    }
-}
-
 #[derive(Debug)]
 struct State {
     conn_state: ConnState,
-    last_bytes: LastBytes,
-    /// The current request has a body, so the last bytes do not show whether a further head has
-    /// begun.
+    /// The current request has a body, of which hyper may hold bytes.
     body: bool,
     check: HeadCheck,
     /// The check has stopped at a head that is too large for the connection, which hyper does not
@@ -124,9 +98,6 @@ struct State {
 impl State {
     fn read(&mut self, data: &[u8]) -> Option<HeadStop> {
         let stop = self.check.read(data);
-        let checked = stop.map_or(data.len(), |stop| stop.checked);
-        self.last_bytes
-            .push(data.get(..checked).unwrap_or_default());
         self.has_large_head |= stop.is_some();
         stop
     }
@@ -147,9 +118,8 @@ impl State {
             ConnState::Busy { requests } if requests > 1 => ConnState::Busy {
                 requests: requests - 1,
             },
-            _ if self.body || self.last_bytes.is_empty_line() => ConnState::Idle { since: now },
-            // The bytes after the request are the beginning of another request.
-            _ => ConnState::Head { since: now },
+            _ if self.check.has_begun() => ConnState::Head { since: now },
+            _ => ConnState::Idle { since: now },
         };
     }
 
@@ -201,7 +171,6 @@ impl ConnTimeouts {
             conn_state: ConnState::FirstHead {
                 since: Instant::now(),
             },
-            last_bytes: LastBytes::default(),
             body: false,
             check: HeadCheck::new(head_limits),
             has_large_head: false,
@@ -358,11 +327,7 @@ impl ConnTimeouts {
 
     /// Follows bytes of a large head, which must not exceed `limits`.
     pub(crate) fn read_large_head(&self, data: &[u8], limits: HeadLimits) -> HeadProgress {
-        let mut state = self.state.lock();
-        let progress = state.check.read_head(data, limits);
-        let checked = data.get(..progress.checked).unwrap_or_default();
-        state.last_bytes.push(checked);
-        progress
+        self.state.lock().check.read_head(data, limits)
     }
 
     /// Returns whether hyper holds bytes that the socket has not accepted.

@@ -10,6 +10,7 @@ use super::fixture::{Fixture, HI, expect_hi, get};
 /// Timeouts of the fixture.
 const HEAD: Duration = Duration::from_secs(10);
 const IDLE: Duration = Duration::from_secs(180);
+const POST: &str = "POST / HTTP/1.1\r\nHost: worker-1:9100\r\nContent-Length: 2\r\n\r\nab";
 
 /// Returns the time until the connection is closed.
 async fn lasts(caller: &mut DuplexStream) -> Duration {
@@ -73,16 +74,17 @@ async fn next_head_that_does_not_end_is_cut() {
 
 #[tokio::test(start_paused = true)]
 async fn next_head_that_began_in_the_packet_of_the_request_is_cut() {
-    let fixture = Fixture::new();
-    let mut caller = answered(&fixture, &format!("{}\r\nGET / HT", get("/"))).await;
-    about(lasts(&mut caller).await, HEAD);
+    for request in [format!("{}\r\n", get("/")), POST.to_owned()] {
+        let fixture = Fixture::new();
+        let mut caller = answered(&fixture, &format!("{request}GET / HT")).await;
+        about(lasts(&mut caller).await, HEAD);
+    }
 }
 
 #[tokio::test(start_paused = true)]
 async fn idle_caller_stays_after_a_body() {
     let fixture = Fixture::new();
-    let post = "POST / HTTP/1.1\r\nHost: worker-1:9100\r\nContent-Length: 2\r\n\r\nab";
-    let mut caller = answered(&fixture, post).await;
+    let mut caller = answered(&fixture, POST).await;
     about(lasts(&mut caller).await, IDLE);
 }
 
