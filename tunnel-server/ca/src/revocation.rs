@@ -18,6 +18,7 @@ use tokio::sync::watch;
 use tokio::time::Instant;
 use tracing::{info, warn};
 use tunnel_process::meta::Readiness;
+use tunnel_process::name_list::NameList;
 use tunnel_process::shutdown::Shutdown;
 use tunnel_process::telemetry::LogRateLimit;
 use tunnel_process::timers::sleep_coalesced;
@@ -27,7 +28,7 @@ use tunnel_proto::wire::name::{NodeName, ReplicaId};
 use tunnel_proto::wire::order::{NodeOrder, Order};
 use tunnel_store::data_dir::{DataDir, rfc3339};
 use tunnel_store::document::SharedDocument;
-use tunnel_store::state_store::{OnDamage, RowChange, StateStore, Table, UnreadableValue, listed};
+use tunnel_store::state_store::{OnDamage, RowChange, StateStore, Table, UnreadableValue};
 
 mod action;
 pub mod ends;
@@ -613,7 +614,7 @@ impl Revocations {
         let mut lines: Vec<_> = failed.collect();
         let state = self.state.lock();
         if !state.unreadable.is_empty() {
-            let nodes = listed(state.unreadable.keys().map(NodeName::as_str));
+            let nodes: NameList = state.unreadable.keys().collect();
             lines.push(format!(
                 "a later version wrote orders that this one cannot read, so this server refuses the nodes: {nodes}; run that \
                  version, or decide again with 'tunnel-server nodes unrevoke', 'revoke' or 'reissue'"

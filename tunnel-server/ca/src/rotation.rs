@@ -22,6 +22,7 @@ use std::time::{Duration, SystemTime};
 use parking_lot::Mutex;
 use serde::{Deserialize, Serialize};
 use tracing::info;
+use tunnel_process::name_list::NameList;
 use tunnel_proto::wire::enroll::hex;
 use tunnel_proto::wire::name::{NodeName, ReplicaId};
 use tunnel_proto::wire::peer::CaDigest;
@@ -130,8 +131,8 @@ impl Surroundings {
         }
         let named = |is_meant: &dyn Fn(&Option<CaDigest>) -> bool| {
             let meant = self.cas.iter().filter(|(_, ca)| is_meant(ca));
-            let names: Vec<_> = meant.map(|(id, _)| id.as_str()).take(NAMED_MAX).collect();
-            (!names.is_empty()).then(|| names.join(", "))
+            let names: NameList = meant.map(|(id, _)| id).collect();
+            (!names.is_empty()).then(|| names.to_string())
         };
         if let Some(names) = named(&|ca| ca.is_none()) {
             return Err(RotationError::UnknownStages(names));
@@ -469,8 +470,6 @@ fn decide(
 
 /// Interval at which a server observes whether the others follow a rotation.
 pub const FOLLOWERS_INTERVAL: Duration = Duration::from_secs(30);
-/// Maximum number of servers that an error names.
-const NAMED_MAX: usize = 10;
 /// Time within which a stage is persisted, with a margin for slow disks. Certificates that are issued
 /// in it do not count as those of the stage.
 const PERSISTED_WITHIN: Duration = Duration::from_secs(3);

@@ -7,6 +7,7 @@ use std::time::Duration;
 
 use tokio::sync::watch;
 use tokio::time::Instant;
+use tunnel_process::name_list::NameList;
 use tunnel_process::timers::sleep_coalesced;
 use tunnel_proto::wire::name::ReplicaId;
 
@@ -93,10 +94,9 @@ impl Unconnected {
             }
         }
         let overdue = (self.0.iter()).filter(|(_, since)| now - **since >= REPORT_AFTER);
-        let shown: Vec<_> = overdue.take(SHOWN_MAX).map(|(id, _)| id.as_str()).collect();
+        let names: NameList = overdue.map(|(id, _)| id).collect();
         let (connected, all) = (links.len() - self.0.len(), links.len());
-        let names = shown.join(", ");
-        (!shown.is_empty()).then(|| format!("{connected} of {all} connected, none to {names}"))
+        (!names.is_empty()).then(|| format!("{connected} of {all} connected, none to {names}"))
     }
 }
 
@@ -105,11 +105,11 @@ const LABEL: &str = "peers";
 const POLL: Duration = Duration::from_secs(2);
 /// Longer than a pod takes from its address to its listeners, in most cases.
 const REPORT_AFTER: Duration = Duration::from_secs(30);
-/// Maximum number of servers that the condition names.
-const SHOWN_MAX: usize = 8;
 
 #[cfg(test)]
 mod tests {
+    use tunnel_process::name_list::NAMES_SHOWN_MAX;
+
     use super::*;
 
     #[tokio::test(start_paused = true)]
@@ -151,6 +151,6 @@ mod tests {
         assert_eq!(unconnected.condition(&links, start), None);
         let condition = unconnected.condition(&links, start + REPORT_AFTER).unwrap();
         assert!(condition.starts_with("0 of 60 connected"), "{condition}");
-        assert_eq!(condition.matches("s-").count(), SHOWN_MAX);
+        assert_eq!(condition.matches("s-").count(), NAMES_SHOWN_MAX);
     }
 }

@@ -26,6 +26,7 @@ use tracing::{info, warn};
 use tunnel_process::disk::{ANSWER_TIMEOUT, FileActivity};
 use tunnel_process::files;
 use tunnel_process::meta::Readiness;
+use tunnel_process::name_list::NameList;
 use zeroize::Zeroizing;
 
 use super::document::block_current_thread;
@@ -278,12 +279,11 @@ impl StateStore {
         let targets = later.iter();
         let targets = targets.map(|value| Target::Row(table, value.key.as_str().into()));
         state.later.extend(targets);
-        let keys = later.iter().map(|value| value.key.as_str());
+        let keys: NameList = later.iter().map(|value| &value.key).collect();
         let finding = format!(
-            "{}: a later version wrote values that this one cannot read, and that stay as they are: {} {}",
+            "{}: a later version wrote values that this one cannot read, and that stay as they are: {} {keys}",
             self.0.name,
-            table.name(),
-            listed(keys)
+            table.name()
         );
         state.find(finding);
     }
@@ -843,23 +843,11 @@ fn with_name(name: &str, problem: &str) -> String {
     format!("{name}{separator}{problem}")
 }
 
-/// Returns the first keys of a list, and the number of the others.
-pub fn listed<'a>(mut keys: impl Iterator<Item = &'a str>) -> String {
-    let shown: Vec<_> = keys.by_ref().take(SHOWN_MAX).collect();
-    let more = match keys.count() {
-        0 => String::new(),
-        more => format!(", and {more} more"),
-    };
-    format!("{}{more}", shown.join(", "))
-}
-
 /// Name of the condition in `/readyz?verbose`.
 const CONDITION: &str = "saved state";
 const NO_ANSWER: &str = "the file system does not answer";
 const REPAIR: &str =
     "with the server stopped, 'tunnel-server data repair' sets it aside, and says what to do again";
-/// Maximum number of keys in a message.
-const SHOWN_MAX: usize = 10;
 /// Time for a command or a server that ends to close the file.
 const IN_USE_TIMEOUT: Duration = Duration::from_secs(5);
 const IN_USE_POLL: Duration = Duration::from_millis(50);

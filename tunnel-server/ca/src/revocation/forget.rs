@@ -1,9 +1,10 @@
 //! What a server does as time goes by: it renews revocations and forgets orders that are over.
 
 use tokio::time::Instant;
+use tunnel_process::name_list::NameList;
 use tunnel_proto::wire::name::NodeName;
 use tunnel_proto::wire::order::Order;
-use tunnel_store::state_store::{RowChange, Table, listed};
+use tunnel_store::state_store::{RowChange, Table};
 
 use super::State;
 use super::action::seconds;
@@ -74,15 +75,13 @@ impl State {
     /// Returns the condition about revocations that nobody has renewed.
     pub(super) fn unconfirmed_revocations(&self) -> Option<String> {
         let orders = self.orders.iter();
-        let mut over = orders
-            .filter(|(_, order)| order.is_revoked && self.ends.is_over(**order))
-            .map(|(node, _)| node.as_str())
-            .peekable();
-        over.peek()?;
-        let nodes = listed(over);
-        Some(format!(
-            "this server refuses nodes that no other server has confirmed to be revoked for more than a year: {nodes}; decide \
-             again with 'tunnel-server nodes revoke' or 'unrevoke'"
-        ))
+        let over = orders.filter(|(_, order)| order.is_revoked && self.ends.is_over(**order));
+        let nodes: NameList = over.map(|(node, _)| node).collect();
+        (!nodes.is_empty()).then(|| {
+            format!(
+                "this server refuses nodes that no other server has confirmed to be revoked for more than a year: {nodes}; \
+                 decide again with 'tunnel-server nodes revoke' or 'unrevoke'"
+            )
+        })
     }
 }

@@ -4,6 +4,7 @@ use std::path::Path;
 
 use serde_json::{Value, json};
 use tunnel_doctor::{Fault, Severity};
+use tunnel_process::name_list::NameList;
 
 use crate::admin::doctor::facts::Facts;
 use crate::admin::render::shell;
@@ -63,7 +64,7 @@ pub(super) fn dns_endpoints(facts: &Facts) -> Fact<Vec<Fault>> {
     let dns = dns.as_ref().ok_or(NO_KUBE_DNS)?;
     let nodes = &cluster.nodes.as_ref().map_err(Clone::clone)?.nodes;
     let edges = nodes.iter().filter(|node| node.is_edge);
-    let at_edge: Vec<&str> = edges
+    let at_edge: NameList = edges
         .map(|node| node.name.as_str())
         .filter(|name| dns.nodes.contains(*name))
         .collect();
@@ -71,14 +72,12 @@ pub(super) fn dns_endpoints(facts: &Facts) -> Fact<Vec<Fault>> {
         return Ok(Vec::new());
     }
     let is_everywhere = nodes.iter().all(|node| dns.nodes.contains(&node.name));
-    let shown: Vec<&str> = at_edge.iter().take(SHOWN_MAX).copied().collect();
     Ok(vec![Fault {
         severity: Severity::Error,
         place: "Service kube-system/kube-dns".to_owned(),
         what: format!(
-            "{} endpoints are on edge nodes, for Pods of all nodes: {}",
-            at_edge.len(),
-            shown.join(", ")
+            "{} endpoints are on edge nodes, for Pods of all nodes: {at_edge}",
+            at_edge.count()
         ),
         fix: if is_everywhere {
             LOCAL_DNS
@@ -196,5 +195,3 @@ const LOCAL_DNS: &str = "kubectl -n kube-system patch service kube-dns \
                          -p '{\"spec\":{\"internalTrafficPolicy\":\"Local\"}}'";
 const NO_EDGE_DNS: &str = "keep CoreDNS off edge nodes by a nodeAffinity of its workload, or run it \
                            on every node and set internalTrafficPolicy: Local";
-/// Number of names that a finding shows.
-const SHOWN_MAX: usize = 8;
