@@ -24,6 +24,7 @@ use tunnel_tests::process::{Listener, Log};
 use tunnel_tests::stats::{millis, percentile};
 use tunnel_tests::tools::or_skip;
 
+use super::CONNECT;
 use super::memory::{CAP, MemoryCgroup, NODES, Site, SiteShape, kib};
 use crate::abuse::report_figure;
 
@@ -53,12 +54,21 @@ async fn t25_callers_of_the_meta_port_delay_neither_probes_nor_requests() -> Res
         MetaAttack::DeafReaders,
     ] {
         let answers = AtomicUsize::new(0);
+        let measured = async {
+            let during = Figures::measure(&site, window()).await?;
+            // A page of a busy machine may take longer than the window.
+            let what = format!("{attack:?}: an answer");
+            eventually(&what, CONNECT, async || {
+                (answers.load(Ordering::Relaxed) > 0).then_some(())
+            })
+            .await;
+            anyhow::Ok(during)
+        };
         let during = tokio::select! {
-            during = Figures::measure(&site, window()) => during?,
+            during = measured => during?,
             () = attack.run(meta, &answers) => unreachable!("the callers do not end"),
         };
         let answers = answers.into_inner();
-        ensure!(answers > 0, "{attack:?}: no request was answered");
         let nodes = shape.known_nodes;
         let subject = format!("T25: {attack:?}, {answers} requests for {nodes} nodes");
         during.compare(&subject, &before)?;
