@@ -32,9 +32,10 @@ pub(super) async fn rotate(
 
 fn describe(status: &RotationStatus) -> String {
     let mut text = describe_stage(status);
-    if let Some(agents) = &status.left_behind
-        && agents.pending + agents.expired > 0
-    {
+    let Some(agents) = &status.left_behind else {
+        return text;
+    };
+    if agents.pending + agents.expired > 0 {
         let names = match pending_nodes(agents) {
             names if names.is_empty() => names,
             names => format!(" ({names})"),
@@ -44,6 +45,13 @@ fn describe(status: &RotationStatus) -> String {
             "left behind: {} agents with an older certificate{names}, {} without a valid one; agents with a ServiceAccount \
              token enroll again by themselves, within minutes, and the others need a new token",
             agents.pending, agents.expired
+        );
+    }
+    if status.other_servers > 0 {
+        let _infallible = writeln!(
+            text,
+            "not counted here: agents of the {} other servers that were away; 'tunnel-server nodes' lists who is away",
+            status.other_servers
         );
     }
     text
@@ -143,6 +151,11 @@ mod tests {
         assert_contains(&describe(&status), "stage: none; the CA abababababababab");
         status.left_behind = Some(AgentCounts::default());
         assert!(!describe(&status).contains("left behind"));
+        assert!(!describe(&status).contains("not counted"));
+        status.other_servers = 2;
+        let others = "not counted here: agents of the 2 other servers that were away";
+        assert_contains(&describe(&status), others);
+        status.other_servers = 0;
         status.left_behind = Some(AgentCounts {
             pending: 2,
             pending_nodes: vec!["worker-1".to_owned()],
