@@ -111,10 +111,9 @@ async fn r15_10_000_refused_upgrades_have_each_their_own_body() -> Result<()> {
         .await?;
     let host = format!("worker-1:{}", kubelet.addr().port());
     let at_once = open_files()?.saturating_sub(500).max(400) / FILES_EACH;
-    let endpoint = env.http();
     let refused = (0..10_000).map(|id| {
         let path = format!("/exec/a/b/c?refuse=403&id={id}");
-        let client = UpgradeClient::spdy(&host, &path);
+        let (client, endpoint) = (UpgradeClient::spdy(&host, &path), env.http());
         async move {
             let reply = client.connect(endpoint).await?.refused()?;
             let (status, text) = (reply.status, reply.text());
