@@ -18,6 +18,8 @@ from pathlib import Path
 
 # The folder is one of the repository.
 sys.dont_write_bytecode = True
+import procedures  # noqa: E402
+import result  # noqa: E402
 import rows  # noqa: E402
 from cluster import Cluster  # noqa: E402
 
@@ -32,29 +34,41 @@ TOOLS = [
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--rows", default=",".join(rows.ROWS), help="numbers of rows [default: all]")
+    everything = {**rows.ROWS, **procedures.ROWS}
+    parser.add_argument("--rows", default=",".join(everything), help="names of rows [default: all]")
     parser.add_argument("--readiness", help="path of the servers' readiness probe, instead of the manifest's")
     parser.add_argument("--keep", action="store_true", help="keep the folder with all logs")
     arguments = parser.parse_args()
     selected = arguments.rows.split(",")
-    unknown = sorted(set(selected) - set(rows.ROWS))
+    unknown = sorted(set(selected) - set(everything))
     if unknown:
-        parser.error(f"no rows {', '.join(unknown)}; there are {', '.join(rows.ROWS)}")
+        parser.error(f"no rows {', '.join(unknown)}; there are {', '.join(everything)}")
     os.environ["PATH"] += ":/usr/sbin:/sbin"
     programs = find_programs(len(selected))
     binaries = Path(os.environ.get("CULVERT_BIN_DIR", "target/debug")).resolve()
+    code = 0
+    # Procedures follow the pages, and so begin with a cluster of their own.
+    for table, known in ((rows.ROWS, rows.KNOWN), (procedures.ROWS, {})):
+        chosen = {name: table[name] for name in selected if name in table}
+        if chosen:
+            code |= run(chosen, known, programs, binaries, arguments)
+    sys.exit(code)
+
+
+def run(chosen, known, programs, binaries, arguments):
+    """Runs rows in a new cluster, and returns the exit code."""
     # Sockets are below it, and their paths are limited to 107 bytes.
     work = Path(tempfile.mkdtemp(prefix="culvert-cluster-", dir="/tmp"))
     code = 1
     try:
         with Cluster(work, programs, binaries, arguments.readiness) as cluster:
-            code = rows.run(cluster, selected)
+            code = result.run(cluster, chosen, known)
     finally:
         if arguments.keep or code:
             print(f"logs: {work}", file=sys.stderr)
         else:
             shutil.rmtree(work, ignore_errors=True)
-    sys.exit(code)
+    return code
 
 
 def find_programs(count):

@@ -44,6 +44,8 @@ class Cluster:
         self.network = None
         # Changes of the endpoints of another Service.
         self.changes = 0
+        # Whether the objects are those of the manifests, without the changes of this test.
+        self.is_shipped = False
         self.started = now()
 
     def say(self, text):

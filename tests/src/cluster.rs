@@ -21,7 +21,7 @@ use crate::apiserver::{FakeApiServer, Setup};
 
 pub use api::{Api, is_status};
 pub use audit::AuditLog;
-pub use kubelet::Kubelet;
+pub use kubelet::{Kubelet, KubeletCallers, KubeletHost};
 pub use objects::{
     Node, Objects, SERVICE_ACCOUNT, cloud, edge, edge_at, empty_secrets, endpoints,
     internal_service, server_roles, server_roles_of, shipped,

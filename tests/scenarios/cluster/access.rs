@@ -2,6 +2,7 @@
 //! calls the kubelet's port of the HTTPS listener.
 
 use std::net::Ipv4Addr;
+use std::path::Path;
 use std::time::{Duration, SystemTime};
 
 use anyhow::{Context, Result, ensure};
@@ -11,15 +12,18 @@ use tunnel_server::config::RawConfig;
 use tunnel_tests::apiserver::TokenClaims;
 use tunnel_tests::checks::ensure_contains;
 use tunnel_tests::client::{RawRequest, UpgradeClient, request};
-use tunnel_tests::cluster::{Cluster, is_status};
+use tunnel_tests::cluster::{Cluster, Kind, Kubelet, KubeletCallers, KubeletHost, Real, is_status};
 use tunnel_tests::env::{Agent, TestEnv};
 use tunnel_tests::eventually::eventually;
 use tunnel_tests::manifests::{documents, folder};
+use tunnel_tests::netns::{CLOUD_ADDRESS, in_service_namespace};
 use tunnel_tests::process::next_loopback;
 use tunnel_tests::targets::{FakeKubelet, TargetTls};
+use tunnel_tests::tools::or_skip;
 
 use super::ClusterEnv;
 use super::authority::server;
+use super::kubelet::{pod, web};
 
 const NODE: &str = "worker-1";
 const HOST: &str = "worker-1:10250";
@@ -29,26 +33,27 @@ const RBAC: &str = "/apis/rbac.authorization.k8s.io/v1";
 /// A right that is given or taken back applies within this time.
 const CHANGED: Duration = Duration::from_secs(15);
 const METRICS: &str = "/metrics/cadvisor";
-const LOGS: &str = "/containerLogs/ns/pod/c";
-const EXEC: &str = "/exec/ns/pod/c?command=ls";
+const LOGS: &str = "/containerLogs/default/web/app";
+const EXEC: &str = "/exec/default/web/app?command=echo&command=hello&output=1";
+/// The start of a real kubelet and its first pod.
+const START: Duration = Duration::from_secs(90);
+const LIMIT: Duration = Duration::from_secs(240);
 
 on_both!(
     observer_gets_metrics_and_neither_logs_nor_exec_until_rbac_says_so,
     forged_tokens_of_a_source_keep_no_good_token_of_it_waiting,
 );
 
-/// A server that asks the cluster about callers, and a kubelet that asks for nothing behind an agent.
+/// A server that asks the cluster about callers, and an agent on the host of the kubelet.
 struct Site {
     cluster: Cluster,
     env: TestEnv,
     prometheus: String,
-    _kubelet: FakeKubelet,
     _agent: Agent,
 }
 
 impl Site {
-    async fn start(cluster_env: ClusterEnv) -> Result<Self> {
-        let cluster = cluster_env.cluster;
+    async fn start(cluster: Cluster, kubelet: Ipv4Addr) -> Result<Self> {
         create(&cluster, "/api/v1/namespaces", "monitoring").await?;
         let accounts = "/api/v1/namespaces/monitoring/serviceaccounts";
         for account in ["prometheus", "other"] {
@@ -67,11 +72,8 @@ impl Site {
             *settings = file.unwrap_or_default().or(std::mem::take(settings));
         });
         let env = env.await?;
-        let address: Ipv4Addr = next_loopback();
-        let tls = TargetTls::self_signed(&[NODE])?;
-        let kubelet = FakeKubelet::start_on((address, 10250).into(), NODE, Some(tls)).await?;
         let config = env.agent_config_with(NODE, |config| {
-            config.node_ip = Some(address.to_string());
+            config.node_ip = Some(kubelet.to_string());
         });
         let agent = Agent::start(config?).await?;
         env.connected(NODE).await;
@@ -79,7 +81,6 @@ impl Site {
             prometheus: token(&cluster, "prometheus").await?,
             cluster,
             env,
-            _kubelet: kubelet,
             _agent: agent,
         })
     }
@@ -189,10 +190,76 @@ async fn token(cluster: &Cluster, account: &str) -> Result<String> {
     Ok(token.to_owned())
 }
 
+/// Starts a kubelet that asks for nothing, and the site.
+async fn start_fake(cluster_env: ClusterEnv) -> Result<(FakeKubelet, Site)> {
+    let address: Ipv4Addr = next_loopback();
+    let tls = TargetTls::self_signed(&[NODE])?;
+    let kubelet = FakeKubelet::start_on((address, 10250).into(), NODE, Some(tls)).await?;
+    let site = Site::start(cluster_env.cluster, address).await?;
+    Ok((kubelet, site))
+}
+
 async fn observer_gets_metrics_and_neither_logs_nor_exec_until_rbac_says_so(
     cluster_env: ClusterEnv,
 ) -> Result<()> {
-    let site = Site::start(cluster_env).await?;
+    let (_kubelet, site) = start_fake(cluster_env).await?;
+    rights_are_followed(&site).await
+}
+
+/// The kubelet reviews tokens and rights itself, as with kubeadm. It remembers a right for five minutes, the
+/// server for less than 15 s.
+#[tokio::test(flavor = "multi_thread")]
+async fn real_kubelet_gives_an_observer_metrics_and_neither_logs_nor_exec_until_rbac_says_so()
+-> Result<()> {
+    let programs = Real::binaries().and_then(|folder| Kubelet::binary(&folder));
+    let Some(program) = or_skip(programs) else {
+        return Ok(());
+    };
+    let test = "cluster::access::real_kubelet_gives_an_observer_metrics_and_neither_logs_nor_exec_until_rbac_says_so";
+    in_service_namespace(test, LIMIT, async || observed_kubelet(&program).await).await
+}
+
+async fn observed_kubelet(program: &Path) -> Result<()> {
+    let Some(cluster) = Cluster::start(Kind::Real).await? else {
+        return Ok(());
+    };
+    let host = KubeletHost {
+        node: NODE,
+        ip: CLOUD_ADDRESS,
+        namespace: None,
+        callers: KubeletCallers::Reviewed,
+    };
+    let _kubelet = Kubelet::start(program, &host, &cluster.admin_kubeconfig()?).await?;
+    let pods = "/api/v1/namespaces/default/pods";
+    cluster
+        .admin()
+        .create(pods, &pod("web", NODE, &web()))
+        .await?;
+    eventually("the pod to run", START, async || {
+        let pod = cluster.admin().get(&format!("{pods}/web")).await?;
+        let status = &pod.context("no pod")?["status"];
+        ensure!(status["phase"] == "Running", "{status}");
+        Ok(())
+    })
+    .await;
+    let site = Site::start(cluster, CLOUD_ADDRESS).await?;
+    rights_are_followed(&site).await?;
+
+    // What passes is the kubelet's own answer.
+    site.grant("proxy", &["get", "create"]).await?;
+    site.execs_are(101, "the right for exec again").await;
+    let (_, metrics) = site.ask(&site.prometheus, "GET", METRICS).await?;
+    ensure_contains(&metrics, &["container_cpu_usage_seconds_total{"])?;
+    let (_, log) = site.ask(&site.prometheus, "GET", LOGS).await?;
+    ensure!(log == "started\n", "{log}");
+    let exec = UpgradeClient::websocket(HOST, EXEC)
+        .header("Authorization", &format!("Bearer {}", site.prometheus));
+    let mut exec = exec.connect(site.env.https(NODE)?).await?.switched()?;
+    let printed = exec.read_to_end().await.bytes;
+    ensure_contains(&String::from_utf8_lossy(&printed), &["hello\n", "Success"])
+}
+
+async fn rights_are_followed(site: &Site) -> Result<()> {
     site.grant("metrics", &["get"]).await?;
     let known = async || site.passes("GET", METRICS).await;
     eventually("the right for metrics", CHANGED, known).await;
@@ -247,7 +314,7 @@ async fn observer_gets_metrics_and_neither_logs_nor_exec_until_rbac_says_so(
 async fn forged_tokens_of_a_source_keep_no_good_token_of_it_waiting(
     cluster_env: ClusterEnv,
 ) -> Result<()> {
-    let site = Site::start(cluster_env).await?;
+    let (_kubelet, site) = start_fake(cluster_env).await?;
     site.grant("metrics", &["get"]).await?;
     let known = async || site.passes("GET", METRICS).await;
     eventually("the right for metrics", CHANGED, known).await;

@@ -8,7 +8,9 @@ use std::time::Duration;
 use anyhow::{Context, Result, ensure};
 use serde_json::{Value, json};
 use tunnel_tests::checks::ensure_contains;
-use tunnel_tests::cluster::{AuditLog, Families, Kubelet, Real, egress_flag};
+use tunnel_tests::cluster::{
+    AuditLog, Families, Kubelet, KubeletCallers, KubeletHost, Real, egress_flag,
+};
 use tunnel_tests::eventually::eventually;
 use tunnel_tests::netns::{CLOUD_ADDRESS, EDGE_ADDRESS, Edge, Namespace, Topology};
 use tunnel_tests::process::{
@@ -44,8 +46,13 @@ async fn kubelet_and_pod_behind_nat_use_the_api_server_and_serve_logs_and_exec()
     cluster["server"] = format!("https://{listener}").into();
     cluster["tls-server-name"] = "kubernetes.default.svc".into();
     let kubeconfig = scratch.file("kubelet.kubeconfig", kubeconfig.to_string())?;
-    let ip = EDGE_ADDRESS.to_string();
-    let _kubelet = Kubelet::start(&site.kubelet, edge, &kubeconfig, &ip).await?;
+    let host = KubeletHost {
+        node: edge.node_name(),
+        ip: EDGE_ADDRESS,
+        namespace: Some(edge.node()),
+        callers: KubeletCallers::Anyone,
+    };
+    let _kubelet = Kubelet::start(&site.kubelet, &host, &kubeconfig).await?;
 
     let operator = Kubectl::new(site.kubectl.clone(), api.admin_kubeconfig())?;
     let operator = Operator {
@@ -205,12 +212,12 @@ impl Operator<'_> {
 }
 
 /// A container that logs a line and has a script that ends with code 7.
-fn web() -> Value {
+pub(super) fn web() -> Value {
     json!({ "command": ["sh", "-c", "echo 'exit 7' >/exit; echo started; sleep 1000000"] })
 }
 
 /// A Pod on the network of its node, of a container with these fields.
-fn pod(name: &str, node: &str, container: &Value) -> Value {
+pub(super) fn pod(name: &str, node: &str, container: &Value) -> Value {
     let mut pod = json!({
         "apiVersion": "v1", "kind": "Pod", "metadata": { "name": name },
         "spec": {

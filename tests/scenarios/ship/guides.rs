@@ -25,6 +25,34 @@ use tunnel_tests::tools::{Skip, Tool, bin_dir, or_skip, require};
 use crate::cluster::kustomizers;
 use crate::dns::report_figure;
 
+/// Expands each test to one against the fake API server and one against a real API server.
+macro_rules! on_both {
+    ($($test:ident),+ $(,)?) => {
+        mod fake_api {
+            $(#[tokio::test(flavor = "multi_thread")]
+            async fn $test() -> anyhow::Result<()> {
+                super::$test(tunnel_tests::cluster::Kind::FakeApiServer).await
+            })+
+        }
+        mod real {
+            $(#[tokio::test(flavor = "multi_thread")]
+            async fn $test() -> anyhow::Result<()> {
+                super::$test(tunnel_tests::cluster::Kind::Real).await
+            })+
+        }
+    };
+}
+
+on_both!(
+    cluster_tutorial_runs_against_an_api_server,
+    guides_of_certificates_run_against_an_api_server,
+    guide_of_several_servers_applies_its_overlays,
+    commands_on_the_page_of_old_setups_run,
+    egress_selector_guide_runs_against_an_api_server,
+    migration_guide_runs_against_an_api_server_with_the_old_objects,
+    guide_of_names_applies_what_it_renders,
+);
+
 /// Where blocks with a runner run: a file that names the page. Blocks without one run in this folder.
 const RUNNERS: [(&str, &str); 10] = [
     ("host", "tests/scenarios/ship/host_guides.rs"),
@@ -363,12 +391,11 @@ async fn two_machines_tutorial_runs_as_it_stands() -> Result<()> {
     Ok(())
 }
 
-#[tokio::test(flavor = "multi_thread")]
-async fn cluster_tutorial_runs_against_an_api_server() -> Result<()> {
+async fn cluster_tutorial_runs_against_an_api_server(kind: Kind) -> Result<()> {
     if or_skip(require(&[Tool::Openssl])).is_none() {
         return Ok(());
     }
-    let Some(fixture) = ShipFixture::start().await? else {
+    let Some(fixture) = ShipFixture::start_on(kind).await? else {
         return Ok(());
     };
     let node = Node::new("worker-1").addressed("InternalIP", "192.168.33.221");
@@ -425,9 +452,8 @@ async fn openyurt_and_prometheus_guides_run_against_an_api_server() -> Result<()
 }
 
 /// A kube-apiserver of kubeadm has its pair, and servers have filled their ConfigMap.
-#[tokio::test(flavor = "multi_thread")]
-async fn guides_of_certificates_run_against_an_api_server() -> Result<()> {
-    let Some(fixture) = ShipFixture::start().await? else {
+async fn guides_of_certificates_run_against_an_api_server(kind: Kind) -> Result<()> {
+    let Some(fixture) = ShipFixture::start_on(kind).await? else {
         return Ok(());
     };
     let prologue = filled("tunnel-ca") + &filled("kube-root-ca.crt");
@@ -450,9 +476,8 @@ async fn guides_of_certificates_run_against_an_api_server() -> Result<()> {
     Ok(())
 }
 
-#[tokio::test(flavor = "multi_thread")]
-async fn guide_of_several_servers_applies_its_overlays() -> Result<()> {
-    let Some(fixture) = ShipFixture::start().await? else {
+async fn guide_of_several_servers_applies_its_overlays(kind: Kind) -> Result<()> {
+    let Some(fixture) = ShipFixture::start_on(kind).await? else {
         return Ok(());
     };
     fixture.run("docs/how-to/servers.md").await?;
@@ -467,9 +492,8 @@ async fn guide_of_several_servers_applies_its_overlays() -> Result<()> {
     Ok(())
 }
 
-#[tokio::test(flavor = "multi_thread")]
-async fn commands_on_the_page_of_old_setups_run() -> Result<()> {
-    let Some(fixture) = ShipFixture::start().await? else {
+async fn commands_on_the_page_of_old_setups_run(kind: Kind) -> Result<()> {
+    let Some(fixture) = ShipFixture::start_on(kind).await? else {
         return Ok(());
     };
     let printed = fixture.run_aside(OLD_SETUPS, OLD_OBJECTS).await?;
@@ -507,18 +531,8 @@ async fn guide_of_edge_clusters_writes_kubeconfigs() -> Result<()> {
     Ok(())
 }
 
-#[tokio::test(flavor = "multi_thread")]
-async fn guide_of_names_runs_against_a_fake_api_server() -> Result<()> {
-    names_guide(Kind::FakeApiServer).await
-}
-
-#[tokio::test(flavor = "multi_thread")]
-async fn guide_of_names_runs_against_a_real_api_server() -> Result<()> {
-    names_guide(Kind::Real).await
-}
-
 /// The objects are applied, and come back as they were rendered.
-async fn names_guide(kind: Kind) -> Result<()> {
+async fn guide_of_names_applies_what_it_renders(kind: Kind) -> Result<()> {
     let Some(fixture) = ShipFixture::start_on(kind).await? else {
         return Ok(());
     };
@@ -563,9 +577,8 @@ fn ensure_applied(object: &Value, applied: &Value, path: &str) -> Result<()> {
     Ok(())
 }
 
-#[tokio::test(flavor = "multi_thread")]
-async fn egress_selector_guide_runs_against_an_api_server() -> Result<()> {
-    let Some(fixture) = ShipFixture::start().await? else {
+async fn egress_selector_guide_runs_against_an_api_server(kind: Kind) -> Result<()> {
+    let Some(fixture) = ShipFixture::start_on(kind).await? else {
         return Ok(());
     };
     let printed = fixture.run("docs/how-to/egress-selector.md").await?;
@@ -580,9 +593,8 @@ async fn egress_selector_guide_runs_against_an_api_server() -> Result<()> {
     Ok(())
 }
 
-#[tokio::test(flavor = "multi_thread")]
-async fn migration_guide_runs_against_an_api_server_with_the_old_objects() -> Result<()> {
-    let Some(fixture) = ShipFixture::start().await? else {
+async fn migration_guide_runs_against_an_api_server_with_the_old_objects(kind: Kind) -> Result<()> {
+    let Some(fixture) = ShipFixture::start_on(kind).await? else {
         return Ok(());
     };
     let backup = fixture.scratch.path().join("backup.yaml");

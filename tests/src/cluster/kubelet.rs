@@ -1,24 +1,60 @@
 //! A real kubelet with containerd, from the directory in `KUBEBUILDER_ASSETS`.
 
 use std::ffi::OsString;
+use std::net::Ipv4Addr;
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 
 use anyhow::{Context, Result};
-use serde_json::json;
+use serde_json::{Value, json};
+use tunnel_server::config::EDGE_LABEL;
 
-use crate::netns::Edge;
+use crate::netns::Namespace;
 use crate::process::{Process, Program, ScratchDir};
 use crate::tools::{Skip, Tool, require};
 
-/// A kubelet on an edge, with a container runtime that has the image [`Kubelet::IMAGE`].
+/// A kubelet of an edge node, with a container runtime that has the image [`Kubelet::IMAGE`].
 ///
-/// Containers have the network of the edge, and end with this value.
+/// Containers have the network of the kubelet, and end with this value.
 #[derive(Debug)]
 pub struct Kubelet {
     _kubelet: Process,
     _containerd: Process,
     _scratch: ScratchDir,
+}
+
+/// Where a kubelet runs, and whom it serves.
+#[derive(Debug)]
+pub struct KubeletHost<'a> {
+    pub node: &'a str,
+    /// No loopback address.
+    pub ip: Ipv4Addr,
+    /// The namespace of the test if there is none.
+    pub namespace: Option<&'a Namespace>,
+    pub callers: KubeletCallers,
+}
+
+/// Whom a kubelet serves.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum KubeletCallers {
+    Anyone,
+    /// Bearer tokens and rights that the API server confirms, as with kubeadm.
+    Reviewed,
+}
+
+impl KubeletCallers {
+    fn settings(self) -> [Value; 2] {
+        let is_reviewed = self == Self::Reviewed;
+        let mode = if is_reviewed {
+            "Webhook"
+        } else {
+            "AlwaysAllow"
+        };
+        [
+            json!({ "anonymous": { "enabled": !is_reviewed }, "webhook": { "enabled": is_reviewed } }),
+            json!({ "mode": mode }),
+        ]
+    }
 }
 
 impl Kubelet {
@@ -46,18 +82,19 @@ impl Kubelet {
         Ok(file)
     }
 
-    /// Starts the runtime and the kubelet, which registers the node of `edge` with the API server of
+    /// Starts the runtime and the kubelet, which registers an edge node with the API server of
     /// `kubeconfig`.
-    pub async fn start(kubelet: &Path, edge: &Edge, kubeconfig: &Path, ip: &str) -> Result<Self> {
+    pub async fn start(kubelet: &Path, host: &KubeletHost<'_>, kubeconfig: &Path) -> Result<Self> {
         let scratch = ScratchDir::new()?;
         let folder = scratch.path();
-        let containerd = containerd(&scratch, edge).await?;
+        let containerd = containerd(&scratch, host.namespace).await?;
+        let [authentication, authorization] = host.callers.settings();
         let socket = folder.join("containerd.sock");
         let config = json!({
             "apiVersion": "kubelet.config.k8s.io/v1beta1",
             "kind": "KubeletConfiguration",
-            "authentication": { "anonymous": { "enabled": true }, "webhook": { "enabled": false } },
-            "authorization": { "mode": "AlwaysAllow" },
+            "authentication": authentication,
+            "authorization": authorization,
             "cgroupsPerQOS": false,
             "containerRuntimeEndpoint": format!("unix://{}", socket.display()),
             "enforceNodeAllocatable": [],
@@ -82,8 +119,9 @@ impl Kubelet {
                 format!("--cert-dir={}", folder.join("certificates").display()),
             ])
             .args([
-                format!("--hostname-override={}", edge.node_name()),
-                format!("--node-ip={ip}"),
+                format!("--hostname-override={}", host.node),
+                format!("--node-ip={}", host.ip),
+                format!("--node-labels={EDGE_LABEL}=true"),
             ])
             .through(namespaces_of(&containerd)?)
             .start()?;
@@ -110,7 +148,7 @@ fn namespaces_of(containerd: &Process) -> Result<Vec<OsString>> {
 
 /// Starts containerd, with all its containers in a PID namespace that ends with containerd, and
 /// imports the image.
-async fn containerd(scratch: &ScratchDir, edge: &Edge) -> Result<Process> {
+async fn containerd(scratch: &ScratchDir, namespace: Option<&Namespace>) -> Result<Process> {
     let folder = scratch.path().display();
     // Pods on the host's network call no plugin, but containerd is not ready without a configuration.
     let networks = scratch.path().join("net.d");
@@ -147,11 +185,11 @@ conf_dir = "{folder}/net.d"
             "--kill-child".into(),
             "--mount-proc".into(),
         ])
-        .inside(Some(edge.node()))
+        .inside(namespace)
         .start()?;
     let booted = |line: &str| line.contains(BOOTED).then_some(());
     containerd.wait_for_line(BOOTED, START, booted).await?;
-    edge.node().script(&format!(
+    let import = format!(
         "cd '{folder}'
          mkdir -p image/bin
          cp '{busybox}' image/bin/busybox
@@ -168,7 +206,9 @@ conf_dir = "{folder}/net.d"
             "aarch64" => "arm64",
             _ => "amd64",
         },
-    ))?;
+    );
+    let shell = Program::at(Path::new("sh")).args(["-ec", &import]);
+    shell.inside(namespace).run().await?.ok()?;
     Ok(containerd)
 }
 

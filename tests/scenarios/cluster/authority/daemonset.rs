@@ -6,7 +6,7 @@ use std::net::SocketAddr;
 use std::path::PathBuf;
 use std::slice;
 use std::sync::{Mutex, MutexGuard, PoisonError};
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result, ensure};
 use serde_json::{Value, json};
@@ -27,6 +27,7 @@ use super::super::kubectl::{Kubectl, kubectls};
 use super::super::{ClusterEnv, FIRST, GUIDE_IP};
 use super::ca_secret;
 use crate::credentials::ca_rotation::is_of;
+use crate::dns::report_figure;
 
 on_both!(
     ca_is_replaced_three_times_under_requests_and_a_partitioned_agent_comes_back_by_itself,
@@ -284,6 +285,7 @@ async fn ca_is_replaced_three_times_under_requests_and_a_partitioned_agent_comes
         daemon_set.partition("worker-3")?;
         let hosts = [daemon_set.host("worker-1")?, daemon_set.host("worker-2")?];
         let load = Load::start(server.address(Listener::Http).into(), &hosts, 1).await?;
+        let began = Instant::now();
         for _ in 0..ROTATIONS {
             verb(&server, &["ca", "rotate"]).await?;
             for _ in 0..2 {
@@ -297,7 +299,13 @@ async fn ca_is_replaced_three_times_under_requests_and_a_partitioned_agent_comes
                 ensure!(!is_last || says, "{printed}");
             }
         }
-        load.end().await?.check()?;
+        let (took, outcome) = (began.elapsed(), load.end().await?);
+        report_figure(&format!(
+            "{ROTATIONS} rotations in {took:.0?} under {:.0} requests/s, {} failed",
+            outcome.answered as f64 / took.as_secs_f64(),
+            outcome.failures.len(),
+        ));
+        outcome.check()?;
         daemon_set.heal("worker-3")?;
         daemon_set
             .wait_until_served(slice::from_ref(&server), "worker-3")
