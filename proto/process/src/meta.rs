@@ -13,7 +13,7 @@ use std::io;
 use std::net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr};
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
-use std::time::Duration;
+use std::time::{Duration, SystemTime};
 
 use bytes::Bytes;
 use futures_util::future::BoxFuture;
@@ -580,7 +580,8 @@ const DRAINING: &str = "draining";
 struct ReadinessState {
     pending: BTreeSet<&'static str>,
     done: BTreeSet<&'static str>,
-    conditions: BTreeMap<&'static str, Vec<String>>,
+    /// The lines of a component, and since when it has had some.
+    conditions: BTreeMap<&'static str, (SystemTime, Vec<String>)>,
 }
 
 impl Readiness {
@@ -623,9 +624,21 @@ impl Readiness {
             if lines.is_empty() {
                 state.conditions.remove(component);
             } else {
-                state.conditions.insert(component, lines);
+                let conditions = state.conditions.entry(component);
+                conditions
+                    .or_insert_with(|| (SystemTime::now(), Vec::new()))
+                    .1 = lines;
             }
         });
+    }
+
+    /// Returns the time since which a component has had conditions.
+    pub fn condition_since(&self, component: &str) -> Option<SystemTime> {
+        let state = self.0.lock();
+        state
+            .conditions
+            .get(component)
+            .map(|(since, _lines)| *since)
     }
 
     /// Returns all conditions with their components, one entry for each line; those of the audit
@@ -634,7 +647,9 @@ impl Readiness {
         let state = self.0.lock();
         let conditions = state.conditions.iter();
         conditions
-            .flat_map(|(component, lines)| lines.iter().map(|line| (*component, line.clone())))
+            .flat_map(|(component, (_since, lines))| {
+                lines.iter().map(|line| (*component, line.clone()))
+            })
             .chain(audit_conditions().map(|line| (AUDIT, line)))
             .collect()
     }
@@ -705,12 +720,16 @@ mod tests {
         assert_eq!(body, "[-] session\nnot ready\n");
         drop(block);
         readiness.set_conditions("ports", vec!["\"abc\" is no port".into()]);
+        let since = readiness.condition_since("ports");
+        readiness.set_conditions("ports", vec!["\"abc\" is no port".into()]);
+        assert!(since.is_some() && readiness.condition_since("ports") == since);
         let (status, body) = get(address, "/readyz?verbose").await.unwrap();
         assert_eq!(status, StatusCode::OK);
         assert_eq!(body, "[+] session\n[!] ports: \"abc\" is no port\nok\n");
         let (_, metrics) = get(address, "/metrics").await.unwrap();
         assert!(metrics.contains("tunnel_conditions{condition=\"ports\"} 1\n"));
         readiness.set_conditions("ports", Vec::new());
+        assert_eq!(readiness.condition_since("ports"), None);
         let (status, body) = get(address, "/readyz").await.unwrap();
         assert_eq!((status, body.as_str()), (StatusCode::OK, "ok\n"));
         let (_, metrics) = get(address, "/metrics").await.unwrap();
