@@ -16,7 +16,7 @@ use super::frame::{
 };
 use super::header::{AuditId, StreamHeader, StreamKind, StreamReply, Target};
 use super::name::{InstanceId, Port, SessionId};
-use super::node_row::NodeRows;
+use super::node_row::{FailingRequests, NodeRows, ServerReport};
 use super::order::{NodeOrder, Order};
 use super::peer::{Alive, Ask, HeldNode, Holds, PeerHello, PeerMessage, StateDigest, StatePart};
 use super::{
@@ -273,6 +273,24 @@ fn messages_between_servers_are_as_captured() {
                 "0452020801",
                 PeerMessage::NodeRows(NodeRows {
                     is_wanted: true,
+                    ..NodeRows::default()
+                }),
+            ),
+            (
+                "1952172a153a130a01771201631801200228ac0230ad023a0161",
+                PeerMessage::NodeRows(NodeRows {
+                    report: Some(ServerReport {
+                        failing: vec![FailingRequests {
+                            node: held_node.node.clone(),
+                            code: "c".to_owned(),
+                            port: 1,
+                            count: 2,
+                            first: SystemTime::UNIX_EPOCH + Duration::from_millis(300),
+                            last: SystemTime::UNIX_EPOCH + Duration::from_millis(301),
+                            detail: "a".to_owned(),
+                        }],
+                        ..ServerReport::default()
+                    }),
                     ..NodeRows::default()
                 }),
             ),

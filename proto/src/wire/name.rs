@@ -5,7 +5,7 @@ use std::str::FromStr;
 use std::sync::Arc;
 
 /// Maximum length of a DNS name in text form (RFC 1035, section 2.3.4, less the root label).
-const NAME_MAX: usize = 253;
+pub(super) const NAME_MAX: usize = 253;
 /// Maximum length of a DNS label (RFC 1035, section 2.3.4).
 const LABEL_MAX: usize = 63;
 

@@ -70,6 +70,27 @@ pub struct ServerReport {
     pub bytes: [u64; 2],
     /// The servers that the sender has dialed.
     pub linked: Vec<ReplicaId>,
+    /// Requests that fail, the last one first, at most [`FAILING_MAX`].
+    pub failing: Vec<FailingRequests>,
+}
+
+/// Requests for a node that failed with one code.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct FailingRequests {
+    /// The node.
+    pub node: NodeName,
+    /// The code of the answers.
+    pub code: String,
+    /// Port of the last one; 0 if it has none.
+    pub port: u16,
+    /// Number of requests.
+    pub count: u64,
+    /// Time of the first one.
+    pub first: SystemTime,
+    /// Time of the last one.
+    pub last: SystemTime,
+    /// Reason of the last one, for people.
+    pub detail: String,
 }
 
 impl NodeRow {
@@ -159,17 +180,50 @@ fn encode_report(report: &ServerReport) -> pb::ServerReport {
         bytes_in: report.bytes[0],
         bytes_out: report.bytes[1],
         linked: report.linked.iter().map(ToString::to_string).collect(),
+        failing: report
+            .failing
+            .iter()
+            .take(FAILING_MAX)
+            .map(encode_failing)
+            .collect(),
     }
+}
+
+fn encode_failing(failing: &FailingRequests) -> pb::FailingRequests {
+    pb::FailingRequests {
+        node: failing.node.to_string(),
+        code: failing.code.clone(),
+        port: failing.port.into(),
+        count: failing.count,
+        first_millis: since_epoch(failing.first),
+        last_millis: since_epoch(failing.last),
+        detail: line(&failing.detail, DETAIL_MAX_BYTES),
+    }
+}
+
+/// Returns `None` for what has no name or time.
+fn decode_failing(failing: pb::FailingRequests) -> Option<FailingRequests> {
+    Some(FailingRequests {
+        node: decode_node(&failing.node).ok()?,
+        code: short_line(&failing.code),
+        port: u16::try_from(failing.port).ok()?,
+        count: bounded(failing.count),
+        first: decode_time(failing.first_millis.min(MILLIS_MAX)).ok()?,
+        last: decode_time(failing.last_millis.min(MILLIS_MAX)).ok()?,
+        detail: line(&failing.detail, DETAIL_MAX_BYTES),
+    })
 }
 
 fn decode_report(report: pb::ServerReport) -> ServerReport {
     let linked = report.linked.iter().take(LINKED_MAX);
+    let failing = report.failing.into_iter().take(FAILING_MAX);
     ServerReport {
         sessions: bounded(report.sessions),
         requests: bounded(report.requests),
         errors: bounded(report.errors),
         bytes: [report.bytes_in, report.bytes_out].map(bounded),
         linked: linked.filter_map(|replica| replica.parse().ok()).collect(),
+        failing: failing.filter_map(decode_failing).collect(),
     }
 }
 
@@ -180,8 +234,13 @@ fn bounded(number: u64) -> u64 {
 
 /// Returns a text with visible characters only, cut to [`TEXT_MAX_BYTES`].
 fn short_line(text: &str) -> String {
+    line(text, TEXT_MAX_BYTES)
+}
+
+/// Returns a text with visible characters only, cut to `max` bytes.
+fn line(text: &str, max: usize) -> String {
     let mut line = one_line(text);
-    let mut end = TEXT_MAX_BYTES.min(line.len());
+    let mut end = max.min(line.len());
     while !line.is_char_boundary(end) {
         end -= 1;
     }
@@ -191,6 +250,14 @@ fn short_line(text: &str) -> String {
 
 /// Maximum length of a version or transport.
 const TEXT_MAX_BYTES: usize = 64;
+/// Entries of failing requests in a report.
+pub const FAILING_MAX: usize = 8;
+/// Maximum length of the reason of a failing request.
+const DETAIL_MAX_BYTES: usize = 160;
+/// Upper bound for the encoded size of the failing requests of a report: the texts, five numbers of at most 10
+/// bytes, and the heads of all fields.
+pub const FAILING_BYTES: usize =
+    FAILING_MAX * (super::name::NAME_MAX + TEXT_MAX_BYTES + DETAIL_MAX_BYTES + 5 * 10 + 32);
 /// Largest number of a row or report: 9 PB.
 const NUMBER_MAX: u64 = 1 << 53;
 /// End of the year 9999, the last time that RFC 3339 has, in milliseconds.
@@ -280,5 +347,38 @@ mod tests {
             ..pb::ServerReport::default()
         };
         assert_eq!(decode_report(many).linked.len(), LINKED_MAX);
+    }
+
+    #[test]
+    fn failing_requests_are_few_and_no_larger_than_announced() {
+        let failing = FailingRequests {
+            node: row().node,
+            code: "c".repeat(64),
+            port: u16::MAX,
+            count: NUMBER_MAX,
+            first: row().since,
+            last: row().since,
+            detail: "d".repeat(1000),
+        };
+        let report = ServerReport {
+            failing: vec![failing; 100],
+            ..ServerReport::default()
+        };
+        let encoded = encode_report(&report);
+        let bytes = encoded.encoded_len();
+        assert!(bytes <= FAILING_BYTES, "{bytes}");
+        let mut hostile = encoded.clone();
+        hostile.failing[0].node = "a b".into();
+        hostile.failing[1].detail = "\u{1b}[31m".repeat(1000);
+        hostile.failing.extend(encoded.failing.clone());
+        let decoded = decode_report(hostile).failing;
+        assert_eq!(decoded.len(), FAILING_MAX - 1);
+        let details = decoded.iter().map(|failing| &failing.detail);
+        assert!(details.clone().all(|text| text.len() <= DETAIL_MAX_BYTES));
+        assert!(details.clone().all(|text| !text.contains('\u{1b}')));
+        assert_eq!(
+            (&decoded[6].code, decoded[6].count),
+            (&"c".repeat(64), NUMBER_MAX)
+        );
     }
 }

@@ -13,7 +13,7 @@ use tunnel_proto::wire::frame::{
 };
 use tunnel_proto::wire::header::{AuditId, StreamHeader, StreamKind, StreamReply, Target};
 use tunnel_proto::wire::name::{InstanceId, Port, SessionId};
-use tunnel_proto::wire::node_row::{NodeRow, NodeRows, ServerReport};
+use tunnel_proto::wire::node_row::{FailingRequests, NodeRow, NodeRows, ServerReport};
 use tunnel_proto::wire::order::{NodeOrder, Order};
 use tunnel_proto::wire::peer::{
     Alive, Ask, HeldNode, Holds, PeerHello, PeerMessage, StateDigest, StatePart,
@@ -219,6 +219,15 @@ pub(super) fn peers() -> Result<Vec<Vec<u8>>> {
                 errors: 3,
                 bytes: [4, 5],
                 linked: vec!["server-0".parse()?],
+                failing: vec![FailingRequests {
+                    node: held_node.node.clone(),
+                    code: "no_agent".into(),
+                    port: 9100,
+                    count: 7,
+                    first: held_node.since,
+                    last: held_node.since,
+                    detail: "away".into(),
+                }],
             }),
         }),
     ];

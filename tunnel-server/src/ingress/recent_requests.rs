@@ -8,6 +8,7 @@ use parking_lot::Mutex;
 use tunnel_process::telemetry::non_empty;
 use tunnel_proto::stream_record::{RecordedPeer, StreamRecord};
 use tunnel_proto::wire::name::{NodeName, Port};
+use tunnel_proto::wire::node_row::{FAILING_MAX, FailingRequests};
 
 use super::outcome::Outcome;
 
@@ -98,6 +99,7 @@ impl Default for RecentRequestLimits {
 pub struct RecentRequests {
     limits: RecentRequestLimits,
     entries: Mutex<Entries>,
+    failing: Mutex<HashMap<(NodeName, Outcome), FailingRequests>>,
 }
 
 impl RecentRequests {
@@ -106,6 +108,7 @@ impl RecentRequests {
         Self {
             limits,
             entries: Mutex::default(),
+            failing: Mutex::default(),
         }
     }
 
@@ -118,10 +121,52 @@ impl RecentRequests {
 
     /// Records a request for a node.
     pub fn store(&self, node: &NodeName, request: RecentRequest) {
+        if request.outcome.is_failure() {
+            self.add_failing(node, &request);
+        }
         let mut entries = self.entries.lock();
         entries.count(node, request.outcome, self.limits.nodes);
         entries.record(node, request);
         entries.evict(self.limits);
+    }
+
+    /// Adds a failed request to the others of its node and code. After an hour without one, it is the first.
+    fn add_failing(&self, node: &NodeName, request: &RecentRequest) {
+        let mut failing = self.failing.lock();
+        let key = (node.clone(), request.outcome);
+        if failing.len() >= FAILING_STORED && !failing.contains_key(&key) {
+            let oldest = failing.iter().min_by_key(|(_, failing)| failing.last);
+            if let Some(oldest) = oldest.map(|(key, _)| key.clone()) {
+                failing.remove(&oldest);
+            }
+        }
+        let entry = failing.entry(key).or_insert_with(|| FailingRequests {
+            node: node.clone(),
+            code: request.outcome.label().to_owned(),
+            port: 0,
+            count: 0,
+            first: request.at,
+            last: request.at,
+            detail: String::new(),
+        });
+        if request.at.duration_since(entry.last).unwrap_or_default() > FAILING_FOR {
+            (entry.first, entry.count) = (request.at, 0);
+        }
+        entry.count += 1;
+        entry.last = request.at;
+        entry.port = request.port.map_or(0, |port| port.get());
+        entry.detail = request.error.to_string();
+    }
+
+    /// Returns the requests that failed in the last hour by node and code, the last one first.
+    pub fn failing(&self, now: SystemTime) -> Vec<FailingRequests> {
+        let failing = self.failing.lock();
+        let is_recent = |failing: &&FailingRequests| {
+            now.duration_since(failing.last).unwrap_or_default() <= FAILING_FOR
+        };
+        let mut recent: Vec<_> = failing.values().filter(is_recent).collect();
+        recent.sort_by(|one, other| (other.last, &one.node).cmp(&(one.last, &other.node)));
+        recent.into_iter().take(FAILING_MAX).cloned().collect()
     }
 
     /// Returns the requests of each node, and the failed ones of these, since the last call.
@@ -240,6 +285,11 @@ impl Entries {
     }
 }
 
+/// Pairs of node and code whose failed requests are stored, about 200 KiB.
+const FAILING_STORED: usize = 256;
+/// Time after the last failed request for which its node and code are listed.
+const FAILING_FOR: Duration = Duration::from_secs(3600);
+
 #[cfg(test)]
 mod tests {
     use tokio::time::Instant;
@@ -323,6 +373,68 @@ mod tests {
             (&record.peer, "node:9100", "no")
         );
         assert_eq!(request.outcome, Outcome::RefusedByPolicy);
+    }
+
+    #[test]
+    fn failed_requests_are_listed_by_node_and_code_for_an_hour() {
+        let store = RecentRequests::new(RecentRequestLimits::default());
+        let at = |seconds: u64| SystemTime::UNIX_EPOCH + Duration::from_secs(seconds);
+        let fail = |number, outcome, seconds, error: &str| {
+            let request = RecentRequest {
+                at: at(seconds),
+                port: Port::new(9100),
+                error: error.into(),
+                ..RecentRequest::example(outcome)
+            };
+            store.store(&node(number), request);
+        };
+        fail(1, Outcome::Ok, 1, "");
+        fail(1, Outcome::CallerGone, 1, "");
+        fail(1, Outcome::TargetRefused, 10, "first");
+        fail(1, Outcome::TargetRefused, 20, "second");
+        fail(2, Outcome::RefusedByPolicy, 15, "no rule");
+        let shown = |now| -> Vec<_> {
+            let failing = store.failing(at(now)).into_iter();
+            failing
+                .map(|failing| {
+                    let since = (failing.first, failing.last);
+                    (
+                        failing.node,
+                        failing.code,
+                        failing.count,
+                        since,
+                        failing.detail,
+                    )
+                })
+                .collect()
+        };
+        let refused = (
+            node(1),
+            "target_refused".to_owned(),
+            2,
+            (at(10), at(20)),
+            "second".to_owned(),
+        );
+        let by_policy = (
+            node(2),
+            "refused_by_policy".to_owned(),
+            1,
+            (at(15), at(15)),
+            "no rule".to_owned(),
+        );
+        assert_eq!(shown(30), [refused.clone(), by_policy]);
+        assert_eq!(shown(3618), [refused], "an hour after the last one");
+        fail(1, Outcome::TargetRefused, 9_000, "later");
+        assert_eq!(
+            (shown(9_000)[0].2, shown(9_000)[0].3),
+            (1, (at(9_000), at(9_000)))
+        );
+        for number in 0..1000 {
+            fail(number, Outcome::NoAgent, 9_000 + number as u64, "");
+        }
+        assert_eq!(store.failing.lock().len(), FAILING_STORED);
+        let last = shown(10_000);
+        assert_eq!((last.len(), &last[0].0), (FAILING_MAX, &node(999)));
     }
 
     #[test]

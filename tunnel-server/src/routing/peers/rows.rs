@@ -9,7 +9,7 @@ use std::time::SystemTime;
 
 use tokio::sync::{Notify, mpsc, watch};
 use tunnel_proto::wire::name::{NodeName, ReplicaId};
-use tunnel_proto::wire::node_row::{NodeRow, NodeRows, ServerReport};
+use tunnel_proto::wire::node_row::{FAILING_BYTES, NodeRow, NodeRows, ServerReport};
 use tunnel_proto::wire::peer::{PEER_MESSAGE_MAX, PeerMessage};
 use tunnel_tables::VersionedMap;
 
@@ -184,8 +184,9 @@ fn changes(sent: Option<&OwnRows>, current: &OwnRows) -> Vec<NodeRows> {
     messages
 }
 
-/// Upper bound for the bytes of the entries in one message. The report has the names of 64 servers.
-const MESSAGE_BYTES: usize = PEER_MESSAGE_MAX - 64 * 256 - 256;
+/// Upper bound for the bytes of the entries in one message. The report has the names of 64 servers and
+/// failing requests.
+const MESSAGE_BYTES: usize = PEER_MESSAGE_MAX - 64 * 256 - FAILING_BYTES - 256;
 
 #[cfg(test)]
 mod tests {
