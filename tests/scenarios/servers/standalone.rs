@@ -14,6 +14,8 @@ use tunnel_tests::metrics::meta_page;
 use tunnel_tests::process::Peering;
 use tunnel_tests::targets::Exporter;
 
+use crate::scripted::ScriptedAgent;
+
 #[tokio::test(flavor = "multi_thread")]
 async fn token_of_one_server_enrolls_at_the_other_and_each_serves_the_others_nodes() -> Result<()> {
     let mut pair = Pair::start().await?;
@@ -79,6 +81,53 @@ async fn orders_of_a_server_with_a_wrong_clock_are_ended_by_one_command_at_anoth
     eventually("their end at A", WAIT_TIMEOUT, async || {
         let count = a.in_force().len();
         ensure!(count == 0 && a.all() == b.all(), "{count}");
+        anyhow::Ok(())
+    })
+    .await;
+    Ok(())
+}
+
+/// Nobody knows whether the agent is connected, which is not the same as a node that does not exist.
+#[tokio::test(flavor = "multi_thread")]
+async fn node_that_only_a_server_knew_that_is_gone_is_listed_as_unknown() -> Result<()> {
+    let mut pair = Pair::start().await?;
+    let _agent = ScriptedAgent::connect(&pair.a, "worker-1").await?;
+    let of_b = pair.b.bound().meta;
+    let listed = async || -> Result<Value> {
+        let mut document: Value = serde_json::from_str(&meta_page(of_b, "/nodes").await?)?;
+        Ok(document[0].take())
+    };
+    eventually("the node at B", WAIT_TIMEOUT, async || {
+        let node = listed().await?;
+        ensure!(
+            node["connected"] == true && node["server"] == "s0",
+            "{node}"
+        );
+        anyhow::Ok(())
+    })
+    .await;
+    pair.a.stop_server().await?;
+    eventually("the loss of its server", WAIT_TIMEOUT, async || {
+        let node = listed().await?;
+        let gone = &node["goneServer"];
+        ensure!(
+            node["node"] == "worker-1" && node["connected"] == false,
+            "{node}"
+        );
+        ensure!(gone["name"] == "s0" && gone["since"].is_string(), "{node}");
+        anyhow::Ok(())
+    })
+    .await;
+    // Its agent comes to B and leaves that: now its state is known.
+    let agent = ScriptedAgent::connect(&pair.b, "worker-1").await?;
+    pair.b.connected("worker-1").await;
+    agent.leave().await;
+    eventually("the node is away", WAIT_TIMEOUT, async || {
+        let node = listed().await?;
+        ensure!(
+            node["connected"] == false && node["goneServer"].is_null(),
+            "{node}"
+        );
         anyhow::Ok(())
     })
     .await;

@@ -14,9 +14,11 @@ use tunnel_proto::wire::name::{InstanceId, NodeName, ReplicaId};
 use tunnel_proto::wire::peer::HeldNode;
 
 mod contest;
+mod gone;
 mod holders;
 
 pub use contest::{Contender, Tenure};
+use gone::GoneNodes;
 use holders::{Holder, Holders};
 
 /// Maximum number of servers that are asked for one stream.
@@ -38,6 +40,7 @@ pub struct Directory {
     /// are hundreds of thousands of them.
     nodes: BTreeMap<NodeName, Holders>,
     replicas: Vec<Option<Replica>>,
+    gone: GoneNodes,
     nodes_max_per_replica: usize,
 }
 
@@ -78,6 +81,7 @@ impl Directory {
         Self {
             nodes: BTreeMap::new(),
             replicas: Vec::new(),
+            gone: GoneNodes::default(),
             nodes_max_per_replica,
         }
     }
@@ -98,6 +102,7 @@ impl Directory {
     /// Ends a new list of a server: removes what is not in the list. Does nothing if the server has
     /// not begun one.
     pub fn complete(&mut self, replica: &ReplicaId) {
+        self.gone.forget_replica(replica);
         if let Some(index) = self.index_of(replica) {
             self.remove_earlier(index);
         }
@@ -138,15 +143,27 @@ impl Directory {
 
     /// Removes a server and all that it held.
     pub fn remove_replica(&mut self, replica: &ReplicaId) {
+        self.lose_replica(replica, UNIX_EPOCH);
+        self.gone.forget_replica(replica);
+    }
+
+    /// Removes what a server held that has had no connection since then. The nodes that no other server
+    /// holds are [`Directory::gone_holder`]'s until a server knows their state.
+    pub fn lose_replica(&mut self, replica: &ReplicaId, since: SystemTime) {
         let Some(index) = self.index_of(replica) else {
             return;
         };
-        self.nodes.retain(|_node, holders| {
+        let max = self.nodes_max_per_replica;
+        self.nodes.retain(|node, holders| {
             if holders.iter().any(|holder| holder.replica == index) {
                 *holders = without(holders, index);
+                if holders.is_empty() {
+                    self.gone.add(replica, node.clone(), max);
+                }
             }
             !holders.is_empty()
         });
+        self.gone.begin(replica, since);
         if let Some(slot) = self.replicas.get_mut(usize::from(index)) {
             *slot = None;
         }
@@ -265,6 +282,17 @@ impl Directory {
         nodes.map(|(node, _holders)| node)
     }
 
+    /// Returns the nodes after `after` that nobody holds and that a server held before it was gone: those of
+    /// each server in order.
+    pub fn gone_after(&self, after: Bound<&NodeName>) -> impl Iterator<Item = &NodeName> {
+        self.gone.after(after)
+    }
+
+    /// Returns the server that held a node last and is gone, and since when.
+    pub fn gone_holder(&self, node: &NodeName) -> Option<(&ReplicaId, SystemTime)> {
+        self.gone.of_node(node)
+    }
+
     /// Returns every node with each of its holders, ordered by node.
     pub fn iter(&self) -> impl Iterator<Item = (&NodeName, &ReplicaId)> {
         self.nodes.iter().flat_map(move |(node, holders)| {
@@ -285,6 +313,7 @@ impl Directory {
             list: replica.list,
             replica: index,
         };
+        self.gone.forget(&held_node.node);
         match self.nodes.entry(held_node.node) {
             Entry::Occupied(mut entry) => {
                 let holders = entry.get_mut();
@@ -314,13 +343,20 @@ impl Directory {
         if others.len() == holders.len() {
             return;
         }
-        if others.is_empty() {
+        let is_last = others.is_empty();
+        if is_last {
             self.nodes.remove(node);
         } else {
             *holders = others;
         }
-        if let Some(replica) = self.slot_mut(index) {
-            replica.nodes -= 1;
+        let Some(Some(replica)) = self.replicas.get_mut(usize::from(index)) else {
+            return;
+        };
+        replica.nodes -= 1;
+        // A server that leaves ends its sessions, of which another server may not have the next one.
+        if is_last && replica.is_leaving {
+            let max = self.nodes_max_per_replica;
+            self.gone.add(&replica.id, node.clone(), max);
         }
     }
 

@@ -47,6 +47,14 @@ pub struct FailureStatus {
     pub is_noise: bool,
 }
 
+impl FailureStatus {
+    /// Returns whether the failure is not over and was in the last hour, for `doctor` and the console.
+    pub(crate) fn is_current(&self, now: SystemTime) -> bool {
+        let last = humantime::parse_rfc3339(&self.last).unwrap_or(now);
+        !self.is_over && now.duration_since(last).unwrap_or_default() <= FAILURE_AGE_MAX
+    }
+}
+
 impl NodeSources {
     /// Returns the failures that this process remembers, the last one first: at most 1,000. The cost is
     /// in proportion to the number of nodes that have been connected.
@@ -277,6 +285,8 @@ const NOISE: &[&str] = &[
     "unknown_protocol",
     "overloaded",
 ];
+/// Age above which failures that do not go on are past.
+const FAILURE_AGE_MAX: Duration = Duration::from_secs(3600);
 /// Number of nodes that are named for an address.
 const FROM_ADDRESS_MAX: usize = 3;
 /// Life of a session after which earlier short ones are over.

@@ -53,6 +53,9 @@ pub struct NodeStatus {
     pub replica: Option<String>,
     /// Zone of that server, if it is known.
     pub zone: Option<String>,
+    /// The server that held the node last, if that is gone and no other server has seen the agent since:
+    /// whether it is connected is unknown.
+    pub gone_server: Option<GoneServer>,
     /// Transport of the active session. The fields up to the certificate's expiry describe that
     /// session too.
     pub transport: Option<String>,
@@ -67,7 +70,7 @@ pub struct NodeStatus {
     pub connected_since: Option<String>,
     /// Time of the agent's last sign of life at this server, RFC 3339. Empty if another server
     /// carries requests to the node. After a restart of the server it is up to ten minutes too
-    /// early.
+    /// early. If the server that held the node last is gone, the time at which that was lost.
     pub last_seen: Option<String>,
     /// How the last session with this server ended, or why the last one was refused. Empty if that
     /// was before the start of the server.
@@ -104,6 +107,15 @@ pub struct NodeStatus {
     /// Labels that the agent gives its node with `--label`. Shown, and accepted by `nodes --selector`,
     /// where the others take precedence; nothing else depends on them.
     pub claimed_labels: NodeLabels,
+}
+
+/// Another server that does not answer.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "camelCase")]
+pub struct GoneServer {
+    pub name: String,
+    /// Time at which the connection to it was lost, RFC 3339.
+    pub since: String,
 }
 
 /// What a server has seen of a node's sessions since its start.
@@ -193,14 +205,14 @@ impl NodeSources {
     }
 
     /// Returns the names of the first `limit` nodes after `after`, in order: the known nodes, those
-    /// of the cluster, and those that other servers hold. The cost is in proportion to `limit`.
+    /// of the cluster, and those that other servers hold, or held before they were gone. The cost is in proportion to `limit`.
     pub fn names_after(&self, after: Bound<&NodeName>, limit: usize) -> Vec<NodeName> {
         let mut names = self.nodes.names_after(after, limit);
         let routes = self.routes.load();
         let of_cluster = routes.after(RouteSource::Cluster, after).take(limit);
         names.extend(of_cluster.map(|node| node.name.clone()));
         if let Some(sessions) = &self.sessions {
-            names.extend(sessions.peers.held_after(after, limit));
+            names.extend(sessions.peers.listed_after(after, limit));
         }
         names.sort();
         names.dedup();

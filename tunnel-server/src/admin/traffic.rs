@@ -5,7 +5,7 @@ use std::collections::{BTreeMap, HashMap};
 use std::sync::Arc;
 use std::time::{Duration, SystemTime, UNIX_EPOCH};
 
-use parking_lot::Mutex;
+use parking_lot::{Mutex, MutexGuard};
 use serde::Serialize;
 use tokio::time::{Instant, MissedTickBehavior, interval};
 use tunnel_process::shutdown::Shutdown;
@@ -51,6 +51,8 @@ struct State {
     /// Bytes of each session at the last sample, from and to the agent.
     sessions: HashMap<SessionId, [u64; 2]>,
     nodes: HashMap<NodeName, Box<NodeRing>>,
+    /// Failed requests of the last hour, of the nodes that have some, as of the last sample.
+    errors: HashMap<NodeName, u64>,
     minutes: MinuteRing,
     /// What this server reported of itself at the last sample.
     report: Option<ServerReport>,
@@ -110,7 +112,7 @@ impl Traffic {
         let quarter = u32::try_from(minute / 15).unwrap_or(u32::MAX);
 
         let mut ticks = state.count_sessions(&sessions);
-        let mut report = self.report(&sessions, state.report.as_ref());
+        let mut report = self.report(&sessions, state.report.as_ref(), wall);
         for tick in ticks.values() {
             report.bytes = [
                 report.bytes[0] + tick.bytes_in,
@@ -146,6 +148,7 @@ impl Traffic {
         &self,
         sessions: &[Arc<AgentSession>],
         before: Option<&ServerReport>,
+        now: SystemTime,
     ) -> ServerReport {
         let [requests, errors] = self.metrics.requests();
         ServerReport {
@@ -154,6 +157,7 @@ impl Traffic {
             errors,
             bytes: before.map_or([0; 2], |before| before.bytes),
             linked: self.peers.linked(),
+            failing: self.recent.failing(now),
         }
     }
 
@@ -195,33 +199,18 @@ impl Traffic {
         node: &NodeName,
         server: Option<&ReplicaId>,
     ) -> Option<NodeTraffic> {
-        self.read(node, server, NodeTraffic::of, NodeTraffic::of_row)
-    }
-
-    /// Returns the same without the trend, which costs most of it.
-    pub(crate) fn figures(
-        &self,
-        node: &NodeName,
-        server: Option<&ReplicaId>,
-    ) -> Option<NodeTraffic> {
-        self.read(
-            node,
-            server,
-            NodeTraffic::figures,
-            NodeTraffic::figures_of_row,
-        )
-    }
-
-    fn read(
-        &self,
-        node: &NodeName,
-        server: Option<&ReplicaId>,
-        of_ring: fn(&NodeRing) -> NodeTraffic,
-        of_row: fn(&NodeRow) -> NodeTraffic,
-    ) -> Option<NodeTraffic> {
         match server.filter(|server| *server != self.peers.own()) {
-            Some(server) => Some(of_row(&self.peers.rows.row(server, node)?.0)),
-            None => Some(of_ring(self.state.lock().nodes.get(node)?)),
+            Some(server) => Some(NodeTraffic::of_row(&self.peers.rows.row(server, node)?.0)),
+            None => Some(NodeTraffic::of(self.state.lock().nodes.get(node)?)),
+        }
+    }
+
+    /// Returns a reader of the failed requests of many nodes, and of their bytes with `has_bytes`. Samples
+    /// wait while it exists.
+    pub(crate) fn figures(&self, has_bytes: bool) -> TrafficFigures<'_> {
+        TrafficFigures {
+            state: self.state.lock(),
+            has_bytes,
         }
     }
 
@@ -230,16 +219,40 @@ impl Traffic {
         self.registry.nodes()
     }
 
-    /// Returns the last 96 quarters of an hour of a node, the current one last.
-    pub(crate) fn points(&self, node: &NodeName) -> Vec<NodePoint> {
+    /// Returns the last 96 quarters of an hour of a node, the current one last, with the seconds of each
+    /// since the first observation.
+    pub(crate) fn points(&self, node: &NodeName) -> Vec<(NodePoint, u16)> {
         let state = self.state.lock();
         let ring = state.nodes.get(node);
-        ring.map_or_else(Vec::new, |ring| ring.points().collect())
+        ring.map_or_else(Vec::new, |ring| ring.points().zip(ring.seconds()).collect())
     }
 
     /// Reads the history of the installation.
     pub(crate) fn minutes<T>(&self, read: impl FnOnce(&MinuteRing) -> T) -> T {
         read(&self.state.lock().minutes)
+    }
+}
+
+/// The figures of nodes without their trends. Without the bytes no ring is read, since those of many nodes
+/// are in no cache of the processor.
+pub(crate) struct TrafficFigures<'a> {
+    state: MutexGuard<'a, State>,
+    has_bytes: bool,
+}
+
+impl TrafficFigures<'_> {
+    /// Returns those of a node that no other server holds.
+    pub(crate) fn of_own(&self, node: &NodeName) -> Option<NodeTraffic> {
+        if self.has_bytes {
+            return Some(NodeTraffic::figures(self.state.nodes.get(node)?));
+        }
+        if self.state.errors.is_empty() {
+            return None;
+        }
+        Some(NodeTraffic {
+            errors_last_hour: *self.state.errors.get(node)?,
+            ..NodeTraffic::default()
+        })
     }
 }
 
@@ -266,7 +279,8 @@ impl NodeTraffic {
         }
     }
 
-    fn figures_of_row(row: &NodeRow) -> Self {
+    /// Returns the figures of a row without the trend.
+    pub(crate) fn figures_of_row(row: &NodeRow) -> Self {
         let [bytes_in_per_second, bytes_out_per_second] = row.bytes_per_second;
         Self {
             bytes_in_per_second,
@@ -320,15 +334,22 @@ impl State {
     /// Adds a sample to the history of each node. Nodes without a session and a request in the last day
     /// have none.
     fn add_ticks(&mut self, mut ticks: HashMap<NodeName, NodeTick>, quarter: u32, seconds: u16) {
+        self.errors.clear();
+        let mut count = |name: &NodeName, ring: &NodeRing| match ring.errors_last_hour() {
+            0 => {}
+            errors => drop(self.errors.insert(name.clone(), errors)),
+        };
         self.nodes.retain(|name, ring| {
             let tick = ticks.remove(name).unwrap_or_default();
             ring.add(quarter, NodeTick { seconds, ..tick });
+            count(name, ring);
             !ring.is_empty()
         });
         for (name, tick) in ticks {
             if self.nodes.len() < NODES_MAX {
                 let mut ring = Box::new(NodeRing::new(quarter));
                 ring.add(quarter, NodeTick { seconds, ..tick });
+                count(&name, &ring);
                 self.nodes.insert(name, ring);
             }
         }
@@ -417,9 +438,15 @@ mod tests {
         sample(10);
         let shown = traffic.of_node(&node(), None).unwrap();
         assert_eq!((shown.errors_last_hour, shown.trend.len()), (1, 48));
+        for has_bytes in [false, true] {
+            let figures = traffic.figures(has_bytes);
+            assert_eq!(figures.of_own(&node()).unwrap().errors_last_hour, 1);
+            assert_eq!(figures.of_own(&"absent".parse().unwrap()), None);
+        }
         let last = traffic.minutes(|minutes| *minutes.last_minute().unwrap());
         assert_eq!((last.sessions, last.requests, last.errors), (1, 2, 1));
-        let point = *traffic.points(&node()).last().unwrap();
+        let (point, seconds) = *traffic.points(&node()).last().unwrap();
+        assert_eq!(seconds, 10, "nothing was observed before");
         assert_eq!(
             (point.requests(), point.errors(), point.up_percent()),
             (2, 1, Some(100))

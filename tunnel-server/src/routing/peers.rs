@@ -102,6 +102,14 @@ pub struct PeerLimits {
     pub buffer_pool: u64,
 }
 
+/// Another server that holds a node.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub enum ShownHolder {
+    Here(ReplicaId),
+    /// The server held the node last, and is gone since then.
+    Gone(ReplicaId, SystemTime),
+}
+
 /// Another server, as operators see it.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct PeerStatus {
@@ -385,18 +393,31 @@ impl Peers {
             .collect()
     }
 
-    /// Returns the first `limit` nodes that another server holds and whose names are after `after`,
-    /// in order.
-    pub fn held_after(&self, after: Bound<&NodeName>, limit: usize) -> Vec<NodeName> {
+    /// Returns the first `limit` nodes that another server holds, or held before it was gone, and whose
+    /// names are after `after`, in order.
+    pub fn listed_after(&self, after: Bound<&NodeName>, limit: usize) -> Vec<NodeName> {
         let state = self.state.lock();
-        let nodes = state.directory.nodes_after(after);
-        nodes.take(limit).cloned().collect()
+        let held = state.directory.nodes_after(after).take(limit);
+        let mut nodes: Vec<NodeName> = held.cloned().collect();
+        let of_others = nodes.len();
+        nodes.extend(state.directory.gone_after(after).cloned());
+        if nodes.len() > of_others {
+            nodes.sort();
+            nodes.dedup();
+            nodes.truncate(limit);
+        }
+        nodes
     }
 
-    /// Returns the server that lists show for a node that another server holds.
-    pub fn shown_holder(&self, node: &NodeName) -> Option<ReplicaId> {
-        let holders = self.state.lock().directory.holders(node);
-        holders.into_iter().next()
+    /// Returns the server that lists show for a node without a session that this server can use.
+    pub fn shown_holder(&self, node: &NodeName) -> Option<ShownHolder> {
+        let state = self.state.lock();
+        let holders = state.directory.holders(node);
+        if let Some(replica) = holders.into_iter().next() {
+            return Some(ShownHolder::Here(replica));
+        }
+        let (replica, since) = state.directory.gone_holder(node)?;
+        Some(ShownHolder::Gone(replica.clone(), since))
     }
 
     /// Returns a receiver that is notified whenever the result of [`Peers::held_nodes`] may have changed.

@@ -94,6 +94,44 @@ fn holders_with_a_suspect_connection_are_asked_last() {
 }
 
 #[test]
+fn nodes_of_a_server_that_is_gone_stay_until_somebody_knows_their_state() {
+    let mut directory = directory(10, &[(0, &[1, 2, 3, 4]), (1, &[2])]);
+    let since = UNIX_EPOCH + Duration::from_secs(5);
+    let gone = |directory: &Directory| -> Vec<NodeName> {
+        directory.gone_after(Bound::Unbounded).cloned().collect()
+    };
+    directory.set_leaving(&replica(0));
+    directory.apply(&replica(0), Vec::new(), &[node(4)]);
+    assert_eq!(gone(&directory), [], "the server is still there");
+    directory.lose_replica(&replica(0), since);
+    assert_eq!(gone(&directory), [node(1), node(3), node(4)]);
+    assert_eq!(directory.gone_holder(&node(1)), Some((&replica(0), since)));
+    assert_eq!(
+        directory.gone_holder(&node(2)),
+        None,
+        "another one holds it"
+    );
+    assert!(!directory.holds(&node(1)));
+    directory.lose_replica(&replica(0), since + Duration::from_secs(9));
+    assert_eq!(directory.gone_holder(&node(1)), Some((&replica(0), since)));
+
+    // The agent of node 3 comes to another server and leaves that.
+    directory.apply(&replica(1), vec![held_node(3)], &[]);
+    directory.apply(&replica(1), Vec::new(), &[node(3)]);
+    let after = node(1);
+    let later: Vec<_> = directory.gone_after(Bound::Excluded(&after)).collect();
+    assert_eq!(later, [&node(4)]);
+    directory.begin(&replica(0));
+    directory.apply(&replica(0), vec![held_node(1)], &[]);
+    directory.complete(&replica(0));
+    assert_eq!(gone(&directory), [], "its list says which nodes it has");
+    directory.lose_replica(&replica(0), since);
+    assert_eq!(gone(&directory), [node(1)]);
+    directory.remove_replica(&replica(0));
+    assert_eq!(gone(&directory), [], "the server is no longer expected");
+}
+
+#[test]
 fn weights_spread_nodes_over_their_holders() {
     let ids = [replica(0), replica(1), replica(2)];
     let mut first = BTreeMap::new();

@@ -10,7 +10,7 @@ use tunnel_proto::wire::REPLICAS_MAX;
 use tunnel_proto::wire::name::NodeName;
 
 use crate::admin::failures::FailureStatus;
-use crate::admin::status::{NodeStatus, VersionSkew};
+use crate::admin::status::{NodeState, NodeStatus, VersionSkew};
 
 /// What is looked for.
 #[derive(Debug, Clone)]
@@ -108,15 +108,13 @@ impl NodeSurvey {
 
     /// Adds failures of an agent at the server, unless they are over. Failures are added before nodes.
     pub(super) fn add_failure(&mut self, failure: &FailureStatus) {
-        let last = humantime::parse_rfc3339(&failure.last).unwrap_or(self.settings.now);
-        let age = self.settings.now.duration_since(last).unwrap_or_default();
         let only = &self.settings.only_nodes;
         let is_selected = only.is_empty()
             || only.iter().any(|name| {
                 let mut named = failure.node.iter().chain(&failure.nodes_from_address);
                 named.any(|node| node == name.as_str())
             });
-        if failure.is_over || age > FAILURE_AGE_MAX || !is_selected {
+        if !failure.is_current(self.settings.now) || !is_selected {
             return;
         }
         let named = failure.node.iter().chain(&failure.nodes_from_address);
@@ -329,6 +327,11 @@ impl SessionNumbers {
 /// Returns the fault of a node without a connected agent.
 /// `has_failed` means that connections of it, or from its last address, have failed since.
 fn away(node: &NodeStatus, has_failed: bool) -> (FaultKind, Fault) {
+    let severity = if NodeState::of(node).needs_operator() {
+        Severity::Error
+    } else {
+        Severity::Info
+    };
     if let Some(at) = node.revoked_at.as_ref().filter(|_| node.is_revoked()) {
         let kind = FaultKind {
             noun: "nodes",
@@ -336,7 +339,7 @@ fn away(node: &NodeStatus, has_failed: bool) -> (FaultKind, Fault) {
             fix: "if that was a mistake: tunnel-server nodes unrevoke NAME...",
         };
         let fault = Fault {
-            severity: Severity::Info,
+            severity,
             place: node.node.clone(),
             what: format!("the node was revoked at {at}"),
             fix: format!(
@@ -353,13 +356,33 @@ fn away(node: &NodeStatus, has_failed: bool) -> (FaultKind, Fault) {
             fix: "join the nodes; or tunnel-server nodes forget NAME...",
         };
         let fault = Fault {
-            severity: Severity::Info,
+            severity,
             place: node.node.clone(),
             what: "no agent has ever connected, and no token was used".to_owned(),
             fix: format!(
                 "tunnel-server token create --node {name} prints the command for the node; if it will \
                  not come: tunnel-server nodes forget {name}",
                 name = node.node
+            ),
+        };
+        return (kind, fault);
+    }
+    if let Some(server) = &node.gone_server {
+        let kind = FaultKind {
+            noun: "nodes",
+            what: "their server is gone, and no other one has seen their agents since".to_owned(),
+            fix: "on the host of the server: systemctl status tunnel-server; tunnel-server nodes --away",
+        };
+        let fault = Fault {
+            severity,
+            place: node.node.clone(),
+            what: format!(
+                "unknown: server {} held it and is gone since {}, and no other one has seen the agent since",
+                server.name, server.since
+            ),
+            fix: format!(
+                "on the host of {}: systemctl status tunnel-server",
+                server.name
             ),
         };
         return (kind, fault);
@@ -392,7 +415,7 @@ fn away(node: &NodeStatus, has_failed: bool) -> (FaultKind, Fault) {
               tunnel-agent doctor",
     };
     let fault = Fault {
-        severity: Severity::Error,
+        severity,
         place: node.node.clone(),
         what: format!("no agent is connected; {seen_at}{ended}{reason}{since}"),
         fix: if has_failed {
@@ -426,8 +449,6 @@ pub(super) fn shared_address(address: &str, names: &str, severity: Severity) -> 
     (kind, fault)
 }
 
-/// Age above which failures that do not go on are past.
-const FAILURE_AGE_MAX: Duration = Duration::from_secs(3600);
 /// Round-trip time above which a transfer is slow over any transport.
 const RTT_MAX_MILLIS: u64 = 1000;
 

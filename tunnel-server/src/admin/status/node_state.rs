@@ -7,6 +7,8 @@ pub enum NodeState {
     Suspect,
     /// The node needs an agent and has none.
     Away,
+    /// The server that held the node last is gone, so that nobody knows.
+    Unknown,
     /// The node has enrolled and was never seen after that.
     Enrolled,
     Revoked,
@@ -21,9 +23,10 @@ pub enum NodeState {
 
 impl NodeState {
     /// Every state, the worst one first.
-    pub const ALL: [Self; 8] = [
+    pub const ALL: [Self; 9] = [
         Self::Suspect,
         Self::Away,
+        Self::Unknown,
         Self::Enrolled,
         Self::Revoked,
         Self::Pending,
@@ -37,6 +40,7 @@ impl NodeState {
         match self {
             Self::Suspect => "suspect",
             Self::Away => "away",
+            Self::Unknown => "unknown",
             Self::Enrolled => "enrolled",
             Self::Revoked => "revoked",
             Self::Pending => "pending",
@@ -49,8 +53,14 @@ impl NodeState {
     /// Returns whether requests to the node fail.
     pub fn is_not_live(self) -> bool {
         match self {
-            Self::Suspect | Self::Away | Self::Enrolled | Self::Revoked => true,
+            Self::Suspect | Self::Away | Self::Unknown | Self::Enrolled | Self::Revoked => true,
             Self::Pending | Self::Connected | Self::Live | Self::NotEdge => false,
         }
+    }
+
+    /// Returns whether the state is a fault, for `doctor` and the console. States that an operator has
+    /// planned are none: a node that is revoked, or that was named and has not joined.
+    pub fn needs_operator(self) -> bool {
+        self.is_not_live() && self != Self::Revoked
     }
 }

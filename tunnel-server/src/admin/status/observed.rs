@@ -12,9 +12,11 @@ use tunnel_proto::wire::name::{NodeName, ReplicaId};
 use tunnel_proto::wire::node_row::NodeRow;
 
 use super::{
-    CloseStatus, HistoryStatus, ListedNode, NodeSources, NodeStatus, NodeSummary, VersionSkew,
+    CloseStatus, GoneServer, HistoryStatus, ListedNode, NodeSources, NodeStatus, NodeSummary,
+    VersionSkew,
 };
-use crate::routing::peers::Peers;
+use crate::admin::traffic::{NodeTraffic, TrafficFigures};
+use crate::routing::peers::{Peers, ShownHolder};
 use crate::routing::registry::{AgentSession, Registry};
 use crate::routing::routes::{NodeLabels, RouteNode, RouteSource, RouteTable};
 use tunnel_store::data_dir::rfc3339;
@@ -47,6 +49,8 @@ enum Holder {
     This(OwnSessions),
     /// Another server, with what it has sent of the node and when.
     Other(ReplicaId, Option<(Arc<NodeRow>, SystemTime)>),
+    /// Nobody, and the server that held the node last is gone since then.
+    Gone(ReplicaId, SystemTime),
 }
 
 /// The sessions of a node with this server.
@@ -102,7 +106,7 @@ impl<T, F: FnMut(&ObservedNode<'_>) -> Option<T>> Iterator for NodeBatches<F> {
     fn next(&mut self) -> Option<Vec<T>> {
         let after = self.after.take()?;
         let view = self.sources.view();
-        let held = view.held_after(after.as_ref(), PART_NODES);
+        let held = view.listed_after(after.as_ref(), PART_NODES);
         let (mut batch, mut last) = (Vec::new(), None);
         for node in view.nodes_after(after.as_ref(), &held).take(PART_NODES) {
             batch.extend((self.each)(&node));
@@ -144,14 +148,14 @@ impl<'a> NodeView<'a> {
 
     /// Calls `each` with every node, in order.
     pub(crate) fn for_each(&self, mut each: impl FnMut(&ObservedNode<'_>)) {
-        let held = self.held_after(Bound::Unbounded, usize::MAX);
+        let held = self.listed_after(Bound::Unbounded, usize::MAX);
         for node in self.nodes_after(Bound::Unbounded, &held) {
             each(&node);
         }
     }
 
-    fn held_after(&self, after: Bound<&NodeName>, limit: usize) -> Vec<NodeName> {
-        let held = self.peers().map(|peers| peers.held_after(after, limit));
+    fn listed_after(&self, after: Bound<&NodeName>, limit: usize) -> Vec<NodeName> {
+        let held = self.peers().map(|peers| peers.listed_after(after, limit));
         held.unwrap_or_default()
     }
 
@@ -199,16 +203,33 @@ impl<'a> NodeView<'a> {
         let sessions = self.registry().map(|registry| registry.of_node(name));
         let sessions = sessions.unwrap_or_default();
         let active = sessions.iter().position(|session| session.is_routable());
-        let other = match active {
-            Some(_) => None,
-            None => self.peers().and_then(|peers| {
-                let other = peers.shown_holder(name)?;
-                let row = peers.rows.row(&other, name);
-                Some(Holder::Other(other, row))
-            }),
-        };
-        let own = || OwnSessions::new(sessions, active.unwrap_or(0), self.now).map(Holder::This);
-        other.or_else(own).unwrap_or(Holder::Nobody)
+        let mut gone = None;
+        if active.is_none()
+            && let Some(peers) = self.peers()
+        {
+            match peers.shown_holder(name) {
+                Some(ShownHolder::Here(other)) => {
+                    let row = peers.rows.row(&other, name);
+                    return Holder::Other(other, row);
+                }
+                Some(ShownHolder::Gone(server, since)) => gone = Some((server, since)),
+                None => {}
+            }
+        }
+        if let Some(own) = OwnSessions::new(sessions, active.unwrap_or(0), self.now) {
+            return Holder::This(own);
+        }
+        // This server has seen the agent since, so that the state is known.
+        let is_later = |since| self.closed(name).is_some_and(|closed| closed > since);
+        match gone.filter(|(_, since)| !is_later(*since)) {
+            Some((server, since)) => Holder::Gone(server, since),
+            None => Holder::Nobody,
+        }
+    }
+
+    /// Returns the last sign of life in the last session with this server that has ended.
+    fn closed(&self, name: &NodeName) -> Option<SystemTime> {
+        self.registry()?.last_seen(name)
     }
 }
 
@@ -236,14 +257,21 @@ impl OwnSessions {
 }
 
 impl ObservedNode<'_> {
-    pub(crate) fn name(&self) -> &NodeName {
-        self.name
+    /// Returns the figures of its traffic with the server that carries requests to it.
+    pub(crate) fn figures(&self, figures: &TrafficFigures<'_>) -> Option<NodeTraffic> {
+        match &self.holder {
+            Holder::Other(_, row) => {
+                let (row, _received) = row.as_ref()?;
+                Some(NodeTraffic::figures_of_row(row))
+            }
+            Holder::This(_) | Holder::Nobody | Holder::Gone(..) => figures.of_own(self.name),
+        }
     }
 
     /// Returns whether any source has the node. Another server may have lost it meanwhile.
     fn exists(&self) -> bool {
         let is_listed = self.known.is_some() || self.cluster.is_some();
-        is_listed || matches!(self.holder, Holder::Other(..))
+        is_listed || matches!(self.holder, Holder::Other(..) | Holder::Gone(..))
     }
 
     /// Returns all that is known of the node, as text.
@@ -301,17 +329,23 @@ impl ObservedNode<'_> {
                 [status.bytes_in, status.bytes_out] = row.bytes;
                 status.certificate_not_after = Some(rfc3339(row.certificate_not_after));
             }
+            Holder::Gone(server, since) => {
+                status.gone_server = Some(GoneServer {
+                    name: server.to_string(),
+                    since: rfc3339(*since),
+                });
+            }
             Holder::Other(_, None) | Holder::Nobody => {}
         }
         status
     }
 
     /// Returns the name of the server that carries requests to the node, if there are several servers.
-    pub(crate) fn replica(&self) -> Option<&ReplicaId> {
+    fn replica(&self) -> Option<&ReplicaId> {
         match &self.holder {
             Holder::Other(replica, _row) => Some(replica),
             Holder::This(_) if self.view.has_replicas => self.view.peers().map(Peers::own),
-            Holder::This(_) | Holder::Nobody => None,
+            Holder::This(_) | Holder::Nobody | Holder::Gone(..) => None,
         }
     }
 
@@ -341,7 +375,7 @@ impl ObservedNode<'_> {
 impl ListedNode for ObservedNode<'_> {
     fn summary(&self) -> NodeSummary<'_> {
         let is_cloud = self.known.is_none() && self.cluster.is_some_and(|node| !node.is_edge);
-        let is_connected = !matches!(self.holder, Holder::Nobody);
+        let is_connected = !matches!(self.holder, Holder::Nobody | Holder::Gone(..));
         let summary = NodeSummary {
             name: self.name.as_str(),
             is_connected,
@@ -351,14 +385,18 @@ impl ListedNode for ObservedNode<'_> {
             ..NodeSummary::default()
         };
         match &self.holder {
-            Holder::Nobody => {
-                let registry = self.view.registry();
-                let closed = registry.and_then(|registry| registry.last_seen(self.name));
+            Holder::Nobody | Holder::Gone(..) => {
+                let gone = match &self.holder {
+                    Holder::Gone(_, since) => Some(*since),
+                    _ => None,
+                };
+                let seen = self.view.closed(self.name).max(gone);
                 let is_unused = self.known.is_some_and(KnownNode::is_pending);
                 NodeSummary {
                     is_revoked: self.revoked_at().is_some(),
-                    is_pending: is_unused && self.cluster.is_none() && closed.is_none(),
-                    last_seen: closed.max(self.known.and_then(|node| node.last_seen)),
+                    is_pending: is_unused && self.cluster.is_none() && seen.is_none(),
+                    is_server_gone: gone.is_some(),
+                    last_seen: seen.max(self.known.and_then(|node| node.last_seen)),
                     ..summary
                 }
             }
@@ -405,7 +443,7 @@ impl ListedNode for ObservedNode<'_> {
     fn claimed_labels(&self) -> Option<&NodeLabels> {
         match &self.holder {
             Holder::This(own) => Some(&own.active.claimed_labels),
-            Holder::Other(..) | Holder::Nobody => None,
+            Holder::Other(..) | Holder::Nobody | Holder::Gone(..) => None,
         }
     }
 }

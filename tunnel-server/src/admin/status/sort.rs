@@ -59,14 +59,19 @@ impl ListOrder {
     }
 
     /// Sorts keys. Those that are equal are in the order of their names.
-    pub(crate) fn compare(self, one: &SortKey, other: &SortKey) -> Ordering {
-        let order = (one.number, &one.text).cmp(&(other.number, &other.text));
+    pub(crate) fn compare<A, B>(self, one: &SortKey<A>, other: &SortKey<B>) -> Ordering
+    where
+        A: AsRef<str>,
+        B: AsRef<str>,
+    {
+        let order = (one.number.cmp(&other.number))
+            .then_with(|| one.text.as_ref().cmp(other.text.as_ref()));
         let order = if self.is_reversed {
             order.reverse()
         } else {
             order
         };
-        order.then_with(|| one.name.cmp(&other.name))
+        order.then_with(|| one.name.as_ref().cmp(other.name.as_ref()))
     }
 }
 
@@ -77,12 +82,13 @@ impl fmt::Display for ListOrder {
     }
 }
 
-/// The position of a node in a list: by number, then by text, then by name.
+/// The position of a node in a list: by number, then by text, then by name. Its texts are those of the node
+/// or its own.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub(crate) struct SortKey {
+pub(crate) struct SortKey<T = String> {
     number: u64,
-    text: String,
-    name: String,
+    text: T,
+    name: T,
 }
 
 impl NodeSort {
@@ -114,13 +120,17 @@ impl NodeSort {
         }
     }
 
-    pub(crate) fn key(self, node: &NodeSummary<'_>, traffic: Option<&NodeTraffic>) -> SortKey {
+    pub(crate) fn key<'a>(
+        self,
+        node: &NodeSummary<'a>,
+        traffic: Option<&NodeTraffic>,
+    ) -> SortKey<&'a str> {
         let highest = |number: Option<u64>| number.map_or(u64::MAX, |number| u64::MAX - 1 - number);
-        let text = |text: Option<&str>| {
+        let text = |text: Option<&'a str>| {
             let missing = u64::from(text.is_none());
-            (missing, text.unwrap_or_default().to_owned())
+            (missing, text.unwrap_or_default())
         };
-        let number = |number: u64| (number, String::new());
+        let number = |number: u64| (number, "");
         let errors = traffic.map(|traffic| traffic.errors_last_hour);
         let (number, text) = match self {
             // Of the nodes in one state, those with the most errors are first.
@@ -148,8 +158,19 @@ impl NodeSort {
             Self::Server => text(node.replica),
             Self::Version => text(node.version),
         };
-        let name = node.name.to_owned();
+        let name = node.name;
         SortKey { number, text, name }
+    }
+}
+
+impl SortKey<&str> {
+    /// Returns the key with texts of its own.
+    pub(crate) fn to_owned(&self) -> SortKey {
+        SortKey {
+            number: self.number,
+            text: self.text.to_owned(),
+            name: self.name.to_owned(),
+        }
     }
 }
 

@@ -39,6 +39,8 @@ pub(crate) struct NodeSummary<'a> {
     pub(crate) is_pending: bool,
     /// The node is revoked and not connected.
     pub(crate) is_revoked: bool,
+    /// The server that held the node last is gone.
+    pub(crate) is_server_gone: bool,
     /// `None` without a session of which more is known.
     pub(crate) is_suspect: Option<bool>,
     pub(crate) enrollment: Option<EnrollmentKind>,
@@ -57,6 +59,7 @@ impl NodeSummary<'_> {
             Some(false) => NodeState::Live,
             None if self.is_connected => NodeState::Connected,
             None if self.is_revoked => NodeState::Revoked,
+            None if self.is_server_gone => NodeState::Unknown,
             None if self.is_pending => NodeState::Pending,
             None if !self.is_edge => NodeState::NotEdge,
             None if self.last_seen.is_none() && self.enrollment.is_some() => NodeState::Enrolled,
@@ -80,7 +83,10 @@ impl ListedNode for NodeStatus {
             is_edge: self.is_edge,
             is_pending: self.is_pending,
             is_revoked: self.is_revoked(),
-            is_suspect: self.state.as_deref().map(|state| state == "suspect"),
+            is_server_gone: self.gone_server.is_some(),
+            is_suspect: (self.state.as_deref())
+                .filter(|_| self.connected)
+                .map(|state| state == "suspect"),
             enrollment: self.enrollment,
             replica: self.replica.as_deref(),
             transport: self.transport.as_deref(),

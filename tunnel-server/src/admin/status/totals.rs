@@ -17,6 +17,8 @@ pub struct NodeTotals {
     /// Nodes that had or have enrolled an agent and have none. Nodes of the cluster that are not edge
     /// nodes need none.
     away: usize,
+    /// Nodes that are away and whose state is unknown, because the server that held them last is gone.
+    unknown: usize,
     /// Nodes that are away and revoked.
     revoked: usize,
     /// Nodes that have been named, as by a token, and never had an agent.
@@ -34,6 +36,10 @@ impl NodeTotals {
             }
             NodeState::Connected | NodeState::Live => self.connected += 1,
             NodeState::Away | NodeState::Enrolled => self.away += 1,
+            NodeState::Unknown => {
+                self.away += 1;
+                self.unknown += 1;
+            }
             NodeState::Revoked => {
                 self.away += 1;
                 self.revoked += 1;
@@ -50,7 +56,12 @@ impl fmt::Display for NodeTotals {
             formatter,
             "total: {}; connected: {} (suspect: {}); away: {} (revoked: {}); pending: {}",
             self.nodes, self.connected, self.suspect, self.away, self.revoked, self.pending
-        )
+        )?;
+        // A server without others never has such nodes.
+        match self.unknown {
+            0 => Ok(()),
+            unknown => write!(formatter, "; unknown: {unknown}"),
+        }
     }
 }
 
@@ -59,14 +70,14 @@ mod tests {
     use super::*;
 
     #[test]
-    fn each_state_is_counted_once_and_suspect_and_revoked_nodes_twice() {
+    fn each_state_is_counted_once_and_suspect_revoked_and_unknown_nodes_twice() {
         let mut totals = NodeTotals::default();
         for state in NodeState::ALL {
             totals.add(state);
         }
         assert_eq!(
             totals.to_string(),
-            "total: 8; connected: 3 (suspect: 1); away: 3 (revoked: 1); pending: 1"
+            "total: 9; connected: 3 (suspect: 1); away: 4 (revoked: 1); pending: 1; unknown: 1"
         );
     }
 }

@@ -128,6 +128,8 @@ pub(crate) struct NodeRing {
     points: [NodePoint; QUARTERS],
     /// Quarters of an hour since the Unix epoch.
     quarter: u32,
+    /// The quarter of the first observation, and the seconds of it that were observed.
+    first: (u32, u16),
     current: CurrentPoint,
     /// Bytes from and to the agent in each of the last ticks, in units of 8, and their sums.
     ticks: [[u32; 2]; TICKS as usize],
@@ -152,6 +154,7 @@ impl NodeRing {
         Self {
             points: [NodePoint::NONE; QUARTERS],
             quarter,
+            first: (quarter, 0),
             current: CurrentPoint::default(),
             ticks: [[0; 2]; TICKS as usize],
             sums: [0; 2],
@@ -176,6 +179,9 @@ impl NodeRing {
         current.requests = current.requests.saturating_add(tick.requests);
         current.errors = current.errors.saturating_add(tick.errors);
         current.observed_seconds = current.observed_seconds.saturating_add(tick.seconds);
+        if self.first.0 == self.quarter {
+            self.first.1 = current.observed_seconds;
+        }
         let up_seconds = if tick.is_up { tick.seconds } else { 0 };
         current.up_seconds = current.up_seconds.saturating_add(up_seconds);
         if let Some(slot) = self.ticks.get_mut(usize::from(self.tick)) {
@@ -202,6 +208,21 @@ impl NodeRing {
             .iter()
             .chain(newer.split_last().map_or(&[][..], |(_, newer)| newer));
         earlier.copied().chain([self.current.point()])
+    }
+
+    /// Returns the seconds of each point: those since the first observation, and those up to now.
+    pub(crate) fn seconds(&self) -> impl Iterator<Item = u16> + '_ {
+        let ages = (0..QUARTERS as u32).rev();
+        ages.map(|age| {
+            let quarter = self.quarter.saturating_sub(age);
+            if age == 0 {
+                self.current.observed_seconds
+            } else if quarter == self.first.0 {
+                self.first.1
+            } else {
+                QUARTER_SECONDS
+            }
+        })
     }
 
     /// Returns the bytes from and to the agent in each second, on average over the last minute.
@@ -252,6 +273,7 @@ fn expand(compact: u16, digits: u32) -> u64 {
 const MINUTES: usize = 1440;
 /// Quarters of an hour of a node's history.
 pub(crate) const QUARTERS: usize = 96;
+const QUARTER_SECONDS: u16 = 15 * 60;
 /// Ticks of a minute.
 const TICKS: u8 = 6;
 /// All of the observed time.
@@ -320,6 +342,8 @@ mod tests {
             ]
         );
         assert_eq!(ring.errors_last_hour(), 31);
+        let seconds: Vec<_> = ring.seconds().collect();
+        assert_eq!(seconds[QUARTERS - 5..], [900, 80, 900, 900, 10]);
         // An older time changes no earlier point.
         ring.add(1001, tick(true, 1));
         assert_eq!(shown(&ring)[QUARTERS - 1], (Some(100), 3, 1));

@@ -223,7 +223,7 @@ impl NodesArgs {
                 let keyed = all
                     .nodes
                     .into_iter()
-                    .map(|node| (order.sort.key(&node.summary(), None), node));
+                    .map(|node| (order.sort.key(&node.summary(), None).to_owned(), node));
                 let mut keyed: Vec<_> = keyed.collect();
                 keyed.sort_by(|(one, _), (other, _)| order.compare(one, other));
                 all.nodes = keyed.into_iter().map(|(_, node)| node).collect();

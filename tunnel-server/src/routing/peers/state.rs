@@ -91,7 +91,9 @@ impl Peers {
         self.rows.forget(replica);
         self.with_peer(replica, |peer| peer.is_member = false);
         let mut state = self.state.lock();
-        state.directory.remove_replica(replica);
+        let since = state.peers.get(replica).map(|peer| peer.since);
+        let since = since.unwrap_or_else(SystemTime::now);
+        state.directory.lose_replica(replica, since);
         self.directory_changed(&state);
     }
 

@@ -1,0 +1,67 @@
+//! The nodes of servers that are gone and that no other server holds: nobody knows their state, and lists
+//! show them until somebody does. Pure.
+
+use std::collections::{BTreeMap, BTreeSet};
+use std::ops::Bound;
+use std::time::SystemTime;
+
+use tunnel_proto::wire::name::{NodeName, ReplicaId};
+
+/// The nodes that servers held last before they were gone.
+#[derive(Debug, Default)]
+pub(super) struct GoneNodes(BTreeMap<ReplicaId, OfServer>);
+
+#[derive(Debug, Default)]
+struct OfServer {
+    /// Time of the loss of the connection. `None` while the server is about to leave.
+    since: Option<SystemTime>,
+    nodes: BTreeSet<NodeName>,
+}
+
+impl GoneNodes {
+    /// Stores the last holder of a node unless there are `max` nodes of that server.
+    pub(super) fn add(&mut self, replica: &ReplicaId, node: NodeName, max: usize) {
+        let of_server = self.0.entry(replica.clone()).or_default();
+        if of_server.nodes.len() < max {
+            of_server.nodes.insert(node);
+        }
+    }
+
+    /// Begins to show the nodes of a server that has had no connection since then.
+    pub(super) fn begin(&mut self, replica: &ReplicaId, since: SystemTime) {
+        if let Some(of_server) = self.0.get_mut(replica) {
+            of_server.since.get_or_insert(since);
+        }
+    }
+
+    /// Forgets a node, of which a server knows the state.
+    pub(super) fn forget(&mut self, node: &NodeName) {
+        for of_server in self.0.values_mut() {
+            of_server.nodes.remove(node);
+        }
+    }
+
+    /// Forgets the nodes of a server, which is back or no longer expected.
+    pub(super) fn forget_replica(&mut self, replica: &ReplicaId) {
+        self.0.remove(replica);
+    }
+
+    /// Returns the server that held a node last, and since when that is gone.
+    pub(super) fn of_node(&self, node: &NodeName) -> Option<(&ReplicaId, SystemTime)> {
+        self.shown()
+            .find(|(_, _, nodes)| nodes.contains(node))
+            .map(|(replica, since, _)| (replica, since))
+    }
+
+    /// Returns the nodes whose names are after `after`: those of each server in order.
+    pub(super) fn after(&self, after: Bound<&NodeName>) -> impl Iterator<Item = &NodeName> {
+        let shown = self.shown();
+        shown.flat_map(move |(_, _, nodes)| nodes.range((after, Bound::Unbounded)))
+    }
+
+    fn shown(&self) -> impl Iterator<Item = (&ReplicaId, SystemTime, &BTreeSet<NodeName>)> {
+        let servers = self.0.iter();
+        servers
+            .filter_map(|(replica, of_server)| Some((replica, of_server.since?, &of_server.nodes)))
+    }
+}
