@@ -26,7 +26,9 @@ async function reload() {
     }
   } catch {
     asOf().classList.add("bad");
-    asOf().title = "The server does not answer.";
+    const chip = asOf().querySelector(".tag");
+    chip.classList.replace("live", "away");
+    chip.textContent = "no answer";
   } finally {
     isLoading = false;
   }

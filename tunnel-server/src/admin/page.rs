@@ -35,8 +35,8 @@ use tunnel_proto::identity::{CallerError, caller_name};
 use tunnel_proto::wire::name::{NodeName, ReplicaId};
 
 use crate::admin::failures::FailureStatus;
-use crate::admin::status::{ListedNode, NodeSources, NodeStatus};
-use crate::admin::traffic::{NodeTraffic, Traffic};
+use crate::admin::status::{ListedNode, NodeSort, NodeSources, NodeState, NodeStatus};
+use crate::admin::traffic::{NodeTraffic, Traffic, TrafficFigures};
 use crate::ingress::client_auth::ListenerTls;
 use crate::ingress::connect::basic_auth::{BasicAuth, BasicAuthError, Credentials};
 use crate::ingress::recent_requests::RecentRequests;
@@ -54,13 +54,14 @@ mod text;
 mod visible;
 
 use facts::{
-    ConditionFacts, ConditionsDocument, Document, HistoryFacts, NodeDocument, NodeFacts,
-    NodesDocument, OverviewDocument, SERVER, ServerFacts, ServersDocument, TotalFacts,
+    ConditionFacts, ConditionsDocument, Document, FailingFacts, HistoryFacts, NeedingFacts,
+    NeedingState, NodeDocument, NodeFacts, NodesDocument, OverviewDocument, SERVER, ServerFacts,
+    ServersDocument, TotalFacts,
 };
 use html::PageHead;
 use query::NodesQuery;
 use request::{Format, PageAccess, PageRefusal, PageRequest, View};
-use survey::{Survey, SurveyPass};
+use survey::{NeedingNodes, Survey, SurveyPass};
 use visible::VisibleText;
 
 /// What the console reads.
@@ -78,8 +79,8 @@ pub(crate) struct PageSources {
 
 /// The nodes that the console shows.
 pub(crate) trait PageNodes: Send + Sync {
-    /// Calls `each` with every node and the figures of its traffic, without those of the last day.
-    fn for_each(&self, traffic: &Traffic, each: &mut EachNode<'_>);
+    /// Calls `each` with every node and its figures.
+    fn for_each(&self, figures: &TrafficFigures<'_>, each: &mut EachNode<'_>);
 
     /// Returns the status of the node with a name from [`PageNodes::for_each`].
     fn named(&self, name: &str) -> Option<NodeStatus>;
@@ -92,9 +93,9 @@ pub(crate) trait PageNodes: Send + Sync {
 pub(crate) type EachNode<'a> = dyn FnMut(&dyn ListedNode, Option<NodeTraffic>) + 'a;
 
 impl PageNodes for NodeSources {
-    fn for_each(&self, traffic: &Traffic, each: &mut EachNode<'_>) {
+    fn for_each(&self, figures: &TrafficFigures<'_>, each: &mut EachNode<'_>) {
         self.view()
-            .for_each(|node| each(node, traffic.figures(node.name(), node.replica())));
+            .for_each(|node| each(node, node.figures(figures)));
     }
 
     fn named(&self, name: &str) -> Option<NodeStatus> {
@@ -243,19 +244,21 @@ impl Console {
     /// Renders a page. Blocks the thread.
     fn render(&self, page_request: &PageRequest) -> Result<FullResponse, PageRefusal> {
         let mut listed = NodesQuery::default();
+        let mut needing = None;
         let document = match &page_request.view {
             View::Style => return Ok(response("text/css; charset=utf-8", STYLE)),
             View::Script => return Ok(response("text/javascript; charset=utf-8", SCRIPT)),
             View::Overview => Document::Overview(Box::new(self.overview())),
             View::Nodes(query) => {
-                let document = self.nodes(query);
+                let (document, nodes) = self.nodes(query);
+                needing = Some(nodes);
                 listed.clone_from(query);
                 listed.page = document.page;
                 Document::Nodes(Box::new(document))
             }
             View::Node(name) => Document::Node(Box::new(self.node(name)?)),
             View::Servers => Document::Servers(self.servers()),
-            View::Conditions => Document::Conditions(self.conditions()),
+            View::Conditions => Document::Conditions(self.conditions(self.needing())),
         };
         match page_request.format {
             Format::Json => {
@@ -263,14 +266,17 @@ impl Console {
                 Ok(response("application/json", format!("{text}\n")))
             }
             Format::Html => {
-                let own = self.sources.peers.own().to_string();
+                let (own, now) = (self.sources.peers.own().to_string(), SystemTime::now());
                 let needs = match &document {
-                    Document::Overview(overview) => overview.conditions.needs(),
-                    Document::Conditions(conditions) => conditions.needs(),
-                    _ => self.conditions().needs(),
+                    Document::Overview(overview) => overview.conditions.needs(now),
+                    Document::Conditions(conditions) => conditions.needs(now),
+                    _ => {
+                        let needing = needing.unwrap_or_else(|| self.needing());
+                        self.conditions(needing).needs(now)
+                    }
                 };
                 let servers = self.sources.peers.expected() + 1;
-                let head = PageHead::new(&own, servers, needs, SystemTime::now());
+                let head = PageHead::new(&own, servers, needs, now);
                 let text =
                     html::render(&document, &listed, head).map_err(|error| cannot(&error))?;
                 Ok(response("text/html; charset=utf-8", text))
@@ -284,7 +290,9 @@ impl Console {
         let mut add = |node: &dyn ListedNode, traffic: Option<NodeTraffic>| {
             pass.add(node, traffic.as_ref());
         };
-        sources.nodes.for_each(&sources.traffic, &mut add);
+        let has_bytes = query.order.sort == NodeSort::Traffic;
+        let figures = sources.traffic.figures(has_bytes);
+        sources.nodes.for_each(&figures, &mut add);
         pass.finish()
     }
 
@@ -300,13 +308,18 @@ impl Console {
             counts: survey.counts,
             history: self.sources.traffic.minutes(HistoryFacts::new),
             servers: self.servers(),
-            conditions: self.conditions(),
+            conditions: self.conditions(survey.needing),
         }
     }
 
-    fn nodes(&self, query: &NodesQuery) -> NodesDocument {
+    /// Returns the nodes whose state is a fault.
+    fn needing(&self) -> NeedingNodes {
+        self.survey(&NodesQuery::default(), 1).needing
+    }
+
+    fn nodes(&self, query: &NodesQuery) -> (NodesDocument, NeedingNodes) {
         let survey = self.survey(query, NODES_PER_PAGE);
-        NodesDocument {
+        let document = NodesDocument {
             schema_version: SCHEMA_VERSION,
             query: query.to_string(),
             matching: survey.matching,
@@ -318,7 +331,8 @@ impl Console {
                 nodes: survey.totals,
                 streams: survey.streams,
             },
-        }
+        };
+        (document, survey.needing)
     }
 
     /// Returns the nodes with these names that still exist.
@@ -371,7 +385,7 @@ impl Console {
     }
 
     /// Returns the conditions, and before them the servers that do not answer, or not each other.
-    fn conditions(&self) -> ConditionsDocument {
+    fn conditions(&self, needing: NeedingNodes) -> ConditionsDocument {
         let readiness = &self.sources.readiness;
         let peers = self.sources.peers.status();
         let (up, down): (Vec<_>, Vec<_>) = (peers.into_iter()).partition(PeerStatus::answers);
@@ -393,12 +407,39 @@ impl Console {
         });
         let gone = down.chain(apart.take(APART_SHOWN));
         let conditions = readiness.conditions().into_iter();
-        let conditions = conditions.map(|(component, text)| ConditionFacts::new(component, text));
+        let conditions = conditions.map(|(component, text)| ConditionFacts {
+            since: readiness.condition_since(component).map(rfc3339),
+            ..ConditionFacts::new(component, text)
+        });
+        let needing = NodeState::ALL.into_iter().zip(needing.0);
+        let needing = needing.filter(|(_, of_state)| of_state.count > 0);
+        let needing = needing.map(|(state, of_state)| NeedingState {
+            state: state.label(),
+            count: of_state.count,
+            nodes: (of_state.latest.into_iter())
+                .map(|node| {
+                    let status = self.sources.nodes.named(&node.node);
+                    NeedingFacts::new(state, node, status.as_ref())
+                })
+                .collect(),
+        });
+        let own = self.sources.recent.failing(SystemTime::now()).into_iter();
+        let own = own.map(|failing| FailingFacts::new(self.sources.peers.own(), failing));
+        let others = reports.iter().flat_map(|(server, report)| {
+            let failing = report.failing.iter();
+            failing.map(move |failing| FailingFacts::new(server, failing.clone()))
+        });
+        let mut failing: Vec<_> = own.chain(others).collect();
+        // Times in UTC are ordered as texts.
+        failing.sort_by(|one, other| other.last.cmp(&one.last));
+        failing.truncate(FAILING_SHOWN);
         ConditionsDocument {
             schema_version: SCHEMA_VERSION,
             blocking: readiness.read().0,
             conditions: gone.chain(conditions).collect(),
             failures: self.sources.nodes.failures(),
+            needing: needing.collect(),
+            failing,
         }
     }
 
@@ -460,6 +501,8 @@ const SCRIPT: &str = include_str!("../../templates/script.js");
 /// Nodes of one page of the list: less than 40 KiB without plots.
 const NODES_PER_PAGE: usize = 40;
 const OVERVIEW_NODES: usize = 20;
+/// Entries of requests that fail on a page.
+const FAILING_SHOWN: usize = 32;
 /// Missing connections between other servers that are conditions.
 const APART_SHOWN: usize = 8;
 /// Maximum number of connections. At the limit, newer connections evict the oldest. A browser opens

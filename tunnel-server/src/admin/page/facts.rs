@@ -1,16 +1,19 @@
 //! The documents that the console shows, as HTML or as JSON. All functions are pure.
 
 use std::collections::BTreeMap;
+use std::time::SystemTime;
 
 use serde::Serialize;
 
-use super::survey::NodeCounts;
+use super::survey::{NeedingNode, NodeCounts};
 use super::visible::VisibleText;
 use crate::admin::failures::FailureStatus;
-use crate::admin::status::{NodeStatus, NodeTotals};
+use crate::admin::status::{NodeState, NodeStatus, NodeTotals};
 use crate::admin::traffic::{MinutePoint, MinuteRing, NodePoint, NodeTraffic};
 use crate::ingress::recent_requests::RecentRequest;
 use crate::routing::peers::{PeerState, PeerStatus};
+use tunnel_proto::wire::name::ReplicaId;
+use tunnel_proto::wire::node_row::FailingRequests;
 use tunnel_store::data_dir::rfc3339;
 
 /// What one page shows.
@@ -152,11 +155,14 @@ pub(super) struct QuarterFacts {
     pub(super) errors: u64,
     /// Percentage of the time with a session that answers; empty if nothing was observed.
     pub(super) up_percent: Option<u8>,
+    /// Seconds of the quarter since the first observation and up to now.
+    pub(super) seconds: u16,
 }
 
-impl From<NodePoint> for QuarterFacts {
-    fn from(point: NodePoint) -> Self {
+impl From<(NodePoint, u16)> for QuarterFacts {
+    fn from((point, seconds): (NodePoint, u16)) -> Self {
         Self {
+            seconds,
             bytes: point.bytes(),
             requests: point.requests(),
             errors: point.errors(),
@@ -276,20 +282,114 @@ pub(super) struct ConditionsDocument {
     /// Components that block readiness; the server is ready without any.
     pub(super) blocking: Vec<&'static str>,
     pub(super) conditions: Vec<ConditionFacts>,
+    /// The states that are faults and that nodes have, the worst one first.
+    pub(super) needing: Vec<NeedingState>,
     /// What failed at agents, the last one first: the entries of `nodes --failed -o json`.
     pub(super) failures: Vec<FailureStatus>,
+    /// Requests that failed in the last hour, by server, node and code, the last one first.
+    pub(super) failing: Vec<FailingFacts>,
 }
 
 impl ConditionsDocument {
     /// Returns the failures that go on and that not everybody who connects can cause.
-    pub(super) fn current_failures(&self) -> impl Iterator<Item = &FailureStatus> {
+    pub(super) fn current_failures(&self, now: SystemTime) -> impl Iterator<Item = &FailureStatus> {
         let failures = self.failures.iter();
-        failures.filter(|failure| !failure.is_over && !failure.is_noise)
+        failures.filter(move |failure| failure.is_current(now) && !failure.is_noise)
+    }
+
+    /// Returns the conditions without those that repeat failures.
+    pub(super) fn other_conditions(&self) -> impl Iterator<Item = &ConditionFacts> {
+        let conditions = self.conditions.iter();
+        conditions.filter(|condition| condition.component != AGENTS)
     }
 
     /// Returns the number of entries that need somebody.
-    pub(super) fn needs(&self) -> usize {
-        self.blocking.len() + self.conditions.len() + self.current_failures().count()
+    pub(super) fn needs(&self, now: SystemTime) -> usize {
+        let conditions = self.blocking.len() + self.other_conditions().count();
+        let nodes: usize = self.needing.iter().map(|state| state.count).sum();
+        conditions + nodes + self.current_failures(now).count()
+    }
+}
+
+/// The nodes in a state that is a fault.
+#[derive(Debug, Serialize)]
+#[serde(rename_all = "camelCase")]
+pub(super) struct NeedingState {
+    pub(super) state: &'static str,
+    pub(super) count: usize,
+    /// Those of them that were live last, the last one first.
+    pub(super) nodes: Vec<NeedingFacts>,
+}
+
+/// A node whose state is a fault.
+#[derive(Debug, Serialize)]
+#[serde(rename_all = "camelCase")]
+pub(super) struct NeedingFacts {
+    pub(super) node: VisibleText,
+    pub(super) state: &'static str,
+    /// Time of its last sign of life, RFC 3339, if there was one.
+    pub(super) since: Option<String>,
+    pub(super) text: VisibleText,
+}
+
+impl NeedingFacts {
+    /// `status` is that of the node, if it still exists.
+    pub(super) fn new(state: NodeState, needing: NeedingNode, status: Option<&NodeStatus>) -> Self {
+        let close = status.and_then(|status| status.last_close.as_ref());
+        let gone = status.and_then(|status| status.gone_server.as_ref());
+        let ended = close.map(|close| {
+            let reason = if close.reason.is_empty() {
+                String::new()
+            } else {
+                format!(" ({})", close.reason)
+            };
+            format!("; last close: {} by {}{reason}", close.code, close.by)
+        });
+        let text = match (state, gone) {
+            (NodeState::Suspect, _) => "the agent does not answer".to_owned(),
+            (NodeState::Enrolled, _) => "has enrolled and never connected".to_owned(),
+            (_, Some(server)) => format!("server {} held it and is gone", server.name),
+            (_, None) => format!("no agent is connected{}", ended.unwrap_or_default()),
+        };
+        Self {
+            node: VisibleText::new(needing.node),
+            state: state.label(),
+            since: needing.since.map(rfc3339),
+            text: VisibleText::new(text),
+        }
+    }
+}
+
+/// Requests for a node that failed at a server with one code.
+#[derive(Debug, Serialize)]
+#[serde(rename_all = "camelCase")]
+pub(super) struct FailingFacts {
+    /// The server that answered.
+    pub(super) server: VisibleText,
+    pub(super) node: VisibleText,
+    pub(super) code: VisibleText,
+    /// Port of the last one; 0 if it has none.
+    pub(super) port: u16,
+    pub(super) count: u64,
+    /// Times of the first and the last one, RFC 3339.
+    pub(super) first: String,
+    pub(super) last: String,
+    /// Reason of the last one.
+    pub(super) detail: VisibleText,
+}
+
+impl FailingFacts {
+    pub(super) fn new(server: &ReplicaId, failing: FailingRequests) -> Self {
+        Self {
+            server: VisibleText::new(server.as_str()),
+            node: VisibleText::new(failing.node.as_str()),
+            code: VisibleText::new(failing.code),
+            port: failing.port,
+            count: failing.count,
+            first: rfc3339(failing.first),
+            last: rfc3339(failing.last),
+            detail: VisibleText::new(failing.detail),
+        }
     }
 }
 
@@ -328,5 +428,7 @@ fn command_for(component: &str) -> &'static str {
     }
 }
 
+/// Component of the conditions that are made of failures.
+const AGENTS: &str = "agents";
 /// Component of the conditions of other servers.
 pub(super) const SERVER: &str = "server";

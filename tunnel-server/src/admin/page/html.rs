@@ -112,9 +112,11 @@ pub(super) fn render(
         Document::Conditions(document) => {
             let conditions = ConditionRow::current(document, head.now);
             let past = ConditionRow::past(document, head.now);
+            let failing = ConditionRow::failing(document, head.now);
             ConditionsHtml {
                 head,
                 conditions,
+                failing,
                 past,
             }
             .render()
@@ -132,6 +134,7 @@ struct OverviewHtml<'a> {
     transports: Vec<(VisibleText, String)>,
     cards: Vec<Card>,
     conditions: Vec<ConditionRow>,
+    failing: Vec<ConditionRow>,
     servers: ServersView<'a>,
     filters: Vec<Filter>,
     query: NodesQuery,
@@ -143,8 +146,8 @@ impl<'a> OverviewHtml<'a> {
     fn new(document: &'a OverviewDocument, head: PageHead) -> Self {
         let query = NodesQuery::default();
         let counts = &document.counts;
-        let mut conditions = ConditionRow::current(&document.conditions, head.now);
-        conditions.truncate(CONDITIONS_SHOWN);
+        let mut failing = ConditionRow::failing_by_code(&document.conditions, head.now);
+        failing.truncate(FAILING_SHOWN);
         let (live, of) = counts.reachable();
         Self {
             reachable: grouped(live),
@@ -152,7 +155,8 @@ impl<'a> OverviewHtml<'a> {
             segments: Segment::of(counts),
             transports: transports(counts),
             cards: Card::of_history(&document.history),
-            conditions,
+            conditions: ConditionRow::glance(&document.conditions, head.now),
+            failing,
             servers: ServersView::new(&document.servers, head.now),
             filters: Filter::of_states(counts, &query),
             columns: ColumnHead::all(&query),
@@ -211,6 +215,7 @@ struct NodeHtml<'a> {
     facts: Vec<Fact>,
     cards: Vec<Card>,
     quarters: Vec<QuarterCell>,
+    legend: Vec<(&'static str, &'static str)>,
     outages: Vec<Outage>,
     steps: Vec<Step>,
     ports: Vec<PortRow>,
@@ -229,6 +234,7 @@ impl<'a> NodeHtml<'a> {
             facts: Fact::all(status, head.now),
             cards: Card::of_node(document),
             quarters: QuarterCell::all(document),
+            legend: QuarterCell::legend(document),
             outages: Outage::all(document, head.now),
             steps: Step::all(status, head.now),
             ports: PortRow::all(&document.requests, head.now),
@@ -257,9 +263,10 @@ struct ServersHtml<'a> {
 struct ConditionsHtml {
     head: PageHead,
     conditions: Vec<ConditionRow>,
+    failing: Vec<ConditionRow>,
     /// Failures that need nobody.
     past: Vec<ConditionRow>,
 }
 
-/// Conditions on the overview.
-const CONDITIONS_SHOWN: usize = 5;
+/// Entries of requests that fail on the overview.
+const FAILING_SHOWN: usize = 3;

@@ -53,7 +53,7 @@ pub(super) enum QueryError {
     #[error("label is no selector, as in site=oslo,!test")]
     Label,
     #[error(
-        "state is none of live, suspect, away, enrolled, revoked, pending, connected, not-edge, not-live and errors"
+        "state is none of live, suspect, away, unknown, enrolled, revoked, pending, connected, not-edge, not-live and errors"
     )]
     State,
     #[error(

@@ -1,7 +1,9 @@
 //! One pass over all nodes: the numbers of the console, and the names of the nodes on a page of the
 //! list. Holds a key of each node up to the page, and the status of none. Pure.
 
+use std::cmp::Reverse;
 use std::collections::BTreeMap;
+use std::time::SystemTime;
 
 use serde::Serialize;
 
@@ -16,12 +18,45 @@ pub(super) struct Survey {
     pub(super) totals: NodeTotals,
     pub(super) counts: NodeCounts,
     pub(super) streams: u64,
+    pub(super) needing: NeedingNodes,
     /// Number of nodes that match the query, on all pages.
     pub(super) matching: usize,
     pub(super) page: usize,
     pub(super) pages: usize,
     /// The nodes of the page, in its order.
     pub(super) names: Vec<String>,
+}
+
+/// The nodes whose state is a fault, whatever the query, by state.
+#[derive(Debug, Default)]
+pub(super) struct NeedingNodes(pub(super) [NodesOfState; NodeState::ALL.len()]);
+
+#[derive(Debug, Default)]
+pub(super) struct NodesOfState {
+    pub(super) count: usize,
+    /// Those that were seen last, the last one first.
+    pub(super) latest: Vec<NeedingNode>,
+}
+
+/// A node whose state is a fault.
+#[derive(Debug, PartialEq, Eq)]
+pub(super) struct NeedingNode {
+    pub(super) node: String,
+    /// Time of its last sign of life, if there was one.
+    pub(super) since: Option<SystemTime>,
+}
+
+impl NodesOfState {
+    fn add(&mut self, node: &NodeSummary<'_>) {
+        self.count += 1;
+        let since = node.last_seen;
+        let at = (self.latest).partition_point(|other| Reverse(other.since) <= Reverse(since));
+        if at < NEEDING_SHOWN {
+            let node = node.name.to_owned();
+            self.latest.insert(at, NeedingNode { node, since });
+            self.latest.truncate(NEEDING_SHOWN);
+        }
+    }
 }
 
 /// Numbers of the nodes that match the search and the labels, by what else can be selected.
@@ -52,6 +87,8 @@ pub(super) struct SurveyPass<'a> {
     per_page: usize,
     /// Keys of the nodes that may be on the page.
     keys: Vec<SortKey>,
+    /// The last key that may be on the page, once some were dropped.
+    last: Option<SortKey>,
 }
 
 impl<'a> SurveyPass<'a> {
@@ -65,6 +102,7 @@ impl<'a> SurveyPass<'a> {
             servers: ValueCounts::default(),
             per_page,
             keys: Vec::new(),
+            last: None,
         }
     }
 
@@ -74,6 +112,11 @@ impl<'a> SurveyPass<'a> {
         let state = summary.state();
         self.survey.totals.add(state);
         self.survey.streams += summary.streams;
+        if state.needs_operator()
+            && let Some(of_state) = self.survey.needing.0.get_mut(state as usize)
+        {
+            of_state.add(&summary);
+        }
         let has_labels = |labels: &Labels| labels.selector.matches(&node.selectable_labels());
         let is_searched = query.search.is_empty() || summary.name.contains(&query.search);
         if !is_searched || !query.label.as_ref().is_none_or(has_labels) {
@@ -92,8 +135,12 @@ impl<'a> SurveyPass<'a> {
         self.servers.add(summary.replica);
         if is_selected(&summary, state, has_errors, query) {
             self.survey.matching += 1;
-            self.keys.push(query.order.sort.key(&summary, traffic));
-            self.drop_later_keys();
+            let key = query.order.sort.key(&summary, traffic);
+            let is_later = |last: &SortKey| query.order.compare(&key, last).is_gt();
+            if !self.last.as_ref().is_some_and(is_later) {
+                self.keys.push(key.to_owned());
+                self.drop_later_keys();
+            }
         }
     }
 
@@ -102,7 +149,8 @@ impl<'a> SurveyPass<'a> {
         let end = self.per_page.saturating_mul(self.query.page.max(1));
         if self.keys.len() >= end.saturating_mul(2).max(KEYS_MIN) && end < self.keys.len() {
             let compare = |one: &SortKey, other: &SortKey| self.query.order.compare(one, other);
-            self.keys.select_nth_unstable_by(end, compare);
+            let (_, last, _) = self.keys.select_nth_unstable_by(end - 1, compare);
+            self.last = Some(last.clone());
             self.keys.truncate(end);
         }
     }
@@ -177,7 +225,9 @@ fn is_selected(
 }
 
 /// Keys that are held in any case, so that a short page does not drop some for each node.
-const KEYS_MIN: usize = 1_000;
+const KEYS_MIN: usize = 200;
+/// Nodes of each state that are named.
+const NEEDING_SHOWN: usize = 8;
 /// Number of different values that are counted.
 const VALUES_MAX: usize = 16;
 
@@ -267,6 +317,38 @@ mod tests {
             ["worker-0003"],
             "a node without a value is last"
         );
+    }
+
+    #[test]
+    fn nodes_that_need_somebody_are_counted_and_those_seen_last_are_named() {
+        let at = |seconds| SystemTime::UNIX_EPOCH + std::time::Duration::from_secs(seconds);
+        let query = NodesQuery::parse("search=absent").unwrap();
+        let mut pass = SurveyPass::new(&query, 50);
+        for number in 0..40 {
+            let seen = humantime::format_rfc3339(at(number * 7 % 40)).to_string();
+            let node = NodeStatus {
+                node: format!("worker-{number}"),
+                is_edge: number != 1,
+                connected: number == 2,
+                state: (number == 2).then(|| "live".to_owned()),
+                revoked_at: (number == 3).then(|| seen.clone()),
+                is_pending: number == 4,
+                last_seen: (number != 5).then_some(seen),
+                ..NodeStatus::default()
+            };
+            pass.add(&node, None);
+        }
+        let needing = &pass.survey.needing.0[NodeState::Away as usize];
+        let all = pass.survey.needing.0.iter().map(|of_state| of_state.count);
+        assert_eq!(all.sum::<usize>(), needing.count);
+        assert_eq!((needing.count, needing.latest.len()), (36, NEEDING_SHOWN));
+        let first = NeedingNode {
+            node: "worker-17".to_owned(),
+            since: Some(at(39)),
+        };
+        assert_eq!(needing.latest[0], first);
+        let times: Vec<_> = needing.latest.iter().map(|node| node.since).collect();
+        assert!(times.is_sorted_by_key(|since| Reverse(*since)), "{times:?}");
     }
 
     #[test]

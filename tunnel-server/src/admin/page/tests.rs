@@ -237,7 +237,7 @@ async fn get(page: &Arc<Console>, target: &str, accept: &str) -> Reply {
 }
 
 impl PageNodes for Vec<NodeStatus> {
-    fn for_each(&self, _traffic: &Traffic, each: &mut EachNode<'_>) {
+    fn for_each(&self, _figures: &TrafficFigures<'_>, each: &mut EachNode<'_>) {
         self.iter().for_each(|node| each(node, None));
     }
 

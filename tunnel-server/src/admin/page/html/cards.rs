@@ -25,6 +25,7 @@ impl Segment {
             NodeState::Connected,
             NodeState::Suspect,
             NodeState::Away,
+            NodeState::Unknown,
             NodeState::Enrolled,
             NodeState::Revoked,
             NodeState::Pending,
@@ -81,10 +82,10 @@ pub(super) struct Card {
 #[derive(Debug)]
 pub(super) struct CardPlot {
     pub(super) plot: Plot,
-    pub(super) span: &'static str,
     /// What the plot shows, for people who do not see it.
     pub(super) label: String,
-    pub(super) peak: String,
+    /// As in `1 h · peak 2.0/s`.
+    pub(super) caption: String,
 }
 
 impl CardPlot {
@@ -95,13 +96,15 @@ impl CardPlot {
         figure: impl Fn(u64) -> Figure,
     ) -> Self {
         let plot = Plot::new(values);
-        let peak = figure(plot.peak).to_string();
-        let label = format!("{title}, last {span}, at most {peak}");
+        let most = match plot.peak {
+            _ if values.iter().all(Option::is_none) => "not known".to_owned(),
+            0 => "none".to_owned(),
+            peak => format!("peak {}", figure(peak)),
+        };
         Self {
             plot,
-            span,
-            label,
-            peak,
+            label: format!("{title}, last {span}, {most}"),
+            caption: format!("{span} · {most}"),
         }
     }
 }
@@ -264,5 +267,16 @@ mod tests {
         let figures = cards.iter().map(|card| card.figure.to_string());
         let figures: Vec<_> = figures.collect();
         assert_eq!(figures, ["2.0/s", "0/s", "12", "0 B/s"]);
+        let captions = cards.iter().map(|card| card.plots[0].caption.as_str());
+        let captions: Vec<_> = captions.collect();
+        assert_eq!(
+            captions,
+            [
+                "1 h · peak 2.0/s",
+                "1 h · none",
+                "1 h · peak 12",
+                "1 h · none"
+            ]
+        );
     }
 }

@@ -1,25 +1,35 @@
 //! What needs an operator, with the command that helps. Pure.
 
+use std::collections::BTreeSet;
 use std::time::SystemTime;
 
 use crate::admin::failures::FailureStatus;
-use crate::admin::page::facts::{ConditionFacts, ConditionsDocument, SERVER};
+use crate::admin::page::facts::{
+    ConditionFacts, ConditionsDocument, FailingFacts, NeedingFacts, NeedingState, SERVER,
+};
 use crate::admin::page::text::{RelativeTime, grouped};
 use crate::admin::page::visible::VisibleText;
+use crate::admin::status::NodeState;
+use crate::ingress::outcome::Outcome;
 
 /// A condition or a failure as its row shows it.
-#[derive(Debug)]
+#[derive(Debug, Default)]
 pub(super) struct ConditionRow {
     /// A word in a color.
     pub(super) tag: &'static str,
     pub(super) color: &'static str,
     pub(super) subject: VisibleText,
+    /// Whether the subject is the name of a node with a page.
+    pub(super) is_node: bool,
     pub(super) text: VisibleText,
     /// How often, and from where, or empty.
-    pub(super) source: VisibleText,
+    pub(super) detail: VisibleText,
+    /// Time of its begin.
     pub(super) since: Option<RelativeTime>,
     /// What to do in words, or empty.
     pub(super) remedy: VisibleText,
+    /// Where to run the command, if not on the host of this server.
+    pub(super) place: &'static str,
     /// What to run, or empty.
     pub(super) command: String,
 }
@@ -27,44 +37,171 @@ pub(super) struct ConditionRow {
 impl ConditionRow {
     /// Returns what needs somebody now.
     pub(super) fn current(document: &ConditionsDocument, now: SystemTime) -> Vec<Self> {
+        Self::kinds(document, now).into_iter().flatten().collect()
+    }
+
+    /// Returns the same with the first entries of each kind.
+    pub(super) fn glance(document: &ConditionsDocument, now: SystemTime) -> Vec<Self> {
+        let [blocking, servers, _nodes, failures, others] = Self::kinds(document, now);
+        let states = document.needing.iter();
+        let states = states.filter_map(|state| Self::of_state(state, now));
+        let kinds = [blocking, servers, states.collect(), failures, others];
+        let kinds = kinds.into_iter();
+        kinds
+            .flat_map(|kind| kind.into_iter().take(OF_A_KIND_SHOWN))
+            .collect()
+    }
+
+    /// Returns what needs somebody by its kind, the worst kind first.
+    fn kinds(document: &ConditionsDocument, now: SystemTime) -> [Vec<Self>; 5] {
         let blocking = document.blocking.iter().map(|component| Self {
             tag: "not ready",
             color: "away",
             subject: VisibleText::new(*component),
             text: VisibleText::new("blocks the readiness of this server"),
-            source: VisibleText::default(),
-            since: None,
-            remedy: VisibleText::default(),
             command: "tunnel-server doctor".to_owned(),
+            ..Self::default()
         });
-        let conditions = document.conditions.iter();
+        let conditions = document.other_conditions();
         let conditions = conditions.map(|facts| Self::of_condition(facts, now));
-        let failures = document.current_failures();
-        let failures = failures.map(|failure| Self::of_failure(failure, now));
-        blocking.chain(conditions).chain(failures).collect()
+        let (servers, others) = conditions.partition(|row: &Self| row.tag == SERVER_GONE);
+        let nodes = document.needing.iter().flat_map(|state| &state.nodes);
+        let failures = document.current_failures(now);
+        [
+            blocking.collect(),
+            servers,
+            nodes.map(|facts| Self::of_node(facts, now)).collect(),
+            failures
+                .map(|failure| Self::of_failure(failure, now))
+                .collect(),
+            others,
+        ]
     }
 
     /// Returns the failures that are over, and those that anybody who connects can cause.
     pub(super) fn past(document: &ConditionsDocument, now: SystemTime) -> Vec<Self> {
         let failures = document.failures.iter();
-        let past = failures.filter(|failure| failure.is_over || failure.is_noise);
+        let past = failures.filter(|failure| !failure.is_current(now) || failure.is_noise);
         past.map(|failure| Self::of_failure(failure, now)).collect()
     }
 
+    /// Returns the requests that fail, the last one first.
+    pub(super) fn failing(document: &ConditionsDocument, now: SystemTime) -> Vec<Self> {
+        let failing = document.failing.iter();
+        failing.map(|facts| Self::of_requests(facts, now)).collect()
+    }
+
+    /// Returns a row for each code of the requests that fail, the last one first.
+    pub(super) fn failing_by_code(document: &ConditionsDocument, now: SystemTime) -> Vec<Self> {
+        let mut rows: Vec<Self> = Vec::new();
+        let mut codes: Vec<(&str, Vec<&FailingFacts>)> = Vec::new();
+        for facts in &document.failing {
+            let code = facts.code.as_str();
+            match codes.iter_mut().find(|(other, _)| *other == code) {
+                Some((_, of_code)) => of_code.push(facts),
+                None => codes.push((code, vec![facts])),
+            }
+        }
+        for (_, of_code) in codes {
+            let Some((first, others)) = of_code.split_first() else {
+                continue;
+            };
+            let others = others.iter().map(|facts| facts.node.as_str());
+            let others: BTreeSet<_> = others.filter(|node| *node != first.node.as_str()).collect();
+            let row = Self::of_requests(first, now);
+            let also = also(others.iter().copied(), others.len());
+            rows.push(Self {
+                text: VisibleText::new(format!("{}{also}", row.text.as_str())),
+                ..row
+            });
+        }
+        rows
+    }
+
+    /// Returns the row of the nodes in one state.
+    fn of_state(state: &NeedingState, now: SystemTime) -> Option<Self> {
+        let (first, others) = state.nodes.split_first()?;
+        let others = others.iter().map(|facts| facts.node.as_str());
+        let row = Self::of_node(first, now);
+        let also = also(others, state.count - 1);
+        Some(Self {
+            text: VisibleText::new(format!("{}{also}", row.text.as_str())),
+            ..row
+        })
+    }
+
     fn of_condition(facts: &ConditionFacts, now: SystemTime) -> Self {
-        let (tag, color) = match facts.component {
-            SERVER => ("no answer", "away"),
-            _ => ("condition", "suspect"),
+        let row = Self {
+            since: facts.since.as_deref().map(|at| RelativeTime::new(at, now)),
+            command: facts.command.to_owned(),
+            ..Self::default()
+        };
+        let text = facts.text.as_str();
+        match text.split_once(' ').filter(|_| facts.component == SERVER) {
+            Some((server, text)) => Self {
+                tag: SERVER_GONE,
+                color: "away",
+                subject: VisibleText::new(server),
+                text: VisibleText::new(text),
+                ..row
+            },
+            None => Self {
+                tag: "condition",
+                color: "suspect",
+                subject: VisibleText::new(facts.component),
+                text: facts.text.clone(),
+                ..row
+            },
+        }
+    }
+
+    fn of_node(facts: &NeedingFacts, now: SystemTime) -> Self {
+        let (place, command) = if facts.state == NodeState::Unknown.label() {
+            (
+                "on the host of the server:",
+                "systemctl status tunnel-server",
+            )
+        } else {
+            ("on the node:", "tunnel-agent doctor")
         };
         Self {
-            tag,
-            color,
-            subject: VisibleText::new(facts.component),
+            tag: facts.state,
+            color: facts.state,
+            subject: facts.node.clone(),
+            is_node: true,
             text: facts.text.clone(),
-            source: VisibleText::default(),
             since: facts.since.as_deref().map(|at| RelativeTime::new(at, now)),
+            place,
+            command: command.to_owned(),
+            ..Self::default()
+        }
+    }
+
+    fn of_requests(facts: &FailingFacts, now: SystemTime) -> Self {
+        let code = facts.code.as_str();
+        let outcome = Outcome::ALL.into_iter().find(|known| known.label() == code);
+        let reason = Reason::of(outcome);
+        let at_port = match facts.port {
+            0 => String::new(),
+            port => format!(", port {port}"),
+        };
+        let count = times(facts.count);
+        let last = RelativeTime::new(&facts.last, now).text;
+        let mut detail = format!("{code}, {count} at {}, last {last}", facts.server.as_str());
+        if !facts.detail.is_empty() {
+            detail = format!("{}; {detail}", facts.detail.as_str());
+        }
+        Self {
+            tag: reason.tag,
+            color: "away",
+            subject: facts.node.clone(),
+            is_node: true,
+            text: VisibleText::new(format!("{}{at_port}", reason.text)),
+            detail: VisibleText::new(detail),
+            since: Some(RelativeTime::new(&facts.first, now)),
             remedy: VisibleText::default(),
-            command: facts.command.to_owned(),
+            place: reason.place,
+            command: reason.command.replace("NAME", facts.node.as_str()),
         }
     }
 
@@ -76,14 +213,15 @@ impl ConditionRow {
             None if perhaps.is_empty() => failure.address.clone(),
             None => format!("perhaps {perhaps}"),
         };
-        let count = match failure.count {
-            1 => "once".to_owned(),
-            count => format!("{} times", grouped(count)),
-        };
-        let source = format!("{}, {count}, last from {}", failure.code, failure.address);
+        let count = times(failure.count);
+        let last = RelativeTime::new(&failure.last, now).text;
+        let source = format!(
+            "{}, {count}, last from {} {last}",
+            failure.code, failure.address
+        );
         let (tag, color) = match failure {
-            FailureStatus { is_over: true, .. } => ("over", "revoked"),
             FailureStatus { is_noise: true, .. } => ("noise", "revoked"),
+            failure if !failure.is_current(now) => ("over", "revoked"),
             FailureStatus { .. } => ("failing", "away"),
         };
         Self {
@@ -91,11 +229,126 @@ impl ConditionRow {
             color,
             subject: VisibleText::new(subject),
             text: VisibleText::new(failure.detail.as_str()),
-            source: VisibleText::new(source),
-            since: Some(RelativeTime::new(&failure.last, now)),
+            detail: VisibleText::new(source),
+            since: Some(RelativeTime::new(&failure.first, now)),
+            place: "",
+            is_node: false,
             command: command_in(&failure.remedy).unwrap_or_default().to_owned(),
             remedy: VisibleText::new(failure.remedy.as_str()),
         }
+    }
+}
+
+/// Why requests fail, in words.
+struct Reason {
+    tag: &'static str,
+    text: &'static str,
+    place: &'static str,
+    /// What to run, with `NAME` for the node.
+    command: &'static str,
+}
+
+impl Reason {
+    /// Returns the reason for a code. `None` is one that this version does not know.
+    fn of(outcome: Option<Outcome>) -> Self {
+        let on_node = "on the node:";
+        let reason = |tag, text, place, command| Self {
+            tag,
+            text,
+            place,
+            command,
+        };
+        match outcome {
+            Some(Outcome::TargetRefused) => {
+                reason("refused", "nothing listens there", on_node, "ss -ltnp")
+            }
+            Some(Outcome::TargetTimeout) => reason(
+                "no answer",
+                "the target does not answer",
+                on_node,
+                "ss -ltnp",
+            ),
+            Some(Outcome::TargetTls) => reason(
+                "TLS",
+                "TLS with the target fails",
+                "",
+                "tunnel-server doctor NAME",
+            ),
+            Some(Outcome::TargetBadResponse | Outcome::Cut) => reason(
+                "cut",
+                "the target's response is incomplete or no HTTP",
+                on_node,
+                "journalctl -u tunnel-agent -n 50",
+            ),
+            Some(Outcome::RefusedByPolicy) => reason(
+                "policy",
+                "the policy forbids it",
+                "",
+                "tunnel-server policy show",
+            ),
+            Some(Outcome::NoAgent) => reason(
+                "no agent",
+                "no agent is connected, or it does not answer",
+                on_node,
+                "tunnel-agent doctor",
+            ),
+            Some(Outcome::AgentLost | Outcome::AgentTimeout) => reason(
+                "agent lost",
+                "the session ended or the agent did not answer",
+                "",
+                "tunnel-server ping NAME",
+            ),
+            Some(Outcome::TooManyStreams | Outcome::Overloaded | Outcome::ReaderStalled) => reason(
+                "limit",
+                "a limit of streams or memory is reached",
+                "",
+                "tunnel-server doctor",
+            ),
+            Some(Outcome::Draining | Outcome::Starting) => reason(
+                "restart",
+                "a server stops or starts",
+                "",
+                "tunnel-server doctor",
+            ),
+            Some(
+                Outcome::BadRequest
+                | Outcome::UnknownNode
+                | Outcome::AmbiguousAddress
+                | Outcome::ProxyAuth
+                | Outcome::UriTooLong
+                | Outcome::HeadTooLarge,
+            ) => reason(
+                "caller",
+                "the request itself is not valid",
+                "",
+                "tunnel-server doctor",
+            ),
+            Some(Outcome::Ok | Outcome::CallerGone) | None => {
+                reason("failed", "see the code", "", "tunnel-server doctor")
+            }
+        }
+    }
+}
+
+/// Returns the names of some other nodes and the number of those that are not named; empty without others.
+fn also<'a>(names: impl Iterator<Item = &'a str>, count: usize) -> String {
+    let named: Vec<_> = names.take(NAMES_SHOWN).collect();
+    let left = count - named.len().min(count);
+    match (named.is_empty(), left) {
+        (true, _) => String::new(),
+        (false, 0) => format!("; also {}", named.join(", ")),
+        (false, left) => format!(
+            "; also {} and {} more",
+            named.join(", "),
+            grouped(left as u64)
+        ),
+    }
+}
+
+fn times(count: u64) -> String {
+    match count {
+        1 => "once".to_owned(),
+        count => format!("{} times", grouped(count)),
     }
 }
 
@@ -109,6 +362,13 @@ fn command_in(remedy: &str) -> Option<&str> {
         .unwrap_or(command.len());
     Some(command.get(..end)?.trim_end())
 }
+
+/// Tag of the conditions of other servers.
+const SERVER_GONE: &str = "server";
+/// Other nodes that a row names.
+const NAMES_SHOWN: usize = 2;
+/// Entries of a kind on the overview.
+const OF_A_KIND_SHOWN: usize = 2;
 
 #[cfg(test)]
 mod tests {

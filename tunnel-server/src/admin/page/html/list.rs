@@ -159,6 +159,19 @@ impl NodeRow {
         let name = VisibleText::new(status.node.as_str());
         let is_long = status.node.len() > NAME_SHOWN / 2;
         let link = status.node.parse::<NodeName>();
+        let (server, replica) = match &status.gone_server {
+            Some(gone) => {
+                let end = ending(&gone.name, SERVER_SHOWN - 6);
+                (
+                    format!("{end}, gone"),
+                    format!("{}, gone", beginning(&gone.name, TEXT_SHOWN)),
+                )
+            }
+            None => {
+                let name = status.replica.as_deref().unwrap_or_default();
+                (ending(name, SERVER_SHOWN), beginning(name, TEXT_SHOWN))
+            }
+        };
         let text =
             |text: &Option<String>| beginning(text.as_deref().unwrap_or_default(), TEXT_SHOWN);
         let traffic = facts.traffic.as_ref();
@@ -193,8 +206,8 @@ impl NodeRow {
                 .last_seen
                 .as_deref()
                 .map(|at| RelativeTime::new(at, now)),
-            server: ending(status.replica.as_deref().unwrap_or_default(), SERVER_SHOWN),
-            replica: text(&status.replica),
+            server,
+            replica,
             version: text(&status.version),
             trend: trend.unwrap_or_default(),
         }

@@ -31,6 +31,14 @@ impl Fact {
         add("Seen", None, time(&status.last_seen));
         add("Server", status.replica.clone(), None);
         add("Zone", status.zone.clone(), None);
+        if let Some(server) = &status.gone_server {
+            let at = RelativeTime::new(&server.since, now);
+            add(
+                "Last server",
+                Some(format!("{} is gone", server.name)),
+                Some(at),
+            );
+        }
         add("Transport", status.transport.clone(), None);
         add("Connected", None, time(&status.connected_since));
         add("Session from", status.address.clone(), None);
@@ -121,14 +129,38 @@ impl QuarterCell {
         let quarters = document.history.iter().enumerate();
         let cells = quarters.map(|(x, quarter)| Self {
             x,
-            class: match quarter.up_percent {
-                None => "unknown",
-                Some(100) => "live",
-                Some(0) => "away",
-                Some(_) => "suspect",
-            },
+            class: Self::class(quarter),
         });
         cells.collect()
+    }
+
+    fn class(quarter: &QuarterFacts) -> &'static str {
+        match quarter.up_percent {
+            None => "unknown",
+            Some(100) => "live",
+            Some(0) => "away",
+            Some(_) => "suspect",
+        }
+    }
+
+    /// Returns the classes of the strip with their meanings.
+    pub(super) fn legend(document: &NodeDocument) -> Vec<(&'static str, &'static str)> {
+        let classes = [
+            ("live", "reachable"),
+            ("suspect", "for a part of the time"),
+            ("away", "not reachable"),
+            ("unknown", "not known"),
+        ];
+        let has = |class| {
+            document
+                .history
+                .iter()
+                .any(|quarter| Self::class(quarter) == class)
+        };
+        classes
+            .into_iter()
+            .filter(|(class, _)| has(*class))
+            .collect()
     }
 }
 
@@ -142,20 +174,13 @@ pub(super) struct Outage {
 }
 
 impl Outage {
-    /// Returns the outages of the last day, the last one first. The current quarter of an hour has lasted
-    /// as long as the clock says.
+    /// Returns the outages of the last day, the last one first. Nothing is known of the time before the first
+    /// observation.
     pub(super) fn all(document: &NodeDocument, now: SystemTime) -> Vec<Self> {
         let history = &document.history;
-        let since_epoch = now
-            .duration_since(SystemTime::UNIX_EPOCH)
-            .unwrap_or_default();
-        let current = Duration::from_secs(since_epoch.as_secs() % QUARTER.as_secs());
         let lasted = |index: usize| {
-            if index + 1 == history.len() {
-                current
-            } else {
-                QUARTER
-            }
+            let seconds = history.get(index).map_or(0, |quarter| quarter.seconds);
+            Duration::from_secs(seconds.into())
         };
         let is_down = |quarter: &QuarterFacts| quarter.up_percent.is_some_and(|up| up < 100);
         let mut outages = Vec::new();
@@ -221,6 +246,10 @@ impl Step {
                     "journalctl -u tunnel-agent -n 50".to_owned(),
                 ),
             ],
+            NodeState::Unknown => vec![step(
+                "on the host of its last server",
+                "systemctl status tunnel-server".to_owned(),
+            )],
             NodeState::Live | NodeState::Connected => {
                 vec![step(
                     "reach a port of the node",
@@ -304,7 +333,6 @@ impl<'a> RequestRow<'a> {
 const OUTAGES_SHOWN: usize = 8;
 /// Time before the end of a certificate at which its renewal has failed for long.
 const CERTIFICATE_SOON: Duration = Duration::from_secs(7 * 86_400);
-const QUARTER: Duration = Duration::from_secs(15 * 60);
 
 #[cfg(test)]
 mod tests {
@@ -315,13 +343,23 @@ mod tests {
 
     #[test]
     fn outages_last_as_long_as_their_quarters_do() {
-        let quarter = |up_percent| QuarterFacts {
+        let quarter = |(up_percent, seconds)| QuarterFacts {
             bytes: 0,
             requests: 0,
             errors: 0,
             up_percent,
+            seconds,
         };
-        let up = [None, Some(100), Some(20), Some(0), Some(100), Some(50)];
+        // The server was started 8 minutes before the end of the third quarter, and the current one began
+        // 2 minutes ago.
+        let up = [
+            (None, 900),
+            (None, 900),
+            (Some(25), 480),
+            (Some(0), 900),
+            (Some(100), 900),
+            (Some(50), 120),
+        ];
         let document = NodeDocument {
             schema_version: SCHEMA_VERSION,
             node: NodeFacts {
@@ -332,8 +370,7 @@ mod tests {
             history: up.map(quarter).into(),
             requests: Vec::new(),
         };
-        // The current quarter began 2 minutes ago.
-        let now = SystemTime::UNIX_EPOCH + 1000 * QUARTER + Duration::from_secs(120);
+        let now = SystemTime::UNIX_EPOCH + Duration::from_secs(900_120);
         let outages = Outage::all(&document, now);
         let shown: Vec<_> = outages
             .iter()
@@ -347,7 +384,8 @@ mod tests {
             .collect();
         assert_eq!(
             shown,
-            [("2 min ago", "1 min", 50), ("47 min ago", "27 min", 10)]
+            [("2 min ago", "1 min", 50), ("40 min ago", "21 min", 9)],
+            "nothing is known of the time before the start of the server"
         );
     }
 }

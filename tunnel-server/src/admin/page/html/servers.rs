@@ -22,6 +22,7 @@ pub(super) struct ServerRow<'a> {
     pub(super) short: String,
     pub(super) color: &'static str,
     pub(super) state: &'static str,
+    pub(super) is_gone: bool,
     pub(super) nodes: String,
     pub(super) since: Option<RelativeTime>,
 }
@@ -59,6 +60,7 @@ impl<'a> ServersView<'a> {
                 facts,
                 color,
                 state,
+                is_gone: facts.state == "connecting",
                 nodes: grouped(facts.nodes as u64),
                 since: facts.since.as_deref().map(|at| RelativeTime::new(at, now)),
             }
