@@ -42,9 +42,21 @@ HEIGHT = 900
 # Screenshots are of whole pages up to this height.
 HEIGHT_MAX = 4000
 PATIENCE = 30.0
+INDEX = """NAME-WIDTH-SCHEME.png: whole pages, at 360, 1280 and 2560 pixels, light and dark.
+  small      15 nodes                         overview, nodes, ...  20,003 nodes with hostile texts
+  empty      an installation without nodes    failing               nodes, requests, files and a server that fail
+before/: the same of the run before.
+before-console/, where somebody made it: the pages that the console replaced. They are static renders of the
+templates of that time (git show 21f75315^:tunnel-server/templates), not of a running server.
+"""
 # The script of a page replaces its content.
 RELOAD = """document.querySelector("main").dataset.isOld = true;
     reload().then(() => !document.querySelector("main").dataset.isOld)"""
+# The sections of the page by their headings, with the pixels at which they begin and end.
+SECTIONS = """Object.fromEntries([...document.querySelectorAll("main section h2:first-child")].map((heading) => {
+    const {top, bottom} = heading.parentElement.getBoundingClientRect();
+    return [heading.textContent, [top, bottom]];
+}))"""
 CHECK = """axe.run({resultTypes: ["violations"]}).then(
     ({violations}) => violations.map(({id, nodes}) => id + ": " + nodes[0].html.slice(0, 200)))"""
 
@@ -218,6 +230,7 @@ class Visit:
                 background = pixel(self.screenshot(1, 1))
                 screens.append({"width": width, "scheme": scheme, "content": content["width"], "background": background})
                 screens[-1]["barriers"] = self.barriers(axe)
+                screens[-1]["sections"] = self.evaluate(SECTIONS)
         return screens
 
 
@@ -269,6 +282,8 @@ def main():
             browser.process.wait()
     with open(os.path.join(folder, "chromium-version"), "w") as file:
         file.write(version + "\n")
+    with open(os.path.join(folder, "index.txt"), "w") as file:
+        file.write(INDEX)
     print(json.dumps({"version": version, "asked": asked, "pages": pages}))
 
 

@@ -16,6 +16,7 @@ use tunnel_tests::eventually::eventually;
 use tunnel_tests::process::ScratchDir;
 
 mod browser;
+mod processor;
 
 #[tokio::test(flavor = "multi_thread")]
 async fn page_shows_a_node_its_requests_and_the_end_of_its_session() -> Result<()> {

@@ -319,6 +319,11 @@ impl ScriptedAgent {
         self.session.closed().await
     }
 
+    /// Closes the session with a code.
+    pub async fn close_with(self, code: CloseCode, why: &str) {
+        self.session.close(code, why).await;
+    }
+
     /// Closes the session without dropping the agent.
     pub async fn close(&self) {
         self.session.close(CloseCode::Normal, "test").await;

@@ -5,18 +5,23 @@
 
 use std::collections::BTreeSet;
 use std::fs;
+use std::net::SocketAddr;
 use std::path::{Path, PathBuf};
-use std::time::SystemTime;
+use std::time::{Duration, SystemTime};
 
 use anyhow::{Context, Result, bail, ensure};
 use serde_json::{Value, json};
 use tokio::time::Instant;
 use tunnel_ca::revocation::OrderAction;
+use tunnel_proto::wire::code::CloseCode;
 use tunnel_proto::wire::control::Hello;
+use tunnel_tests::ca::{Leaf, TestCa};
 use tunnel_tests::client::{RawRequest, request};
-use tunnel_tests::env::{NodeEnv, TestEnv, WAIT_TIMEOUT};
+use tunnel_tests::env::{Agent, NodeEnv, TestEnv, WAIT_TIMEOUT};
 use tunnel_tests::eventually::eventually;
-use tunnel_tests::process::{Program, ScratchDir};
+use tunnel_tests::process::{Peering, Program, ScratchDir};
+use tunnel_tests::scripted::AgentCredential;
+use tunnel_tests::targets::Exporter;
 use tunnel_tests::tools::{Tool, or_skip, require, target_dir};
 
 use super::{SAMPLED, document, get, on_loopback};
@@ -34,6 +39,8 @@ const PATH: &str = "/x\"onmouseover='alert(3)'//evil.example/&lt;script&gt;";
 const VISITED_AT_ONCE: usize = 3;
 /// Size of a page without its plots.
 const PAGE_BYTES: usize = 40 * 1024;
+/// A server is gone 5 s after its connection, and rows are up to 10 s old.
+const FAILED: Duration = Duration::from_secs(40);
 /// Nodes with names of 202 characters.
 const LONG_NAMES: usize = 20_000;
 
@@ -170,15 +177,83 @@ async fn small_installation_shows_which_node_fails_and_what_to_run() -> Result<(
     let report = visit(&screenshots()?, visited).await?;
     for (name, _, text) in pages {
         let shown = facts(&report, name, true)?;
-        let words: Vec<_> = shown["text"]
-            .as_str()
-            .into_iter()
-            .flat_map(str::split_whitespace)
-            .collect();
-        ensure!(words.join(" ").contains(text), "{name}: {words:?}");
+        let words = words(shown);
+        ensure!(words.contains(text), "{name}: {words}");
         check_screens(shown).context(name)?;
     }
     Ok(())
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn failing_installation_says_at_a_glance_what_fails_since_when_and_what_to_run() -> Result<()>
+{
+    if or_skip(require(&[Tool::Chromium, Tool::Axe, Tool::Python])).is_none() {
+        return Ok(());
+    }
+    let failing = FailingInstallation::start().await?;
+    let address = failing.address()?;
+    eventually("the failures", FAILED, async || {
+        let overview = console(address, "/").await?;
+        let counts = &overview["counts"]["states"];
+        ensure!(counts["away"] == 1 && counts["unknown"] == 2, "{counts}");
+        let shown = &overview["conditions"];
+        let servers = texts_of(&shown["failing"], |row| {
+            format!("{} {} at {}", row["node"], row["code"], row["server"]).replace('"', "")
+        });
+        for row in [
+            "worker-1 target_refused at s0",
+            "worker-2 refused_by_policy at s0",
+            "worker-9 refused_by_policy at s1",
+        ] {
+            ensure!(servers.contains(row), "no {row} in {servers:?}");
+        }
+        let codes = texts_of(&shown["failures"], |row| row["code"].to_string());
+        let has_codes = ["\"wrong_node\"", "\"short_session\""];
+        ensure!(
+            has_codes.iter().all(|code| codes.contains(*code)),
+            "{codes:?}"
+        );
+        let conditions = texts_of(&shown["conditions"], |row| {
+            format!("{} {}", row["component"], row["since"].is_string())
+        });
+        for component in ["server", "client_ca", "https_certificate"] {
+            let row = format!("\"{component}\" true");
+            ensure!(conditions.contains(&row), "no {row} in {shown:#}");
+        }
+        Ok(())
+    })
+    .await;
+
+    let pages = [
+        ("failing", "/", "s2 does not answer"),
+        ("failing-all", "/conditions", "the policy forbids it"),
+        ("failing-node", "/node/worker-1", "target_refused"),
+        ("failing-unknown", "/node/worker-20", "s2 is gone"),
+        ("failing-not-live", "/nodes?state=not-live", "s2, gone"),
+    ];
+    let visited = pages.map(|(name, path, _)| format!("{name}=http://{address}{path}"));
+    let report = visit(&screenshots()?, visited).await?;
+    for (name, _, text) in pages {
+        let shown = facts(&report, name, true)?;
+        let words = words(shown);
+        ensure!(words.contains(text), "{name}: {words}");
+        check_screens(shown).context(name)?;
+    }
+    let overview = facts(&report, "failing", true)?;
+    let words = words(overview);
+    for answer in [
+        "13 of 16 reachable",
+        "worker-13 no agent is connected",
+        "since 3 h ago",
+        "worker-14 (claimed)",
+        "worker-1 nothing listens there, port ",
+        "worker-2 the policy forbids it, port 22",
+        "tunnel-server policy show",
+        "tunnel-agent doctor",
+    ] {
+        ensure!(words.contains(answer), "no {answer} in {words}");
+    }
+    check_glance(overview)
 }
 
 /// Tests that the tests above can fail.
@@ -216,6 +291,147 @@ async fn browser_reports_what_a_page_without_escapes_does() -> Result<()> {
     let shown = facts(&report, "control", false)?;
     let has_run = shown["dialogs"] != Value::Array(Vec::new());
     ensure!(!has_run, "{shown}");
+    Ok(())
+}
+
+/// Three servers, of which one is gone, with nodes, requests and files that fail.
+struct FailingInstallation {
+    servers: Vec<TestEnv>,
+    _agent: Agent,
+    _live: Vec<ScriptedAgent>,
+    _exporter: Exporter,
+    _scratch: ScratchDir,
+}
+
+impl FailingInstallation {
+    async fn start() -> Result<Self> {
+        let (ca, scratch) = (TestCa::new("callers")?, ScratchDir::new()?);
+        let callers = scratch.file("callers.crt", ca.pem())?;
+        let (certificate, key) = ca
+            .issue(&Leaf::target("tunnel.example"))?
+            .write(scratch.path(), "https")?;
+        let text = |path: &Path| Some(path.to_string_lossy().into_owned());
+        let mut servers = Peering::in_process(3)
+            .start_in_process(|number, settings| {
+                on_loopback(settings);
+                settings.zone = Some(format!("zone-{number}"));
+                settings.client_ca = text(&callers);
+                settings.https_cert_file = text(&certificate);
+                settings.https_key_file = text(&key);
+            })
+            .await?;
+        let env = &servers[0];
+        let exporter = Exporter::start("worker-1").await?;
+        let config = env.agent_config_with("worker-1", |settings| {
+            settings.replicas = Some("1".into());
+        })?;
+        let agent = Agent::start(config).await?;
+        env.connected("worker-1").await;
+        let mut live = Vec::new();
+        for (server, numbers) in [(0, 2..9), (1, 9..13), (2, 20..22)] {
+            for number in numbers {
+                let node = format!("worker-{number}");
+                live.push(ScriptedAgent::connect(&servers[server], &node).await?);
+            }
+        }
+
+        let long_away = "worker-13".parse()?;
+        env.nodes().record(&long_away, &[]);
+        let seen = SystemTime::now() - Duration::from_secs(3 * 3600 + 60);
+        env.nodes().record_last_seen(&long_away, seen);
+        let token = env.token("worker-99", &[])?.to_string();
+        for _ in 0..3 {
+            let enrolled = AgentCredential::enroll(env.bound().agents, &token, "worker-14").await;
+            ensure!(enrolled.is_err(), "the token is of another node");
+        }
+        for _ in 0..4 {
+            let flapping = ScriptedAgent::connect(env, "worker-15").await?;
+            flapping
+                .close_with(CloseCode::Dead, "the proxy closed the connection")
+                .await;
+            eventually("the end of the session", WAIT_TIMEOUT, async || {
+                ensure!(!env.registry().has(&"worker-15".parse()?));
+                Ok(())
+            })
+            .await;
+        }
+        live.push(ScriptedAgent::connect(env, "worker-15").await?);
+
+        let closed = std::net::TcpListener::bind("127.0.0.1:0")?
+            .local_addr()?
+            .port();
+        let ok = format!("worker-1:{}", exporter.addr().port());
+        let refused = format!("worker-1:{closed}");
+        for (server, host, status, count) in [
+            (0, ok.as_str(), 200, 20),
+            (0, &refused, 502, 5),
+            (0, "worker-2:22", 403, 4),
+            (1, "worker-9:22", 403, 2),
+        ] {
+            for _ in 0..count {
+                let answer = request(servers[server].http(), &RawRequest::get(host, "/metrics"));
+                let answer = answer.await?;
+                ensure!(answer.status == status, "{host}: {answer:?}");
+            }
+        }
+        let mut gone = servers.pop().context("no server")?;
+        gone.stop_server().await?;
+        fs::remove_file(&callers)?;
+        fs::remove_file(&certificate)?;
+        servers[0].reload();
+        Ok(Self {
+            servers,
+            _agent: agent,
+            _live: live,
+            _exporter: exporter,
+            _scratch: scratch,
+        })
+    }
+
+    fn address(&self) -> Result<SocketAddr> {
+        self.servers[0].bound().status.context("no status page")
+    }
+}
+
+/// Returns a document of the console at an address.
+async fn console(address: SocketAddr, path: &str) -> Result<Value> {
+    let wanted = RawRequest::get("127.0.0.1", path).header("Accept", "application/json");
+    let reply = request(address, &wanted).await?;
+    Ok(serde_json::from_str(&reply.text())?)
+}
+
+/// Returns a text for each entry of a list.
+fn texts_of(list: &Value, text: impl Fn(&Value) -> String) -> BTreeSet<String> {
+    list.as_array().into_iter().flatten().map(text).collect()
+}
+
+/// Returns the words of a page with single spaces.
+fn words(facts: &Value) -> String {
+    let text = facts["text"].as_str().into_iter();
+    let words: Vec<_> = text.flat_map(str::split_whitespace).collect();
+    words.join(" ")
+}
+
+/// Checks that the answers of the overview are on the first screen: all at 1280 pixels, and what needs
+/// somebody begins there at 360.
+fn check_glance(facts: &Value) -> Result<()> {
+    let sections = [
+        "Nodes",
+        "What needs you",
+        "Why requests fail, last hour",
+        "Servers",
+    ];
+    for screen in facts["screens"].as_array().context("no screens")? {
+        let edge = |section: &str, edge: usize| screen["sections"][section][edge].as_f64();
+        for section in sections {
+            let is_seen = match screen["width"].as_u64() {
+                Some(360) => section == "Servers" || edge(section, 0) < Some(1400.0),
+                _ => edge(section, 1) < Some(900.0),
+            };
+            let is_there = edge(section, 0).is_some();
+            ensure!(is_there && is_seen, "{section}: {screen}");
+        }
+    }
     Ok(())
 }
 
