@@ -36,7 +36,7 @@ pub fn install_hook() {
             error!(
                 location = panic.location().map(tracing::field::display),
                 // The debug form quotes and escapes the text, which may come from a peer.
-                error = ?text(panic.payload()),
+                error = ?message(panic.payload()),
                 backtrace,
                 "a task panicked; other tasks continue"
             );
@@ -55,10 +55,11 @@ pub fn catch_panic<T>(work: impl FnOnce() -> T) -> Option<T> {
     catch_unwind(AssertUnwindSafe(work)).ok()
 }
 
-fn text(payload: &(dyn Any + Send)) -> &str {
+/// Returns the message of a panic.
+pub fn message(payload: &(dyn Any + Send)) -> &str {
     let text = payload.downcast_ref::<&str>().copied();
     text.or_else(|| payload.downcast_ref::<String>().map(String::as_str))
-        .unwrap_or("no text")
+        .unwrap_or("no message")
 }
 
 /// The collector that exports [`count`] as `panics_total`.

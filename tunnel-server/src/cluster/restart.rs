@@ -1,7 +1,6 @@
 //! Tasks of the cluster that start again after a panic. An object that nobody foresaw must not end
 //! the work of the server for good, nor silently.
 
-use std::any::Any;
 use std::panic::AssertUnwindSafe;
 use std::pin::pin;
 use std::time::Duration;
@@ -11,6 +10,7 @@ use futures_util::future::BoxFuture;
 use tokio::time::{sleep, timeout};
 use tracing::error;
 use tunnel_process::backoff::Backoff;
+use tunnel_process::panics;
 
 use super::conditions::{Condition, Conditions};
 
@@ -41,7 +41,7 @@ pub(super) async fn run_restarting<T: Send>(
             }
         };
         after_panic(state);
-        let reason = text(panic.as_ref());
+        let reason = panics::message(panic.as_ref());
         error!(
             what = task,
             error = reason,
@@ -55,13 +55,6 @@ pub(super) async fn run_restarting<T: Send>(
         );
         sleep(pauses.next(1.0)).await;
     }
-}
-
-/// Returns the message of a panic.
-fn text(panic: &(dyn Any + Send)) -> &str {
-    let text = panic.downcast_ref::<&str>().copied();
-    let text = text.or_else(|| panic.downcast_ref::<String>().map(String::as_str));
-    text.unwrap_or("no message")
 }
 
 const PAUSE_MIN: Duration = Duration::from_secs(1);

@@ -27,6 +27,7 @@ use tunnel_process::disk::{ANSWER_TIMEOUT, FileActivity};
 use tunnel_process::files;
 use tunnel_process::meta::Readiness;
 use tunnel_process::name_list::NameList;
+use tunnel_process::panics;
 use zeroize::Zeroizing;
 
 use super::document::block_current_thread;
@@ -825,9 +826,7 @@ fn write_files(batch: &Batch) -> Result<(), String> {
 
 /// Returns the text of a panic.
 fn panic_text(panic: &(dyn Any + Send)) -> String {
-    let text = panic.downcast_ref::<String>().map(String::as_str);
-    let text = text.or_else(|| panic.downcast_ref::<&str>().copied());
-    format!("the database panicked: {}", text.unwrap_or("no message"))
+    format!("the database panicked: {}", panics::message(panic))
 }
 
 /// Returns a problem with the name of the file, which some have.
