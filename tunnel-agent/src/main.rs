@@ -49,7 +49,7 @@ fn run_verb(verb: Command) -> anyhow::Result<ExitCode> {
         Command::Status(arguments) => show_status(arguments)?,
         Command::Diag(arguments) => run_diag(*arguments)?,
         Command::Render { object } => render_object(&object)?,
-        Command::Address { change } => runtime()?.block_on(address::change(&change))?,
+        Command::Address { change } => address::change(&change)?,
         Command::Doctor(arguments) => return run_doctor(*arguments),
         Command::Completion { shell } => {
             let mut script = Vec::new();

@@ -4,8 +4,8 @@ use std::io;
 use std::time::Duration;
 
 use futures_util::FutureExt as _;
-use rtnetlink::sys::protocols::NETLINK_ROUTE;
-use rtnetlink::sys::{AsyncSocket as _, AsyncSocketExt as _, SocketAddr, TokioSocket};
+use netlink_sys::protocols::NETLINK_ROUTE;
+use netlink_sys::{AsyncSocket as _, AsyncSocketExt as _, SocketAddr, TokioSocket};
 use tokio::time::sleep;
 use tracing::debug;
 
