@@ -42,7 +42,7 @@ async fn c1_c2_crowds_keep_nobody_out_of_a_server_with_128_mib() -> Result<()> {
     // cgroup before it executes the server.
     let enter = "echo $$ > \"$1\" && shift && exec \"$@\"";
     let procs = cgroup.procs().to_string_lossy().into_owned();
-    // `callersTotal` is a quarter of the memory, at 20 KiB and one request head for each caller.
+    // `callersTotal` is a quarter of the memory, at 20 KiB and 64 KiB for heads of requests for each caller.
     crowds("128 MiB", &["sh", "-c", enter, "sh", &procs], 390).await?;
     let (most, killed) = (cgroup.most()?, cgroup.killed()?);
     report_figure(&format!("C1, C2: {} MiB at most in the cgroup", most >> 20));

@@ -12,11 +12,16 @@ use tunnel_process::settings::format_size;
 use super::{Config, Limits};
 use tunnel_dns::DnsLimits;
 
-/// Maximum memory of an idle caller, with TLS. A caller that sends a head needs the size of the
-/// head in addition. A head above [`CONNECTION_HEAD_BYTES`] has memory of the buffer pool.
+/// Maximum memory of an idle caller, with TLS. A caller that sends a head needs
+/// [`HEAD_COPIES`] times the size of the head in addition. A head above [`CONNECTION_HEAD_BYTES`]
+/// has memory of the buffer pool.
 const CALLER_BYTES: u64 = 20 << 10;
-/// Bytes of a request head for which the permit of a caller's connection counts.
-pub const CONNECTION_HEAD_BYTES: usize = 64 << 10;
+/// Bytes of a request head for which the permit of a caller's connection counts. With 64 KiB, callers
+/// whose requests wait had 300 KiB each.
+pub const CONNECTION_HEAD_BYTES: usize = 16 << 10;
+/// A head is in memory as it was read, as it was sent, and for a second attempt, and there may be as
+/// much of the next one.
+const HEAD_COPIES: u64 = 4;
 /// Divisor for callers' share of the memory limit. Requests in progress need several times as much
 /// memory.
 const MEMORY_SHARE: u64 = 4;
@@ -112,7 +117,8 @@ impl Capacity {
         };
         let free = descriptors.saturating_sub(RESERVED + for_dns + number(cloud_streams));
         let by_descriptors = free / CALLERS_SHARE;
-        let bytes = CALLER_BYTES + number(limits.request_head_bytes.min(CONNECTION_HEAD_BYTES));
+        let head_bytes = number(limits.request_head_bytes.min(CONNECTION_HEAD_BYTES));
+        let bytes = CALLER_BYTES + HEAD_COPIES * head_bytes;
         let by_memory = resources.memory.unwrap_or(u64::MAX) / MEMORY_SHARE / bytes;
         let auto = by_descriptors.min(by_memory).clamp(SHARE_MIN, CALLERS_MAX);
         let callers = limits.callers_total.unwrap_or_else(|| count(auto));

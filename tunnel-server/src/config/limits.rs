@@ -20,7 +20,7 @@ tunnel_process::limits! {
     /// Time for a caller to send a request head.
     request_head_timeout ("requestHeadTimeout", counted as RequestHeadTimeout): Duration
         = "10s", duration, live;
-    /// Maximum size of a request head, from 8KiB to 16MiB. For one above 64 KiB or 100 fields, five
+    /// Maximum size of a request head, from 8KiB to 16MiB. For one above 16 KiB or 100 fields, five
     /// times its size is reserved from bufferPool: half of the pool for all, a quarter for one
     /// address.
     request_head_bytes ("requestHeadBytes", counted as RequestHeadBytes): usize

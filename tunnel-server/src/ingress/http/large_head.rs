@@ -19,8 +19,8 @@ use crate::ingress::error::ProxyError;
 use crate::ingress::head_memory::HeadPermit;
 use crate::ingress::outcome::Outcome;
 
-/// Memory of a head, in percent of its bytes: the buffer of hyper, and the copy for the target. Both
-/// can be twice as large as their content.
+/// Memory of a head, in percent of its bytes: the buffer of hyper, and the copy for the target, which
+/// both can be twice as large as their content, and the copy for a second attempt.
 const MEMORY_PERCENT: u64 = 500;
 /// Memory of one field, in addition to its bytes.
 const FIELD_BYTES: u64 = 512;

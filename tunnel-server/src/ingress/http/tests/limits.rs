@@ -333,7 +333,7 @@ async fn heads_of_a_mebibyte_and_of_a_thousand_fields_pass_in_memory_of_the_pool
         (1 << 20, 2),
         (1 << 20, 1024),
         (900_000, 100),
-        ((64 << 10) + 1, 2),
+        ((16 << 10) + 1, 2),
         (10_000, 101),
         (20_000, 1000),
     ] {
