@@ -546,10 +546,8 @@ async fn refused_requests_of_unverified_callers_rotate_no_event_of_others_away_a
     refused_anonymous(&server, ANONYMOUS).await?;
     refused(&server, 1).await?;
     let left_out = server.metric(LEFT_OUT).await?;
-    ensure_contains(
-        &condition(&server).await?,
-        &["[!] audit: audit events of refused requests were left out"],
-    )?;
+    let conditions = condition(&server).await?;
+    ensure!(!conditions.contains("audit"), "{conditions}");
     // The events that count the others are written before the process ends.
     let log = server.log().clone();
     server.into_process().stop(START).await?;

@@ -54,11 +54,8 @@ impl Servers {
         let mut servers = Vec::new();
         for (number, arguments) in arguments.iter().enumerate() {
             let status = peering.address(number, Listener::Status).to_string();
-            let mut setup = peering.setup(number)?;
-            if !arguments.contains(&"--audit-log") {
-                setup = setup.audited();
-            }
-            setup = setup
+            let mut setup = (peering.setup(number)?)
+                .audited()
                 .args(&["--status-listen", &status])
                 .args(&["--proxy-port-listen", "off", "--compat", "yurt-tunnel"])
                 .args(arguments);

@@ -41,7 +41,7 @@ use super::metrics::exposition::Exposition;
 use super::query::parameters;
 use super::serve_bounded::serve_bounded;
 use super::shutdown::Shutdown;
-use super::telemetry::audit_conditions;
+use super::telemetry::audit_condition;
 use super::unix_socket::{self, OWNER_ONLY, SocketFile};
 
 mod documents;
@@ -650,7 +650,7 @@ impl Readiness {
             .flat_map(|(component, (_since, lines))| {
                 lines.iter().map(|line| (*component, line.clone()))
             })
-            .chain(audit_conditions().map(|line| (AUDIT, line)))
+            .chain(audit_condition().map(|line| (AUDIT, line)))
             .collect()
     }
 

@@ -30,7 +30,7 @@ mod stream_lines;
 
 use access::SWITCH;
 pub use access::{AccessLogMode, AccessLogOutput, AccessLogSettings, admits_access};
-pub(crate) use audit::audit_conditions;
+pub(crate) use audit::audit_condition;
 pub use audit::{
     AuditGuard, AuditLog, AuditOutput, AuditSettings, LeftOutEvents, RawAudit, UnverifiedSource,
     audit_log, start_audit,

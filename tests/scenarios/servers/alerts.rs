@@ -57,10 +57,7 @@ impl Monitored {
     async fn start() -> Result<Self> {
         let scratch = ScratchDir::new()?;
         let limits = scratch.file("server.yaml", "limits:\n  peerStreams: 1\n")?;
-        // Refused requests use up the budget of audit events, which is a condition for minutes.
-        let limits = limits.to_string_lossy();
-        let arguments = ["--config", &*limits, "--audit-log", "off"];
-        let servers = Servers::start(2, &arguments).await?;
+        let servers = Servers::start(2, &["--config", &limits.to_string_lossy()]).await?;
         let first = &servers.servers[0];
         let link = Link::start(first.address(Listener::Agents), SEED)?;
         link.set(TrafficClass::UDP, Impairment::black_hole());

@@ -1,7 +1,8 @@
 //! The output of audit events: a file that rotates, or standard output, behind a queue of 4 MiB. A full
 //! disk or a reader that stands still delays no stream: what the output does not take is dropped and
-//! counted, and is a condition. So is what a source without an identity causes above its budget: refused
-//! requests cost their caller nothing, and would rotate the events of others away.
+//! counted, and is a condition. What a source without an identity causes above its budget is left out and
+//! counted, as lines of the log are: refused requests cost their caller nothing, and would rotate the events
+//! of others away. That is the noise of any network, and no condition.
 
 use std::fmt;
 use std::io;
@@ -167,16 +168,13 @@ fn names(text: &str) -> Result<Vec<String>, String> {
 pub struct AuditLog {
     settings: AuditSettings,
     writer: Arc<BatchWriter<LogOutput>>,
-    /// Events that the output did not take.
-    lost: Mutex<MissingEvents>,
-    /// Events above the budget of their source.
-    left_out: Mutex<MissingEvents>,
+    lost: Mutex<LostEvents>,
     refused: SourceBudget<UnverifiedSource>,
 }
 
-/// The missing events of one kind that were last observed.
+/// The events that the output did not take, as they were last observed.
 #[derive(Debug, Default)]
-struct MissingEvents {
+struct LostEvents {
     count: u64,
     at: Option<Instant>,
 }
@@ -247,15 +245,10 @@ pub fn audit_log() -> Option<&'static AuditLog> {
     AUDIT.get()
 }
 
-/// Returns the conditions of the audit log: whether events were lost or left out in the last hour.
-pub(crate) fn audit_conditions() -> impl Iterator<Item = String> {
-    let now = Instant::now();
-    let conditions = audit_log().map(|audit_log| {
-        let lost = audit_log.lost_condition(AUDIT_DROPPED.snapshot().other, now);
-        let left_out = audit_log.left_out_condition(AUDIT_DROPPED.limited(), now);
-        [lost, left_out]
-    });
-    conditions.into_iter().flatten().flatten()
+/// Returns the condition of the audit log, if events were lost in the last hour.
+pub(crate) fn audit_condition() -> Option<String> {
+    let lost = AUDIT_DROPPED.snapshot().other;
+    audit_log()?.lost_condition(lost, Instant::now())
 }
 
 impl AuditLog {
@@ -264,7 +257,6 @@ impl AuditLog {
             settings,
             writer,
             lost: Mutex::default(),
-            left_out: Mutex::default(),
             refused: SourceBudget::with_quotas("audit events of refused requests", REFUSED),
         }
     }
@@ -321,16 +313,6 @@ impl AuditLog {
         listed
     }
 
-    fn left_out_condition(&self, count: u64, now: Instant) -> Option<String> {
-        self.left_out.lock().is_recent(count, now).then(|| {
-            format!(
-                "audit events of refused requests were left out, {count} since the start: a caller without an identity sent \
-                 more than {} in a minute; the last event of the minute names it and the number",
-                REFUSED.source.lines
-            )
-        })
-    }
-
     fn lost_condition(&self, count: u64, now: Instant) -> Option<String> {
         self.lost.lock().is_recent(count, now).then(|| {
             let output = match &self.settings.output {
@@ -349,14 +331,14 @@ impl AuditLog {
     }
 }
 
-impl MissingEvents {
+impl LostEvents {
     /// Returns whether the count has grown in the last hour.
     fn is_recent(&mut self, count: u64, now: Instant) -> bool {
         if count > self.count {
             (self.count, self.at) = (count, Some(now));
         }
         self.at
-            .is_some_and(|at| now.duration_since(at) < MISSING_SHOWN)
+            .is_some_and(|at| now.duration_since(at) < LOST_SHOWN)
     }
 }
 
@@ -418,8 +400,8 @@ const REFUSED: Quotas = Quotas {
         length: Duration::from_secs(60),
     },
 };
-/// Time for which missing events are a condition: longer than alerts wait.
-const MISSING_SHOWN: Duration = Duration::from_secs(3600);
+/// Time for which lost events are a condition: longer than alerts wait.
+const LOST_SHOWN: Duration = Duration::from_secs(3600);
 /// Parameters with the command of a kubelet's exec and run.
 const COMMANDS: [&str; 2] = ["command", "cmd"];
 /// Parameters without `--audit-log-query`: those of a kubelet's exec, attach, portForward and
@@ -539,18 +521,12 @@ mod tests {
     #[test]
     fn lost_events_are_a_condition_for_an_hour() {
         let (log, start) = (log(AuditSettings::default()), Instant::now());
-        let almost = start + MISSING_SHOWN - Duration::from_secs(1);
-        type Condition = fn(&AuditLog, u64, Instant) -> Option<String>;
-        for condition in [
-            AuditLog::lost_condition as Condition,
-            AuditLog::left_out_condition,
-        ] {
-            assert_eq!(condition(&log, 0, start), None);
-            let text = condition(&log, 7, start).unwrap();
-            assert!(text.contains("7 since the start"), "{text}");
-            assert!(condition(&log, 7, almost).is_some());
-            assert_eq!(condition(&log, 7, start + MISSING_SHOWN), None);
-        }
+        let almost = start + LOST_SHOWN - Duration::from_secs(1);
+        assert_eq!(log.lost_condition(0, start), None);
+        let text = log.lost_condition(7, start).unwrap();
+        assert!(text.contains("7 since the start"), "{text}");
+        assert!(log.lost_condition(7, almost).is_some());
+        assert_eq!(log.lost_condition(7, start + LOST_SHOWN), None);
     }
 
     #[test]

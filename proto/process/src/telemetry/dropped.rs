@@ -55,10 +55,6 @@ impl DropCounters {
         self.limited.fetch_add(1, Ordering::Relaxed);
     }
 
-    pub(super) fn limited(&self) -> u64 {
-        self.limited.load(Ordering::Relaxed)
-    }
-
     /// Returns the counts of lines that the output did not accept since the start.
     pub(super) fn snapshot(&self) -> DroppedCounts {
         DroppedCounts {
