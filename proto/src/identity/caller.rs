@@ -23,6 +23,11 @@ pub enum CallerError {
         "the client certificate belongs to a kubelet, and kubelets cannot be callers; use another certificate"
     )]
     Kubelet,
+    /// The certificate has the role of an agent: one edge node must not reach the others.
+    #[error(
+        "the client certificate belongs to an agent of the tunnel, which cannot be a caller; use another certificate"
+    )]
+    Agent,
     /// The certificate has the role of a server towards other servers, or roles that do not parse.
     #[error(
         "the client certificate belongs to a server of the tunnel, which cannot be a caller; use another certificate"
@@ -53,7 +58,8 @@ pub fn caller_name(der: &CertificateDer<'_>) -> Result<String, CallerError> {
         return Err(CallerError::Kubelet);
     }
     match role_of(&certificate) {
-        Ok(None | Some((Role::Agent(_) | Role::Server, _))) => {}
+        Ok(None | Some((Role::Server, _))) => {}
+        Ok(Some((Role::Agent(_), _))) => return Err(CallerError::Agent),
         Ok(Some((Role::Peer(_), _))) | Err(_) => return Err(CallerError::Peer),
     }
     let name = single_value(subject.iter_common_name()).filter(|name| !name.is_empty());
@@ -152,6 +158,19 @@ mod tests {
             let subject = vec![(DnType::CommonName, text("prometheus"))];
             let result = caller_name(&certificate(subject, &[], uris));
             assert_eq!(result, Err(CallerError::Peer), "{uris:?}");
+        }
+    }
+
+    /// Where callers and agents have one CA.
+    #[test]
+    fn agent_is_no_caller_whatever_its_node_is_called() {
+        for node in ["worker-1", "kube-apiserver-kubelet-client"] {
+            let (subject, uri) = (
+                vec![(DnType::CommonName, text(node))],
+                format!("culvert://agent/{node}"),
+            );
+            let result = caller_name(&certificate(subject, &[], &[uri.as_str()]));
+            assert_eq!(result, Err(CallerError::Agent), "{node}");
         }
     }
 
