@@ -125,7 +125,6 @@ fn log<E: EndCode>(record: &StreamRecord<E>, form: LineForm) {
         node = record.node.as_ref().map(NodeName::as_str),
         direction = record.direction,
         port = record.port.map(Port::get),
-        name = record.name.as_ref().map(tracing::field::display),
         target = non_empty(&record.target),
         dialed = non_empty(&record.dialed),
         session = record.session.map(|session| session.0),

@@ -11,7 +11,7 @@ use tunnel_process::telemetry::StreamStage;
 
 use crate::wire::code::RefusalCode;
 use crate::wire::header::{AuditId, StreamHeader, StreamKind};
-use crate::wire::name::{CloudTarget, NodeName, Port, ReplicaId, SessionId};
+use crate::wire::name::{NodeName, Port, ReplicaId, SessionId};
 
 /// How a stream ended, in one word for metrics and logs.
 pub trait EndCode: Copy {
@@ -198,9 +198,7 @@ pub struct StreamRecord<E = StreamEnd> {
     pub port: Option<Port>,
     /// `edge` for a stream to a target of the cloud.
     pub direction: Option<&'static str>,
-    /// The target of the cloud.
-    pub name: Option<CloudTarget>,
-    /// The target, or empty.
+    /// The target as it was asked for, of the cloud its name, or empty.
     pub target: String,
     /// The address that was dialed, or empty.
     pub dialed: String,
@@ -246,7 +244,6 @@ impl<E: EndCode> StreamRecord<E> {
             node: None,
             port: None,
             direction: None,
-            name: None,
             target: String::new(),
             dialed: String::new(),
             session: None,
@@ -280,7 +277,7 @@ impl<E: EndCode> StreamRecord<E> {
                 self.port = Some(target.port());
                 self.target = target.to_string();
             }
-            StreamKind::Cloud(name) => self.name = Some(name.clone()),
+            StreamKind::Cloud(name) => self.target = name.to_string(),
             StreamKind::Control { .. } => "control".clone_into(&mut self.target),
             StreamKind::Enroll => "enroll".clone_into(&mut self.target),
         }

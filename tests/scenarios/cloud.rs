@@ -97,7 +97,7 @@ async fn edge_to_cloud(transport: &str) -> Result<()> {
         line["direction"] == "edge" && line["node"] == NODE,
         "{line}"
     );
-    ensure!(line["name"] == "apiserver", "{line}");
+    ensure!(line["target"] == "apiserver", "{line}");
     let dialed = edge.target.addr().to_string();
     ensure!(line["dialed"] == dialed.as_str(), "{line}");
     ensure!(!edge.agent.log().contains(&dialed), "{}", edge.agent);
@@ -115,7 +115,7 @@ async fn edge_to_cloud(transport: &str) -> Result<()> {
         );
         let user = of_server.user.username.as_deref();
         ensure!(user == Some("agent:worker-1"), "{of_server:?}");
-        ensure!(of_server.annotation("name") == "apiserver" && of_server.verb == "connect");
+        ensure!(of_server.annotation("target") == "apiserver" && of_server.verb == "connect");
         ensure!(of_server.object_ref.is_none(), "{of_server:?}");
         Ok(())
     })

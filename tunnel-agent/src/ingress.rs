@@ -101,7 +101,7 @@ impl Ingress {
             client: peer.ip(),
         };
         let mut record = OpenRecord::start(Instant::now(), sinks);
-        record.name = Some(target.clone());
+        record.target = target.to_string();
         record.node = Some(self.node.clone());
         record.direction = Some("edge");
         record.peer = Some(RecordedPeer::Tcp(peer));

@@ -178,7 +178,10 @@ pub const LOG_FIELDS: &[(&str, &str)] = &[
         "suppressed",
         "number of lines like this one that were not written",
     ),
-    ("target", "target of a stream as requested"),
+    (
+        "target",
+        "target of a stream as requested, of the cloud its name",
+    ),
     ("token", "public id of a join token, never the token"),
     (
         "total",
