@@ -15,7 +15,7 @@ use serde::ser::{Serialize, SerializeMap, Serializer};
 use tokio::time::Instant;
 use tunnel_process::conn_limiter::source;
 use tunnel_process::telemetry::{
-    AuditGuard, AuditSettings, LeftOutEvents, UnverifiedSource, audit_log, non_empty, start_audit,
+    AuditGuard, AuditSettings, LeftOutEvents, RefusedSource, audit_log, non_empty, start_audit,
 };
 
 use crate::stream_record::{AuditedHead, EndCode, RecordedPeer, StreamRecord};
@@ -113,7 +113,7 @@ where
 
 /// Writes the event of a stream that has ended, if there is an audit log. A stream that did not say
 /// what it wants has none. One that reached no target counts for its source, if nobody has verified the
-/// caller.
+/// caller, or the caller is an agent.
 pub(crate) fn ended<E: EndCode>(
     record: &StreamRecord<E>,
     reporter: &'static str,
@@ -122,21 +122,24 @@ pub(crate) fn ended<E: EndCode>(
     let Some(audit_log) = audit_log().filter(|_| !record.is_unread) else {
         return;
     };
-    let limited = unverified_source(record).filter(|_| !has_reached_target);
+    let limited = refused_source(record).filter(|_| !has_reached_target);
     if limited.is_none_or(|source| audit_log.admits_refused(source)) {
         audit_log.push(&event(record, reporter, Stage::ResponseComplete));
     }
 }
 
-/// Returns the source of a stream whose caller nobody has verified.
-fn unverified_source<E>(record: &StreamRecord<E>) -> Option<UnverifiedSource> {
+/// Returns the source of a stream whose caller nobody has verified, or is an agent.
+fn refused_source<E>(record: &StreamRecord<E>) -> Option<RefusedSource> {
     if record.is_claimed {
         let is_unverified = record.caller.is_empty() || record.caller == ANONYMOUS;
-        return is_unverified.then_some(UnverifiedSource::OtherEnd);
+        return is_unverified.then_some(RefusedSource::OtherEnd);
+    }
+    if record.caller.starts_with(AGENT) {
+        return Some(RefusedSource::Agent(record.caller.as_str().into()));
     }
     match &record.peer {
         Some(RecordedPeer::Tcp(address)) if record.caller.is_empty() => {
-            Some(UnverifiedSource::Address(source(address.ip())))
+            Some(RefusedSource::Address(source(address.ip())))
         }
         // Only users of this host connect over a Unix socket.
         Some(RecordedPeer::Tcp(_) | RecordedPeer::Unix | RecordedPeer::Server(_)) | None => None,
@@ -156,9 +159,12 @@ impl EndCode for LeftOut {
 /// Returns the event that says how many events of a source were left out.
 fn left_out_event(left_out: &LeftOutEvents, reporter: &'static str) -> String {
     let mut record = StreamRecord::start(Instant::now(), LeftOut);
-    let address = left_out.source.parse::<IpAddr>();
-    record.peer = address.ok().map(|ip| RecordedPeer::Tcp((ip, 0).into()));
     let LeftOutEvents { source, events } = left_out;
+    let address = source.parse::<IpAddr>();
+    record.peer = address.ok().map(|ip| RecordedPeer::Tcp((ip, 0).into()));
+    if source.starts_with(AGENT) {
+        record.caller.clone_from(source);
+    }
     record.detail =
         format!("{events} events of requests of {source} that reached no target were left out");
     record.head = Some(Box::new(AuditedHead {
@@ -306,6 +312,8 @@ impl Serialize for User<'_> {
     }
 }
 
+/// Begins the name of a caller that is an agent.
+const AGENT: &str = "agent:";
 /// The caller that has not proved an identity. An empty caller is an unknown one.
 pub const ANONYMOUS: &str = "anonymous";
 
@@ -382,7 +390,6 @@ impl<E: EndCode> Serialize for Annotations<'_, E> {
             ("culvert.io/service", shown(&service)),
             ("culvert.io/node", shown(&node)),
             ("culvert.io/port", shown(&record.port)),
-            ("culvert.io/name", shown(&record.name)),
             ("culvert.io/target", shown(&target)),
             ("culvert.io/dialed", shown(&dialed)),
             ("culvert.io/session", shown(&session)),
@@ -523,6 +530,30 @@ mod tests {
         record.caller.clear();
         let user = &shown(&record, Stage::ResponseStarted)["user"];
         assert_eq!(user["username"], "system:anonymous");
+    }
+
+    #[test]
+    fn refused_streams_of_an_agent_have_a_budget_and_those_of_other_verified_callers_have_none() {
+        let mut record = StreamRecord::start(Instant::now(), StreamEnd::Ok);
+        record.peer = Some(RecordedPeer::Tcp(([192, 0, 2, 1], 443).into()));
+        for (caller, expected) in [
+            ("", Some("192.0.2.1")),
+            ("agent:cam-1", Some("agent:cam-1")),
+            ("user:ops", None),
+            ("certificate:agent:cam-1", None),
+        ] {
+            caller.clone_into(&mut record.caller);
+            let source = refused_source(&record).map(|source| source.to_string());
+            assert_eq!(source.as_deref(), expected, "{caller}");
+        }
+        let left_out = LeftOutEvents {
+            source: "agent:cam-1".to_owned(),
+            events: 7,
+        };
+        let event = left_out_event(&left_out, "server");
+        let event: serde_json::Value = serde_json::from_str(&event).unwrap();
+        assert_eq!(event["user"]["username"], "agent:cam-1");
+        assert!(event.get("sourceIPs").is_none());
     }
 
     #[test]

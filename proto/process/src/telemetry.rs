@@ -32,7 +32,7 @@ use access::SWITCH;
 pub use access::{AccessLogMode, AccessLogOutput, AccessLogSettings, admits_access};
 pub(crate) use audit::audit_condition;
 pub use audit::{
-    AuditGuard, AuditLog, AuditOutput, AuditSettings, LeftOutEvents, RawAudit, UnverifiedSource,
+    AuditGuard, AuditLog, AuditOutput, AuditSettings, LeftOutEvents, RawAudit, RefusedSource,
     audit_log, start_audit,
 };
 pub use dropped::DroppedLines;

@@ -1,8 +1,8 @@
 //! The output of audit events: a file that rotates, or standard output, behind a queue of 4 MiB. A full
 //! disk or a reader that stands still delays no stream: what the output does not take is dropped and
-//! counted, and is a condition. What a source without an identity causes above its budget is left out and
-//! counted, as lines of the log are: refused requests cost their caller nothing, and would rotate the events
-//! of others away. That is the noise of any network, and no condition.
+//! counted, and is a condition. What a source without an identity, or an agent, causes above its budget is
+//! left out and counted, as lines of the log are: refused requests cost their caller nothing, and would rotate
+//! the events of others away. That is the noise of any network, and no condition.
 
 use std::fmt;
 use std::io;
@@ -169,7 +169,7 @@ pub struct AuditLog {
     settings: AuditSettings,
     writer: Arc<BatchWriter<LogOutput>>,
     lost: Mutex<LostEvents>,
-    refused: SourceBudget<UnverifiedSource>,
+    refused: SourceBudget<RefusedSource>,
 }
 
 /// The events that the output did not take, as they were last observed.
@@ -179,20 +179,24 @@ struct LostEvents {
     at: Option<Instant>,
 }
 
-/// Where a request of a caller without an identity comes from.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
-pub enum UnverifiedSource {
+/// Where requests come from whose events have a budget if they are refused: a caller without an identity, or
+/// an agent, whose node may be compromised.
+#[derive(Debug, Clone, PartialEq, Eq, PartialOrd, Ord)]
+pub enum RefusedSource {
     /// The address of the caller's connection, or its network.
     Address(IpAddr),
     /// Callers of another server or of the other end, which knows their addresses.
     OtherEnd,
+    /// An agent, by the name of the caller in its events.
+    Agent(Box<str>),
 }
 
-impl fmt::Display for UnverifiedSource {
+impl fmt::Display for RefusedSource {
     fn fmt(&self, formatter: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
             Self::Address(address) => address.fmt(formatter),
             Self::OtherEnd => formatter.write_str("callers of the other end"),
+            Self::Agent(caller) => formatter.write_str(caller),
         }
     }
 }
@@ -200,7 +204,7 @@ impl fmt::Display for UnverifiedSource {
 /// Events that were left out because their source had used up its budget.
 #[derive(Debug, PartialEq, Eq)]
 pub struct LeftOutEvents {
-    /// An address, or the name of a group of sources.
+    /// An address, an agent, or the name of a group of sources.
     pub source: String,
     /// Number of events.
     pub events: u64,
@@ -262,7 +266,7 @@ impl AuditLog {
     }
 
     /// Returns whether there may be an event for a refused request of this source. If not, it is counted.
-    pub fn admits_refused(&self, source: UnverifiedSource) -> bool {
+    pub fn admits_refused(&self, source: RefusedSource) -> bool {
         let is_admitted = self.refused.admit_unlisted(source);
         if !is_admitted {
             AUDIT_DROPPED.add_limited();
@@ -387,7 +391,7 @@ fn is_decoded(encoded: &str, name: &str) -> bool {
 const DEFAULT_MAX_BYTES: u64 = 100 << 20;
 /// Number of full files without `--audit-log-max-backups`.
 const DEFAULT_BACKUPS: u32 = 10;
-/// Events of requests of callers without an identity that reached no target, about 1 KiB each. One source
+/// Events of requests of callers without an identity, and of agents, that reached no target, about 1 KiB each. One source
 /// writes less than 30 MiB a day. Sources at a thousand addresses fill the files of the default rotation in
 /// half a day at least.
 const REFUSED: Quotas = Quotas {
@@ -532,10 +536,12 @@ mod tests {
     #[test]
     fn source_without_an_identity_has_twenty_events_of_refused_requests_a_minute() {
         let log = log(AuditSettings::default());
-        let source = |last| UnverifiedSource::Address([192, 0, 2, last].into());
-        let admitted = |source, requests: u32| {
+        let source = |last| RefusedSource::Address([192, 0, 2, last].into());
+        let admitted = |source: RefusedSource, requests: u32| {
             let requests = 0..requests;
-            requests.filter(|_| log.admits_refused(source)).count()
+            requests
+                .filter(|_| log.admits_refused(source.clone()))
+                .count()
         };
         assert_eq!(admitted(source(1), 1_000), 20);
         assert_eq!(admitted(source(2), 3), 3);
