@@ -553,7 +553,13 @@ impl FromStr for DestinationKind {
     fn from_str(name: &str) -> Result<Self, String> {
         let found = Self::ALL.into_iter().find(|kind| kind.name() == name);
         found.ok_or_else(|| {
-            format!("{name:?} is no destination; use node, service, direct or target")
+            let advice = match name {
+                "pod" => {
+                    "callers address no pods, and logs and exec of one are operations at its node"
+                }
+                _ => "use node, service, direct or target",
+            };
+            format!("{name:?} is no destination; {advice}")
         })
     }
 }

@@ -79,7 +79,7 @@ fn every_mistake_in_the_rules_is_reported() {
         "rules: c: operations: \"logs\" is no operation",
         "rules: c: ports: \"ssh\"",
         "rules: c: listeners: \"udp\"",
-        "rules: c: destinations: \"pod\"",
+        "rules: c: destinations: \"pod\" is no destination; callers address no pods",
         "rules: c: nodes: \"a**\"",
         "rules: d: operations: nobody reads what bytes do",
         "rules: e: callers: is empty",
