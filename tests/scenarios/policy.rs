@@ -378,10 +378,7 @@ async fn dry_run_changes_no_answer_and_its_differences_are_counted_and_listed() 
     ensure_no_rule(&site.connect(PROMETHEUS, port).await?, "connect")?;
     ensure!(site.execs(Some(APISERVER)).await?[..3] == [101; 3]);
     ensure!((differences("deny").await?, differences("allow").await?) == (6, 0));
-    let dir = DataDir::open_existing(&site.env.path().join("server"))?;
-    let server = AdminClient::connect(&dir)
-        .await?
-        .context("no admin socket")?;
+    let server = admin(&site.env).await?;
     let found = server.dry_run().await?.context("no dry run")?;
     let listed: Vec<_> = (found.differences.iter())
         .map(|found| (found.count, found.what.as_str(), found.example.as_str()))
@@ -459,6 +456,68 @@ async fn agents_reach_targets_of_the_cloud_by_rules_that_name_them() -> Result<(
     })
     .await;
     Ok(())
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn stream_of_an_agent_ends_with_the_rule_that_allowed_it_if_asked() -> Result<()> {
+    let target = Exporter::start("apiserver").await?;
+    let file = |gateways: &str| {
+        format!(
+            "cloudApiserver: '{}'\ncallers: {{ gateways: {{ agent: '{gateways}' }} }}\n\
+             rules: [{{ name: gateways, callers: [gateways], destinations: [target] }}]\n",
+            target.addr()
+        )
+    };
+    let env = TestEnv::start_with_file(&file("gw-*"), |_| {}).await?;
+    let address = next_loopback();
+    let agent = async |node: &str, port: u16| {
+        let config = env.agent_config_with(node, |config| {
+            config.cloud_listen = vec![format!("apiserver={address}:{port}")];
+        });
+        let agent = Agent::start(config?).await?;
+        env.connected(node).await;
+        anyhow::Ok(agent)
+    };
+    let _agents = [agent("gw-1", 21443).await?, agent("gw-2", 21444).await?];
+    let at = |port: u16| Endpoint::from(SocketAddr::from((address, port)));
+    let follow = async |port: u16| {
+        eventually("a stream of the agent", WAIT_TIMEOUT, async || {
+            let follow = RawRequest::get("apiserver", "/follow");
+            Exchange::start(at(port), &follow).await
+        })
+        .await
+    };
+    let (mut first, mut second) = (follow(21443).await, follow(21444).await);
+    let server = admin(&env).await?;
+    ensure!(server.end_running().await? == 0);
+    std::fs::write(env.config_file(), file("gw-2"))?;
+    ensure!(server.reload().await?.check().is_ok());
+    let flows = async |follow: &mut Exchange| {
+        target.emit("line");
+        ensure!(follow.line().await.as_deref() == Some("line"));
+        anyhow::Ok(())
+    };
+    flows(&mut first).await?;
+    ensure!(server.end_running().await? == 1);
+    let ended = async { while first.data().await.is_some() {} };
+    tokio::time::timeout(scaled(Duration::from_secs(10)), ended).await?;
+    ensure_reset(first.ended().context("in progress")?)?;
+    let refused = "tunnel_server_cloud_streams_total{result=\"refused_by_policy\"}";
+    eventually("the record", WAIT_TIMEOUT, async || {
+        ensure!(env.metric(refused).await? == 1);
+        anyhow::Ok(())
+    })
+    .await;
+    // The second one has the line of before, too.
+    ensure!(second.line().await.as_deref() == Some("line"));
+    flows(&mut second).await
+}
+
+/// Returns a client of the server's admin socket.
+async fn admin(env: &TestEnv) -> Result<AdminClient> {
+    let dir = DataDir::open_existing(&env.path().join("server"))?;
+    let server = AdminClient::connect(&dir).await?;
+    server.context("no admin socket")
 }
 
 #[tokio::test(flavor = "multi_thread")]
@@ -644,10 +703,7 @@ async fn reload_ends_what_the_rules_refuse_if_asked_and_cuts_nothing_else() -> R
     let hosts = [0, 1].map(|index: usize| format!("worker-{}:{}", index + 1, ports[index]));
     let echoes = [1, 2].map(|number| format!("worker-{number}:{}", echo.addr().port()));
     let mut running = Running::start(&env, &hosts, &echoes).await?;
-    let dir = DataDir::open_existing(&env.path().join("server"))?;
-    let server = AdminClient::connect(&dir)
-        .await?
-        .context("no admin socket")?;
+    let server = admin(&env).await?;
     let mut raw = TcpStream::connect(service).await?;
     raw.write_all(b"ping").await?;
     ensure!(raw.read(&mut [0; 4]).await? > 0);

@@ -144,7 +144,7 @@ const DIFFERENCES_MAX: usize = 100;
 mod tests {
     use prometheus_client::registry::Registry;
     use tunnel_proto::transport::BufferPool;
-    use tunnel_routing::policy::facts_of_agent;
+    use tunnel_routing::policy::access_of_agent;
     use tunnel_routing::policy::rules::{Effect, Rule, RuleTable};
 
     use super::*;
@@ -160,7 +160,7 @@ mod tests {
     fn differences_are_counted_by_kind_up_to_a_limit_until_the_rules_change() {
         let metrics = Metrics::new(&mut Registry::default(), BufferPool::new(1 << 20));
         let report = DryRunReport::new(true);
-        let facts = facts_of_agent(&"gw-1".parse().unwrap(), &[]);
+        let facts = access_of_agent(&"gw-1".parse().unwrap(), &[]).facts;
         let decide = |in_force: &str, effect| {
             let rules = Rules {
                 in_force: table(in_force, Effect::Allow),

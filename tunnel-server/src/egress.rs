@@ -37,7 +37,7 @@ use crate::metrics::Metrics;
 use crate::routing::registry::AgentSession;
 use crate::running::{RunningAccess, RunningAccesses, RunningGuard};
 use tunnel_routing::operation::Operation;
-use tunnel_routing::policy::{SharedPolicy, authorize, facts_of_agent};
+use tunnel_routing::policy::{SharedPolicy, access_of_agent, authorize};
 use tunnel_routing::routes::RouteTable;
 
 mod cloud;
@@ -257,17 +257,18 @@ impl CloudStream<'_> {
     /// Decides by the rules, after the list of targets has.
     fn authorize(&self, name: &CloudTarget, target: &Target) -> Result<(), Refusal> {
         let Self { egress, agent, .. } = *self;
-        let facts = facts_of_agent(&agent.node, target.ports());
+        let access = access_of_agent(&agent.node, target.ports());
+        let facts = access.facts.clone();
         // Before the rules are read: those who decide again after a change find the stream, or it finds them.
         let (targets, node, named) = (egress.targets.clone(), agent.node.clone(), name.clone());
         let offered = move || {
             let found = targets.load().find(&node, &named);
             found.map(drop).map_err(|refusal| refusal.detail)
         };
-        let mut access = RunningAccess::new(facts.clone(), self.ends.clone());
-        access.offered = Some(Box::new(offered));
+        let mut running = RunningAccess::new(access, self.ends.clone());
+        running.offered = Some(Box::new(offered));
         self.running
-            .get_or_init(|| egress.access.running.begin(access));
+            .get_or_init(|| egress.access.running.begin(running));
         let policy = egress.access.policy.load();
         let rules = &policy.rules;
         // A target has no node, of which rules could read more.

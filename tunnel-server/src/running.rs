@@ -10,7 +10,7 @@ use parking_lot::Mutex;
 use tokio::sync::Notify;
 
 use crate::routing::access_review::ClusterUser;
-use tunnel_routing::policy::rules::Facts;
+use tunnel_routing::policy::TargetAccess;
 
 /// The accesses in progress at this server. Clones share them.
 #[derive(Debug, Clone, Default)]
@@ -25,21 +25,19 @@ struct Table {
 
 /// An access that was allowed, with what a decision about it needs.
 pub struct RunningAccess {
-    pub facts: Facts,
+    pub access: TargetAccess,
     /// The caller as a user of the cluster.
     pub cluster_user: Option<Arc<ClusterUser>>,
     /// The method of a request.
     pub method: Option<Method>,
-    /// The settings of the ports have allowed the port on the listener.
-    pub is_listed: bool,
-    /// Whether the configuration still has the target, if an entry of it is the target.
+    /// Whether the list `cloud:` still has the target, if it is one of the cloud.
     pub offered: Option<Offered>,
     /// Wakes what carries the access, to end it.
     pub ends: Arc<Notify>,
     refused: OnceLock<Refused>,
 }
 
-/// Returns why the configuration has a target no more.
+/// Returns why the list `cloud:` has a target no more.
 pub type Offered = Box<dyn Fn() -> Result<(), String> + Send + Sync>;
 
 /// The decision that ends an access.
@@ -60,12 +58,11 @@ pub struct RunningGuard {
 
 impl RunningAccess {
     /// Creates an access. What carries it ends when it is notified by `ends`.
-    pub fn new(facts: Facts, ends: Arc<Notify>) -> Self {
+    pub fn new(access: TargetAccess, ends: Arc<Notify>) -> Self {
         Self {
-            facts,
+            access,
             cluster_user: None,
             method: None,
-            is_listed: false,
             offered: None,
             ends,
             refused: OnceLock::new(),
@@ -77,7 +74,7 @@ impl fmt::Debug for RunningAccess {
     fn fmt(&self, formatter: &mut fmt::Formatter<'_>) -> fmt::Result {
         formatter
             .debug_struct("RunningAccess")
-            .field("facts", &self.facts)
+            .field("access", &self.access)
             .finish_non_exhaustive()
     }
 }
@@ -152,7 +149,7 @@ const ENDED: &str = "the rules have changed, and reload --end-running ends what 
 #[cfg(test)]
 mod tests {
     use futures_util::FutureExt as _;
-    use tunnel_routing::policy::facts_of_agent;
+    use tunnel_routing::policy::access_of_agent;
 
     use super::*;
 
@@ -160,8 +157,8 @@ mod tests {
     fn access_ends_while_it_is_in_progress_and_no_later_one_of_its_connection_does() {
         let (all, ends) = (RunningAccesses::default(), Arc::new(Notify::new()));
         let begin = || {
-            let facts = facts_of_agent(&"gw-1".parse().unwrap(), &[]);
-            all.begin(RunningAccess::new(facts, ends.clone()))
+            let access = access_of_agent(&"gw-1".parse().unwrap(), &[]);
+            all.begin(RunningAccess::new(access, ends.clone()))
         };
         let denied = || Refused::new("rule a denies it", None);
         let first = begin();

@@ -8,9 +8,11 @@ use std::time::{Duration, SystemTime};
 use anyhow::{Context, Result, ensure};
 use serde_json::json;
 use tunnel_process::yaml;
+use tunnel_server::admin::AdminClient;
 use tunnel_server::config::RawConfig;
+use tunnel_store::data_dir::DataDir;
 use tunnel_tests::apiserver::TokenClaims;
-use tunnel_tests::checks::ensure_contains;
+use tunnel_tests::checks::{ensure_contains, ensure_reset};
 use tunnel_tests::client::{RawRequest, UpgradeClient, request};
 use tunnel_tests::cluster::{Cluster, Kind, Kubelet, KubeletCallers, KubeletHost, Real, is_status};
 use tunnel_tests::env::{Agent, TestEnv};
@@ -38,10 +40,13 @@ const EXEC: &str = "/exec/default/web/app?command=echo&command=hello&output=1";
 /// The start of a real kubelet and its first pod.
 const START: Duration = Duration::from_secs(90);
 const LIMIT: Duration = Duration::from_secs(240);
+/// A remote command of a fake kubelet that sends back what it receives.
+const ECHO: &str = "/exec/ns/pod/c?script=echo";
 
 on_both!(
     observer_gets_metrics_and_neither_logs_nor_exec_until_rbac_says_so,
     forged_tokens_of_a_source_keep_no_good_token_of_it_waiting,
+    exec_in_progress_ends_with_its_right_if_asked,
 );
 
 /// A server that asks the cluster about callers, and an agent on the host of the kubelet.
@@ -338,4 +343,40 @@ async fn forged_tokens_of_a_source_keep_no_good_token_of_it_waiting(
         forged = forging => forged,
         scraped = scraping => scraped,
     }
+}
+
+/// The answer that allowed the exec is remembered for 10 s, and must not keep it.
+async fn exec_in_progress_ends_with_its_right_if_asked(cluster_env: ClusterEnv) -> Result<()> {
+    let (_kubelet, site) = start_fake(cluster_env).await?;
+    site.grant("proxy", &["get", "create"]).await?;
+    site.execs_are(101, "the right for exec").await;
+    let bearer = format!("Bearer {}", site.prometheus);
+    let client = UpgradeClient::spdy(HOST, ECHO).header("Authorization", &bearer);
+    let mut exec = client.connect(site.env.https(NODE)?).await?.switched()?;
+    let mut echoed = async |bytes: &'static [u8]| {
+        exec.send(bytes).await?;
+        ensure!(exec.receive(bytes.len()).await? == bytes);
+        anyhow::Ok(())
+    };
+    echoed(b"before").await?;
+    let dir = DataDir::open_existing(&site.env.path().join("server"))?;
+    let server = AdminClient::connect(&dir).await?;
+    let server = server.context("no admin socket")?;
+    ensure!(server.end_running().await? == 0, "the right is there");
+    echoed(b"allowed").await?;
+    site.grant("proxy", &[]).await?;
+    let ended = async || {
+        let ended = server.end_running().await?;
+        ensure!(ended == 1, "{ended}");
+        anyhow::Ok(())
+    };
+    if site.cluster.fake_api().is_ok() {
+        ended().await?;
+    } else {
+        // A kube-apiserver knows the change a moment later.
+        eventually("the end of the exec", CHANGED, ended).await;
+    }
+    ensure_reset(&exec.read_to_end().await.ended)?;
+    ensure!(server.end_running().await? == 0, "it has ended");
+    Ok(())
 }

@@ -12,6 +12,7 @@ use crate::destination::{
 };
 
 use crate::operation::{Operation, RequestedOperation, UnclearPath};
+use crate::routes::RouteTable;
 use rules::{DestinationKind, Facts, RuleTable, Verdict};
 
 mod caller;
@@ -107,8 +108,23 @@ impl PortPolicy {
         Ok(entry.class.target(port))
     }
 
-    /// Returns the target for a port that another setting opens: that of a TCP service, or that of the
-    /// kubelet, which the cluster determines.
+    /// Checks the port of an access that the settings of the ports have to open.
+    ///
+    /// # Errors
+    /// Returns [`Denied`] if they do not on its listener.
+    pub fn check(&self, access: &TargetAccess) -> Result<(), Denied> {
+        let facts = &access.facts;
+        match (&access.opened_by, &facts.node, facts.port) {
+            (OpenedBy::Ports, Some(node), Some(port)) => {
+                let target = self.target(port, facts.listener);
+                let refused = |refusal| Denied::Port(node.clone(), port, refusal);
+                target.map(drop).map_err(refused)
+            }
+            _ => Ok(()),
+        }
+    }
+
+    /// Returns the target for a port, whatever opens it.
     pub fn unlisted_target(&self, port: Port) -> Target {
         let entry = self.settings.entry(port);
         let class = entry.map_or_else(TargetClass::default, |entry| entry.class);
@@ -152,6 +168,12 @@ pub enum Denied {
     /// The node's port is not one that callers may reach.
     #[error("{0} port {1}: {2}")]
     Port(NodeName, Port, PortPolicyError),
+    /// The configuration has the TCP service no more.
+    #[error("the configuration has no such TCP service any more")]
+    NoService,
+    /// The caller has lost the delegation with which the access began.
+    #[error("the caller has client-certificate delegation no more")]
+    NoDelegation,
     /// The path can be read in several ways.
     #[error(transparent)]
     UnclearPath(#[from] UnclearPath),
@@ -189,6 +211,8 @@ impl Denied {
             Self::NoRule { .. }
             | Self::CredentialsRequired
             | Self::Port(..)
+            | Self::NoService
+            | Self::NoDelegation
             | Self::UnclearPath(_) => None,
         }
     }
@@ -243,11 +267,31 @@ pub enum Route<D> {
     Direct(D),
 }
 
-/// An access that the settings of the ports allow, and about which the rules decide.
+/// An access to a target, with all that a decision about it needs: when it begins, and again after a change
+/// of the policy.
 #[derive(Debug, Clone)]
-pub struct Admitted<D> {
-    pub route: Route<D>,
+pub struct TargetAccess {
     pub facts: Facts,
+    pub opened_by: OpenedBy,
+}
+
+/// The setting that opens a target, before the rules decide.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub enum OpenedBy {
+    /// The ports that callers may reach on the listener.
+    Ports,
+    /// The entry of a TCP service with this destination.
+    Service(Destination),
+    /// No setting of the policy: the cluster determines the port of a kubelet, the dial policy the targets
+    /// without an agent, and the list `cloud:` those of the cloud.
+    Other,
+}
+
+/// The route of an access, and the access for the decision about it.
+#[derive(Debug, Clone)]
+pub struct Located<D> {
+    pub route: Route<D>,
+    pub access: TargetAccess,
 }
 
 /// The decision of the rules that allows an access.
@@ -259,33 +303,37 @@ pub struct Granted {
     pub asks_cluster: bool,
 }
 
-/// Returns the route of an access, and the facts for the rules.
+/// Returns the route of an access, about which [`Policy::admit`] and [`authorize`] decide.
 ///
 /// # Errors
-/// Returns [`Denied`] if the caller has to send credentials first, or may not reach the port, or the path
-/// is unclear.
-pub fn admit<D>(ports: &PortPolicy, access: Access<'_, D>) -> Result<Admitted<D>, Denied> {
+/// Returns [`Denied`] if the caller has to send credentials first, or the path is unclear.
+pub fn locate<D>(ports: &PortPolicy, access: Access<'_, D>) -> Result<Located<D>, Denied> {
     let caller = access.caller;
     if caller.needs_credentials() {
         return Err(Denied::CredentialsRequired);
     }
-    let (kind, kubelet, port, route) = match access.destination {
+    let (kind, kubelet, port, route, opened_by) = match access.destination {
         RequestedDestination::Node(requested) => {
             let kubelet = requested.port.kubelet();
-            let target = authorize_node(ports, caller, requested)?;
+            let (target, opened_by) = locate_node(ports, caller, requested);
             let port = target.destination.target.port();
-            (DestinationKind::Node, kubelet, port, Route::Agent(target))
+            let route = Route::Agent(target);
+            (DestinationKind::Node, kubelet, port, route, opened_by)
         }
         RequestedDestination::Configured(destination) => {
-            let port = destination.target.port();
-            let target = AgentTarget {
+            let (port, opened_by) = (
+                destination.target.port(),
+                OpenedBy::Service(destination.clone()),
+            );
+            let route = Route::Agent(AgentTarget {
                 destination,
                 keeps_host: false,
-            };
-            (DestinationKind::Service, None, port, Route::Agent(target))
+            });
+            (DestinationKind::Service, None, port, route, opened_by)
         }
         RequestedDestination::Direct(direct, port) => {
-            (DestinationKind::Direct, None, port, Route::Direct(direct))
+            let route = Route::Direct(direct);
+            (DestinationKind::Direct, None, port, route, OpenedBy::Other)
         }
     };
     let node = match &route {
@@ -312,7 +360,8 @@ pub fn admit<D>(ports: &PortPolicy, access: Access<'_, D>) -> Result<Admitted<D>
         operation,
         without_upgrade,
     };
-    Ok(Admitted { route, facts })
+    let access = TargetAccess { facts, opened_by };
+    Ok(Located { route, access })
 }
 
 /// Decides about an access by the rules.
@@ -344,11 +393,36 @@ pub fn authorize(rules: &RuleTable, facts: &Facts) -> Result<Granted, Denied> {
     }
 }
 
-/// Returns the facts about a stream that the agent of a node opens to a target of the cloud, with these ports
+impl Policy {
+    /// Checks what has to hold before the rules decide about an access, and sets what they read of its node.
+    /// An access that has begun is checked again in the same way.
+    ///
+    /// # Errors
+    /// Returns [`Denied`] if no setting opens the target, or the caller has lost its delegation.
+    pub fn admit(&self, access: &mut TargetAccess, routes: &RouteTable) -> Result<(), Denied> {
+        self.ports.check(access)?;
+        let TargetAccess { facts, opened_by } = access;
+        if let OpenedBy::Service(destination) = opened_by {
+            if !self.services.contains(destination) {
+                return Err(Denied::NoService);
+            }
+            // A caller names the port of a node with what the cluster says of it, and a service does not.
+            facts.is_kubelet |= routes.kubelet_port(&destination.node) == facts.port;
+        }
+        // A request that has begun uses the certificate of the server to its end.
+        if facts.has_delegation && !self.delegation.still_admits(&facts.identity) {
+            return Err(Denied::NoDelegation);
+        }
+        self.rules.in_force.describe(facts, routes);
+        Ok(())
+    }
+}
+
+/// Returns the access of a stream that the agent of a node opens to a target of the cloud, with these ports
 /// of its addresses.
-pub fn facts_of_agent(node: &NodeName, ports: &[Port]) -> Facts {
+pub fn access_of_agent(node: &NodeName, ports: &[Port]) -> TargetAccess {
     let same = |port: &&Port| ports.iter().all(|other| other == *port);
-    Facts {
+    let facts = Facts {
         listener: Listener::Agent,
         identity: CallerIdentity::Agent(node.clone()),
         has_delegation: false,
@@ -361,6 +435,10 @@ pub fn facts_of_agent(node: &NodeName, ports: &[Port]) -> Facts {
         is_kubelet: ports.iter().any(|port| is_kubelet_number(*port)),
         operation: Operation::Connect,
         without_upgrade: Operation::Connect,
+    };
+    TargetAccess {
+        facts,
+        opened_by: OpenedBy::Other,
     }
 }
 
@@ -370,37 +448,33 @@ fn is_kubelet_number(port: Port) -> bool {
         .any(|(kubelet, _)| *kubelet == port.get())
 }
 
-/// Returns the target on a node. The settings of the ports decide, except for the kubelet's port, which the
-/// cluster determines. A caller with delegation also reaches the kubelet by another port.
-pub fn authorize_node(
-    policy: &PortPolicy,
+/// Returns the target on a node, and what opens it: the settings of the ports, except for the kubelet's port,
+/// which the cluster determines. A caller with delegation also reaches the kubelet by another port.
+pub fn locate_node(
+    ports: &PortPolicy,
     caller: AccessCaller<'_>,
     requested: RequestedNode,
-) -> Result<AgentTarget, Denied> {
-    let node = requested.node;
+) -> (AgentTarget, OpenedBy) {
     let (listener, has_delegation) = (caller.listener, caller.has_delegation);
-    let port = match requested.port {
-        RequestedPort::Named(port) => port,
+    let (port, opened_by) = match requested.port {
+        RequestedPort::Named(port) => (port, OpenedBy::Ports),
         RequestedPort::NamedOrKubelet { named, .. }
-            if !has_delegation || policy.target(named, listener).is_ok() =>
+            if !has_delegation || ports.target(named, listener).is_ok() =>
         {
-            named
+            (named, OpenedBy::Ports)
         }
         RequestedPort::NamedOrKubelet { kubelet, .. } | RequestedPort::Kubelet(kubelet) => {
-            let target = policy.unlisted_target(kubelet);
-            return Ok(AgentTarget {
-                destination: Destination { node, target },
-                keeps_host: has_delegation,
-            });
+            (kubelet, OpenedBy::Other)
         }
     };
-    match policy.target(port, listener) {
-        Ok(target) => Ok(AgentTarget {
-            destination: Destination { node, target },
-            keeps_host: false,
-        }),
-        Err(refusal) => Err(Denied::Port(node, port, refusal)),
-    }
+    let target = AgentTarget {
+        destination: Destination {
+            node: requested.node,
+            target: ports.unlisted_target(port),
+        },
+        keeps_host: has_delegation && opened_by == OpenedBy::Other,
+    };
+    (target, opened_by)
 }
 
 #[cfg(test)]
@@ -410,6 +484,7 @@ impl Denied {
         match self {
             Self::CredentialsRequired => "credentials_required",
             Self::Port(..) => "port_denied",
+            Self::NoService | Self::NoDelegation => "not_open",
             Self::UnclearPath(_) => "unclear_path",
             Self::Rule { .. } | Self::NoRule { .. } | Self::Cluster { .. } => "rule_denied",
         }

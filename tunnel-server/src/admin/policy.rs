@@ -17,8 +17,8 @@ use tunnel_routing::destination::{
 use tunnel_routing::operation::RequestedOperation;
 use tunnel_routing::policy::rules::{DestinationKind, Facts, RuleTable};
 use tunnel_routing::policy::{
-    Access, AccessCaller, Admitted, CallerIdentity, Denied, Granted, Listener, PortPolicy,
-    UnreadToken, admit, authorize, facts_of_agent,
+    Access, AccessCaller, CallerIdentity, Denied, Granted, Listener, PortPolicy, UnreadToken,
+    access_of_agent, authorize, locate,
 };
 use tunnel_routing::routes::RouteNode;
 use tunnel_store::data_dir::rfc3339;
@@ -186,7 +186,7 @@ impl PolicyRequest {
                 identity: self.caller.clone(),
                 listener: self.listener,
                 source: self.source,
-                ..facts_of_agent(&self.node, &[self.port])
+                ..access_of_agent(&self.node, &[self.port]).facts
             });
         }
         let operation = if self.method == Method::CONNECT || self.listener == Listener::Service {
@@ -203,7 +203,9 @@ impl PolicyRequest {
             destination: self.requested(),
             operation,
         };
-        admit(ports, access).map(|Admitted { facts, .. }| facts)
+        let access = locate(ports, access)?.access;
+        ports.check(&access)?;
+        Ok(access.facts)
     }
 
     fn requested(&self) -> RequestedDestination<()> {

@@ -27,8 +27,12 @@ const REVIEW_PAUSE: Duration = Duration::from_secs(1);
 
 impl IngressContext {
     /// Decides about all accesses in progress by the policy in force, and ends those that it refuses. Returns
-    /// their number.
+    /// their number. The cluster is asked, since a remembered answer may be older than the change for which
+    /// an operator wants this.
     pub async fn end_refused(&self) -> usize {
+        if let Some(reviewer) = &self.reviewer {
+            reviewer.forget_rights();
+        }
         let (mut ended, mut questions) = (0, HashMap::<_, Vec<_>>::new());
         for (number, access) in self.running.all() {
             match self.decide(&access) {
@@ -90,17 +94,9 @@ impl IngressContext {
         if let Some(Err(reason)) = access.offered.as_ref().map(|offered| offered()) {
             return Err(Refused::new(reason, None));
         }
-        let policy = self.policy.load();
-        let mut facts = access.facts.clone();
-        facts.has_delegation &= policy.delegation.still_admits(&facts.identity);
-        let port = facts.port.filter(|_| access.is_listed);
-        let listed = port.map(|port| policy.ports.target(port, facts.listener));
-        if let Some(Err(refusal)) = listed {
-            return Err(Refused::new(refusal, None));
-        }
-        let rules = &policy.rules;
-        rules.in_force.describe(&mut facts, &self.routes.load());
-        let granted = authorize(&rules.in_force, &facts);
+        let (policy, mut target) = (self.policy.load(), access.access.clone());
+        let admitted = policy.admit(&mut target, &self.routes.load());
+        let granted = admitted.and_then(|()| authorize(&policy.rules.in_force, &target.facts));
         granted.map_err(|denied| Refused::new(&denied, denied.rule()))
     }
 }
@@ -118,8 +114,8 @@ impl Right {
     fn of(access: &RunningAccess) -> Self {
         Self {
             user: access.cluster_user.as_ref().map(|user| format!("{user:?}")),
-            node: access.facts.node.clone(),
-            operation: access.facts.operation,
+            node: access.access.facts.node.clone(),
+            operation: access.access.facts.operation,
             method: access.method.clone(),
         }
     }
@@ -148,14 +144,15 @@ pub(super) async fn ask_cluster(
 fn denied(access: &RunningAccess, granted: &Granted, reason: String) -> Denied {
     Denied::Cluster {
         rule: granted.rule.clone(),
-        operation: access.facts.operation,
+        operation: access.access.facts.operation,
         reason,
     }
 }
 
 async fn review(ingress: &IngressContext, access: &RunningAccess) -> Answer {
-    let operation = access.facts.operation;
-    let (Some(method), Some(node)) = (&access.method, &access.facts.node) else {
+    let facts = &access.access.facts;
+    let operation = facts.operation;
+    let (Some(method), Some(node)) = (&access.method, &facts.node) else {
         return Answer::Denied("it has rights for requests at nodes alone".to_owned());
     };
     let (Some(reviewer), Some(user)) = (&ingress.reviewer, &access.cluster_user) else {

@@ -28,18 +28,15 @@ use crate::routing::access_review::ClusterUser;
 use crate::routing::attempts::Attempts;
 use crate::routing::registry::{CallerKey, OpenError};
 use crate::routing::{Attempt, Failed, OpenStream};
-use crate::running::{Offered, RunningAccess};
+use crate::running::RunningAccess;
 use tunnel_routing::decision::delegated::{self, Decision, DelegatedRequest};
 use tunnel_routing::decision::proxy::ProxyRequest;
 use tunnel_routing::decision::{DecisionError, RequestFacts, decide};
-use tunnel_routing::destination::{
-    Destination, DialTarget, RequestedDestination, RequestedNode, RequestedPort,
-};
+use tunnel_routing::destination::{Destination, DialTarget, RequestedDestination, RequestedNode};
 use tunnel_routing::dial_policy::AddressClaims;
 use tunnel_routing::operation::RequestedOperation;
-use tunnel_routing::policy::rules::Facts;
 use tunnel_routing::policy::{
-    Access, AccessCaller, Admitted, CallerIdentity, Policy, Route, admit, authorize,
+    Access, AccessCaller, CallerIdentity, Located, Policy, Route, TargetAccess, authorize, locate,
 };
 
 /// A request of a caller, as its listener has read it.
@@ -118,27 +115,26 @@ pub(super) async fn route(
             access_log.direct(&direct.request.to_string(), *port);
         }
     }
-    let named = match &destination {
-        RequestedDestination::Node(requested) => Some(requested.port),
-        RequestedDestination::Configured(_) | RequestedDestination::Direct(..) => None,
-    };
     let access = Access {
         caller: request.caller,
         destination,
         operation: request.operation,
     };
     let Policy { ports, rules, .. } = request.policy;
-    let Admitted { route, mut facts } = admit(ports, access)?;
+    let Located { route, mut access } = locate(ports, access)?;
+    let operation = access.facts.operation;
+    access_log.decided(operation, None);
     let (claimed, routes) = (request.claimed.as_ref(), ingress.routes.load());
-    rules.in_force.describe(&mut facts, &routes);
-    let tried = (ingress.dry_run).compare(rules, &facts, claimed, &routes, &ingress.metrics);
+    request.policy.admit(&mut access, &routes)?;
+    let facts = &access.facts;
+    let tried = (ingress.dry_run).compare(rules, facts, claimed, &routes, &ingress.metrics);
     access_log.dry_run(tried);
-    let granted = authorize(&rules.in_force, &facts);
+    let granted = authorize(&rules.in_force, facts);
     let rule = granted.as_ref().map(|granted| Some(&granted.rule));
     let rule = rule.unwrap_or_else(|denied| denied.rule());
-    access_log.decided(facts.operation, rule);
-    let (granted, operation) = (granted?, facts.operation);
-    let access = running_access(ingress, &request, facts, named);
+    access_log.decided(operation, rule);
+    let granted = granted?;
+    let access = running_access(&request, access);
     if granted.asks_cluster {
         // Few requests need the memory of a question.
         Box::pin(ask_cluster(ingress, &access, &granted)).await?;
@@ -156,42 +152,16 @@ pub(super) async fn route(
     Ok(route)
 }
 
-/// Returns an access that was allowed, with what a later decision about it needs.
-fn running_access(
-    ingress: &IngressContext,
-    request: &IngressRequest<'_>,
-    facts: Facts,
-    named: Option<RequestedPort>,
-) -> RunningAccess {
-    let method = match request.operation {
+/// Returns an access that was allowed, with what the cluster is asked about it.
+fn running_access(request: &IngressRequest<'_>, access: TargetAccess) -> RunningAccess {
+    let mut running = RunningAccess::new(access, request.ends.clone());
+    running.cluster_user = request.cluster_user.cloned();
+    running.method = match request.operation {
         RequestedOperation::Http { method, .. } => Some(method.clone()),
         RequestedOperation::Connect => None,
     };
-    let is_listed = match named {
-        Some(RequestedPort::Named(_)) => true,
-        Some(RequestedPort::NamedOrKubelet { named, .. }) => facts.port == Some(named),
-        Some(RequestedPort::Kubelet(_)) | None => false,
-    };
-    let offered = match &request.target {
-        IngressTarget::TcpService(destination) => {
-            let (policy, destination) = (ingress.policy.clone(), Destination::clone(destination));
-            let offered: Offered = Box::new(move || {
-                let is_offered = policy.load().services.contains(&destination);
-                is_offered
-                    .then_some(())
-                    .ok_or_else(|| NO_SERVICE.to_owned())
-            });
-            Some(offered)
-        }
-        IngressTarget::Host(_) | IngressTarget::Delegated(_) | IngressTarget::Proxy { .. } => None,
-    };
-    let mut access = RunningAccess::new(facts, request.ends.clone());
-    access.cluster_user = request.cluster_user.cloned();
-    (access.method, access.is_listed, access.offered) = (method, is_listed, offered);
-    access
+    running
 }
-
-const NO_SERVICE: &str = "the configuration has no such TCP service any more";
 
 /// The answer of every listener while any other one could be wrong: an unknown name may be that of a
 /// node, an address may have two owners, and a direct dial may reach what has an agent.
@@ -212,12 +182,6 @@ async fn resolve(
             Ok(RequestedDestination::Node(requested))
         }
         IngressTarget::Proxy { request, dialer } => resolve_proxy(ingress, request, dialer),
-        // The listener of a service closes some time after the file has lost the service and its rules.
-        IngressTarget::TcpService(destination)
-            if !request.policy.services.contains(destination) =>
-        {
-            Err(ProxyError::new(Outcome::RefusedByPolicy, NO_SERVICE))
-        }
         IngressTarget::TcpService(destination) => {
             Ok(RequestedDestination::Configured((*destination).clone()))
         }

@@ -167,6 +167,8 @@ impl From<Denied> for ProxyError {
             Denied::CredentialsRequired => Outcome::ProxyAuth,
             Denied::UnclearPath(_) => Outcome::BadRequest,
             Denied::Port(..)
+            | Denied::NoService
+            | Denied::NoDelegation
             | Denied::Rule { .. }
             | Denied::NoRule { .. }
             | Denied::Cluster { .. } => Outcome::RefusedByPolicy,

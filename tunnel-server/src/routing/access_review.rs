@@ -254,6 +254,11 @@ impl AccessReviewer {
         Ok(false)
     }
 
+    /// Forgets the answers about rights, so that the next questions are asked.
+    pub fn forget_rights(&self) {
+        self.state.lock().rights = Answers::default();
+    }
+
     async fn has_right(&self, access: NodeAccess) -> Result<bool, ReviewError> {
         let user = format!("{:?}", access.user);
         let key = key(&[

@@ -2,9 +2,9 @@ use tunnel_proto::wire::header::Target;
 
 use super::*;
 use crate::destination::Destination;
-use crate::policy::{AccessCaller, PortLists, PortPolicy, authorize_node};
+use crate::policy::{AccessCaller, PortLists, PortPolicy};
 use crate::routes::RouteNode;
-use crate::testing::assert_contains;
+use crate::testing::{assert_contains, located_node};
 
 fn routes() -> RouteTable {
     let [one, two, three]: [NodeName; 3] =
@@ -26,7 +26,8 @@ fn policy() -> PortPolicy {
 /// Returns the destination that the policy allows, or the kind of the error.
 fn authorized(decided: Result<RequestedNode, DecisionError>) -> Result<Destination, &'static str> {
     let requested = decided.map_err(|error| error.kind())?;
-    match authorize_node(&policy(), AccessCaller::ANONYMOUS, requested) {
+    let target = located_node(&policy(), AccessCaller::ANONYMOUS, requested);
+    match target {
         Ok(target) => Ok(target.destination),
         Err(denied) => Err(denied.kind()),
     }
@@ -224,7 +225,7 @@ fn own_port_is_explained() {
         implied_port: None,
     };
     let requested = decide(&facts, &routes()).unwrap();
-    let denied = authorize_node(&policy(), AccessCaller::ANONYMOUS, requested).unwrap_err();
+    let denied = located_node(&policy(), AccessCaller::ANONYMOUS, requested).unwrap_err();
     assert_contains(&denied, "10264 is the tunnel's own port");
     assert_contains(&denied, "put the target's port in Host");
 }

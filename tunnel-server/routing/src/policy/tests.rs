@@ -1,6 +1,10 @@
 use std::collections::BTreeMap;
 
 use super::*;
+use crate::operation::OperationSet;
+use crate::routes::{RouteNode, RouteSource};
+use crate::testing::located;
+use rules::{Effect, Rule};
 
 fn port(number: u16) -> Port {
     Port::new(number).unwrap()
@@ -22,7 +26,7 @@ fn answer(caller: AccessCaller<'_>, destination: RequestedDestination<()>) -> St
         destination,
         operation: RequestedOperation::Connect,
     };
-    match admit(&policy(), access).map(|admitted| admitted.route) {
+    match located(&policy(), access) {
         Ok(Route::Agent(target)) if target.keeps_host => {
             format!("{}, Host", target.destination)
         }
@@ -205,5 +209,112 @@ fn other_servers_reach_what_some_listener_accepts_at_the_same_address() {
     ] {
         let checked = policy.check_target(&target, Some(port(10350)));
         assert_eq!(checked.is_ok(), expected, "{target}");
+    }
+}
+
+#[test]
+fn access_that_has_begun_is_refused_when_the_setting_that_opened_it_is_gone() {
+    let name = "kube-apiserver-kubelet-client";
+    let service = Destination {
+        node: "worker-1".parse().unwrap(),
+        target: Target::Node(port(22)),
+    };
+    let all = Policy {
+        services: vec![service.clone()],
+        delegation: DelegationPolicy::named([name.to_owned()]),
+        ..policy().into()
+    };
+    let identity = CallerIdentity::Certificate(name.into());
+    let either = RequestedPort::NamedOrKubelet {
+        named: port(9100),
+        kubelet: port(10350),
+    };
+    let changes: [fn(&mut Policy); 4] = [
+        |_| {},
+        |policy| policy.ports = PortPolicy::default(),
+        |policy| policy.services.clear(),
+        |policy| policy.delegation = DelegationPolicy::default(),
+    ];
+    for (destination, has_delegation, expected) in [
+        (
+            node(RequestedPort::Named(port(9100))),
+            false,
+            ["", "port_denied", "", ""],
+        ),
+        (node(either), true, ["", "port_denied", "", "not_open"]),
+        (
+            node(RequestedPort::Kubelet(port(10350))),
+            true,
+            ["", "", "", "not_open"],
+        ),
+        (
+            RequestedDestination::Configured(service),
+            false,
+            ["", "", "not_open", ""],
+        ),
+        (
+            RequestedDestination::Direct((), port(443)),
+            false,
+            ["", "", "", ""],
+        ),
+    ] {
+        let caller = AccessCaller {
+            identity: &identity,
+            has_delegation,
+            ..AccessCaller::ANONYMOUS
+        };
+        let asked = Access {
+            caller,
+            destination: destination.clone(),
+            operation: RequestedOperation::Connect,
+        };
+        let mut begun = locate(&all.ports, asked).unwrap().access;
+        let refused = changes.map(|change| {
+            let mut policy = all.clone();
+            change(&mut policy);
+            let admitted = policy.admit(&mut begun, &RouteTable::default());
+            admitted.err().map_or("", |denied| denied.kind())
+        });
+        assert_eq!(refused, expected, "{destination:?}");
+    }
+}
+
+#[test]
+fn service_at_the_kubelet_of_a_node_is_denied_with_the_shells_of_kubelets() {
+    let node: NodeName = "worker-1".parse().unwrap();
+    let mut routes = RouteTable::default();
+    let known = RouteNode {
+        kubelet_port: Some(port(10350)),
+        ..RouteNode::edge(node.clone(), Vec::new())
+    };
+    routes.replace(RouteSource::Cluster, &node, Some(known));
+    let no_shell = Rule {
+        operations: Some(OperationSet::SHELL),
+        ..Rule::new("no-shell", Effect::Deny)
+    };
+    let table = RuleTable {
+        rules: vec![no_shell, Rule::new("all", Effect::Allow)],
+        ..RuleTable::default()
+    };
+    for (number, expected) in [(10250, "rule_denied"), (10350, "rule_denied"), (22, "")] {
+        let service = Destination {
+            node: node.clone(),
+            target: Target::Node(port(number)),
+        };
+        let policy = Policy {
+            rules: table.clone().into(),
+            services: vec![service.clone()],
+            ..Policy::default()
+        };
+        let asked = Access {
+            caller: AccessCaller::ANONYMOUS,
+            destination: RequestedDestination::<()>::Configured(service),
+            operation: RequestedOperation::Connect,
+        };
+        let mut access = locate(&policy.ports, asked).unwrap().access;
+        let admitted = policy.admit(&mut access, &routes);
+        let decided = admitted.and_then(|()| authorize(&policy.rules.in_force, &access.facts));
+        let denied = decided.err().map_or("", |denied| denied.kind());
+        assert_eq!(denied, expected, "{number}");
     }
 }

@@ -5,9 +5,9 @@ use http::{HeaderMap, HeaderValue, Method, Uri};
 
 use super::*;
 use crate::destination::{AgentTarget, Scheme};
-use crate::policy::{AccessCaller, PortLists, PortPolicy, authorize_node};
+use crate::policy::{AccessCaller, PortLists, PortPolicy};
 use crate::routes::RouteNode;
-use crate::testing::assert_contains;
+use crate::testing::{assert_contains, located_node};
 
 const WITHOUT: &str = "bad_request: --kubelet-certificate-authority";
 /// Node argument for requests that must not cause a lookup.
@@ -51,7 +51,7 @@ fn authorized(requested: RequestedNode) -> Result<AgentTarget, &'static str> {
         has_delegation: true,
         ..AccessCaller::ANONYMOUS
     };
-    authorize_node(&policy(), caller, requested).map_err(|denied| denied.kind())
+    located_node(&policy(), caller, requested).map_err(|denied| denied.kind())
 }
 
 /// A request: method and path, the server name in TLS (`-` for none), and Host.

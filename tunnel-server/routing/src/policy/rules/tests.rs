@@ -52,6 +52,7 @@ fn model_matches(table: &RuleTable, rule: &Rule, facts: &Facts) -> bool {
             UnreadToken::OfOther | UnreadToken::OfAny => true,
         },
         "scrape" if is_unread && rule.effect == Effect::Deny => true,
+        "scrape" => facts.identity == CallerIdentity::ServiceAccount("m/scrape".into()),
         "certificate" => matches!(facts.identity, CallerIdentity::Certificate(_)),
         "agent" => matches!(facts.identity, CallerIdentity::Agent(_)),
         "gateways" => facts.identity.to_string().starts_with("agent:gw-"),
@@ -155,7 +156,9 @@ fn random_rule(table: &RuleTable, random: &mut StdRng) -> Rule {
             "authenticated",
             "delegation",
             "token",
+            "certificate",
             "apiserver",
+            "scrape",
             "ops",
             "office",
             "agent",
@@ -358,7 +361,7 @@ fn node_is_described_by_the_source_of_the_table_alone() {
             nodes_from,
             ..RuleTable::default()
         };
-        let mut facts = super::super::facts_of_agent(&node, &[]);
+        let mut facts = super::super::access_of_agent(&node, &[]).facts;
         facts.node = Some(node.clone());
         table.describe(&mut facts, routes);
         table.decide(&facts).verdict

@@ -31,8 +31,9 @@ use crate::ingress::http::upstream::connection::client;
 use crate::ingress::outcome::Outcome;
 use crate::routing::routes::RouteTable;
 use tunnel_routing::decision::{RequestFacts, decide};
-use tunnel_routing::destination::{Destination, Scheme};
-use tunnel_routing::policy::{AccessCaller, PortLists, PortPolicy, authorize_node};
+use tunnel_routing::destination::{Destination, RequestedDestination, RequestedNode, Scheme};
+use tunnel_routing::operation::RequestedOperation;
+use tunnel_routing::policy::{Access, AccessCaller, Denied, PortLists, PortPolicy, Route, locate};
 
 /// The result of an exchange.
 #[derive(Debug, Default)]
@@ -159,6 +160,21 @@ pub(super) fn exchange(input: &[u8], answer: &[u8]) -> Exchange {
     exchanged
 }
 
+/// Returns the destination on a node, if the ports allow one.
+fn target(requested: RequestedNode) -> Result<Destination, Denied> {
+    let access = Access {
+        caller: AccessCaller::ANONYMOUS,
+        destination: RequestedDestination::<()>::Node(requested),
+        operation: RequestedOperation::Connect,
+    };
+    let located = locate(&POLICY, access)?;
+    POLICY.check(&located.access)?;
+    match located.route {
+        Route::Agent(target) => Ok(target.destination),
+        Route::Direct(()) => unreachable!("a node has an agent"),
+    }
+}
+
 type Sent = Either<TargetBody, ResponseBody>;
 
 async fn serve(
@@ -185,11 +201,11 @@ async fn serve(
         Some(head_error) => Err(ProxyError::new(Outcome::BadRequest, head_error.to_string())),
         None => decide(&facts, &ROUTES)
             .map_err(ProxyError::from)
-            .and_then(|requested| Ok(authorize_node(&POLICY, AccessCaller::ANONYMOUS, requested)?)),
+            .and_then(|requested| Ok(target(requested)?)),
     };
     let mut response = match decided {
         Err(failure) => fail(failure),
-        Ok(agent_target) => {
+        Ok(destination) => {
             let text = |name: &str| {
                 let value = request.headers().get(name);
                 value.map(|value| String::from_utf8_lossy(value.as_bytes()).into_owned())
@@ -209,7 +225,7 @@ async fn serve(
                 wanted: wanted
                     .as_ref()
                     .map(|value| String::from_utf8_lossy(value.as_bytes()).into_owned()),
-                destination: agent_target.destination,
+                destination,
                 bytes: Vec::new(),
             };
             let shares = can_reuse_connection(&request);
