@@ -52,10 +52,11 @@ templates of that time (git show 21f75315^:tunnel-server/templates), not of a ru
 # The script of a page replaces its content.
 RELOAD = """document.querySelector("main").dataset.isOld = true;
     reload().then(() => !document.querySelector("main").dataset.isOld)"""
-# The sections of the page by their headings, with the pixels at which they begin and end.
+# The sections of the page by their headings, with the pixels at which they and their content begin and end.
 SECTIONS = """Object.fromEntries([...document.querySelectorAll("main section h2:first-child")].map((heading) => {
-    const {top, bottom} = heading.parentElement.getBoundingClientRect();
-    return [heading.textContent, [top, bottom]];
+    const section = heading.parentElement;
+    const {bottom} = section.lastElementChild.getBoundingClientRect();
+    return [heading.textContent, [section.getBoundingClientRect().top, bottom]];
 }))"""
 CHECK = """axe.run({resultTypes: ["violations"]}).then(
     ({violations}) => violations.map(({id, nodes}) => id + ": " + nodes[0].html.slice(0, 200)))"""

@@ -244,10 +244,10 @@ async fn failing_installation_says_at_a_glance_what_fails_since_when_and_what_to
     for answer in [
         "13 of 16 reachable",
         "worker-13 no agent is connected",
-        "since 3 h ago",
+        "3 h ago",
         "worker-14 (claimed)",
         "worker-1 nothing listens there, port ",
-        "worker-2 the policy forbids it, port 22",
+        "the policy forbids it, port 22; also worker-",
         "tunnel-server policy show",
         "tunnel-agent doctor",
     ] {
@@ -426,7 +426,8 @@ fn check_glance(facts: &Value) -> Result<()> {
         for section in sections {
             let is_seen = match screen["width"].as_u64() {
                 Some(360) => section == "Servers" || edge(section, 0) < Some(1400.0),
-                _ => edge(section, 1) < Some(900.0),
+                Some(1280) => edge(section, 1) < Some(900.0),
+                _ => true,
             };
             let is_there = edge(section, 0).is_some();
             ensure!(is_there && is_seen, "{section}: {screen}");
