@@ -13,7 +13,7 @@ use tunnel_routing::destination::{DialTarget, RequestedDestination};
 use tunnel_routing::dial_policy::{AddressClaims, DialPolicy, LiveClusterNetworks};
 use tunnel_routing::operation::RequestedOperation;
 use tunnel_routing::policy::{
-    Access, AccessCaller, Listener, PortPolicy, PortSettings, Route, admit,
+    Access, AccessCaller, Listener, PortPolicy, PortSettings, Route, locate,
 };
 
 /// Returns the route for an anonymous caller of a CONNECT listener.
@@ -29,7 +29,9 @@ pub(crate) fn authorize_anonymous<D>(
         destination,
         operation: RequestedOperation::Connect,
     };
-    Ok(admit(policy, access)?.route)
+    let located = locate(policy, access)?;
+    policy.check(&located.access)?;
+    Ok(located.route)
 }
 
 /// A server in a cluster.

@@ -6,7 +6,8 @@ use http::{HeaderValue, Request};
 use super::*;
 use crate::destination::{AgentTarget, Destination};
 use crate::operation::RequestedOperation;
-use crate::policy::{Access, AccessCaller, Listener, PortLists, PortPolicy, Route, admit};
+use crate::policy::{Access, AccessCaller, Listener, PortLists, PortPolicy, Route};
+use crate::testing::located;
 
 fn name(text: &str) -> NodeName {
     text.parse().unwrap()
@@ -142,10 +143,7 @@ fn nodes_go_through_their_agents_and_all_else_is_the_servers_to_dial() {
             destination: requested,
             operation: RequestedOperation::Connect,
         };
-        let admitted = admit(&policy, access);
-        admitted
-            .map(|admitted| admitted.route)
-            .map_err(|denied| denied.kind())
+        located(&policy, access).map_err(|denied| denied.kind())
     };
     let agent = |node: &NodeName, port| {
         let target = policy
