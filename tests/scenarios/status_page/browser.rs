@@ -350,8 +350,8 @@ impl FailingInstallation {
                 .close_with(CloseCode::Dead, "the proxy closed the connection")
                 .await;
             eventually("the end of the session", WAIT_TIMEOUT, async || {
-                ensure!(!env.registry().has(&"worker-15".parse()?));
-                Ok(())
+                ensure!(!env.registry().has(&"worker-15".parse()?), "connected");
+                anyhow::Ok(())
             })
             .await;
         }
@@ -364,13 +364,13 @@ impl FailingInstallation {
         let refused = format!("worker-1:{closed}");
         for (server, host, status, count) in [
             (0, ok.as_str(), 200, 20),
-            (0, &refused, 502, 5),
+            (0, refused.as_str(), 502, 5),
             (0, "worker-2:22", 403, 4),
             (1, "worker-9:22", 403, 2),
         ] {
             for _ in 0..count {
-                let answer = request(servers[server].http(), &RawRequest::get(host, "/metrics"));
-                let answer = answer.await?;
+                let wanted = RawRequest::get(host, "/metrics");
+                let answer = request(servers[server].http(), &wanted).await?;
                 ensure!(answer.status == status, "{host}: {answer:?}");
             }
         }

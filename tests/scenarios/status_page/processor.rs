@@ -10,7 +10,8 @@ use tunnel_proto::wire::name::NodeName;
 use tunnel_store::data_dir::DataDir;
 use tunnel_store::known_nodes::KnownNodes;
 use tunnel_tests::client::{RawRequest, request};
-use tunnel_tests::eventually::scaled;
+use tunnel_tests::env::WAIT_TIMEOUT;
+use tunnel_tests::eventually::{eventually, scaled};
 use tunnel_tests::process::{Listener, Peering, ScratchDir};
 
 use crate::abuse::report_figure;
@@ -41,12 +42,15 @@ async fn page_of_twenty_thousand_nodes_costs_the_servers_process_less_than_100_m
         let (to, node) = (server.address(Listener::Agents), name(number * 10));
         agents.push(ScriptedAgent::connect_to(to, &data, &node, TransportKind::Quic).await?);
     }
-    server
-        .wait_until_connected(&[&name(0), &name((LIVE - 1) * 10)])
-        .await;
+    eventually("the agents", WAIT_TIMEOUT, async || {
+        let reply = request(page, &RawRequest::get("127.0.0.1", "/")).await?;
+        ensure!(reply.text().contains(REACHABLE), "{}", reply.text());
+        anyhow::Ok(())
+    })
+    .await;
     let process = server.process().id().context("the server ended")?;
     for (path, text) in [
-        ("/", "100 <small>of 20,000 reachable"),
+        ("/", REACHABLE),
         ("/nodes?page=500", "20,000 nodes, page 500 of 500"),
         ("/nodes?sort=-version&search=edge", "20,000 nodes, page 1"),
         ("/nodes?sort=seen&state=away", "19,900 nodes, page 1"),
@@ -85,5 +89,6 @@ fn processor_time(process: u32) -> Result<Duration> {
 const NODES: usize = 20_000;
 /// Those of them with an agent.
 const LIVE: usize = 100;
+const REACHABLE: &str = "100 <small>of 20,000 reachable";
 /// Requests of one measurement.
 const TIMES: u32 = 10;
