@@ -99,7 +99,11 @@ refused() {
   local printed
   ! printed=$(tunnel-agent join --server "$1" --node-name worker-1 2>&1 <<<"$2") || fail "joined: $printed"
   grep -q "$3" <<<"$printed" || fail "join gives no reason: $printed"
-  grep -q 'are as before' <<<"$printed" || fail "join does not undo: $printed"
+  as_before "$printed"
+}
+# as_before PRINTED: checks that join has undone what it did.
+as_before() {
+  grep -q 'are as before' <<<"$1" || fail "join does not undo: $1"
   cmp /tmp/agent.yaml /etc/culvert/tunnel-agent.yaml
   [ ! -e /etc/culvert/tunnel-agent.token ] || fail "the token stays"
   ! systemctl is-active --quiet tunnel-agent || fail "the agent runs"
@@ -108,7 +112,17 @@ refused() {
 refused 127.0.0.1:1 "$token" 'no session within 60 s'
 tunnel-server token revoke "$(tunnel-server token create --node worker-1 2>/dev/null | tee /tmp/revoked | cut -d. -f1)"
 refused 127.0.0.1:10262 "$(cat /tmp/revoked)" 'not joined: .*token'
-say "refused joins are undone"
+# A signal while join waits, as of Ctrl-C or of a terminal that has gone.
+for signal in INT HUP; do
+  env --default-signal tunnel-agent join --server 127.0.0.1:1 --node-name worker-1 <<<"$token" >/tmp/joining 2>&1 &
+  joining=$!
+  eventually grep -q 'waiting for a session' /tmp/joining
+  kill -$signal $joining
+  ! wait $joining || fail "joined: $(cat /tmp/joining)"
+  grep -q "not joined: SIG$signal before the agent had a session" /tmp/joining || fail "join says: $(cat /tmp/joining)"
+  as_before "$(cat /tmp/joining)"
+done
+say "refused and interrupted joins are undone"
 printed=$(join)
 grep -q 'ran systemctl enable --now tunnel-agent' <<<"$printed" || fail "join prints: $printed"
 grep -q '^joined: connected to ' <<<"$printed" || fail "join prints: $printed"

@@ -2,13 +2,14 @@
 //! service, and waits for its session.
 //!
 //! Every file is planned before one is written, so that a mistake or a refusal changes nothing. A
-//! service without a session is undone.
+//! service without a session is undone, also when a signal ends the wait.
 
 use std::io::{self, IsTerminal as _, Read as _};
 use std::path::{Path, PathBuf};
 use std::time::SystemTime;
 
 use tunnel_process::files;
+use tunnel_process::shutdown::interruption;
 use tunnel_process::terminal::{Answer, read_secret};
 use tunnel_proto::wire::enroll::JoinToken;
 use tunnel_proto::wire::header::one_line;
@@ -68,6 +69,7 @@ pub async fn run(
             Answer::NoTerminal => return Err(JoinCommandError::Differs(differences)),
         }
     }
+    let interrupted = if starts { Some(interruption()?) } else { None };
     let before = starts.then(ServiceBefore::observe);
     if let Err(error) = plan.write() {
         plan.restore()?;
@@ -79,11 +81,16 @@ pub async fn run(
     if below(root, DEFAULT_DATA_DIR).join(CERTIFICATE).exists() {
         printed = printed.and_then(|()| print(HAS_CERTIFICATE));
     }
-    let Some(before) = before else {
+    let (Some(before), Some(interrupted)) = (before, interrupted) else {
         printed?;
         return Ok(print(NOT_STARTED)?);
     };
-    match start(&commands, &plan, &mut print).await {
+    let started = tokio::select! {
+        biased;
+        started = start(&commands, &plan, &mut print) => started,
+        signal = interrupted => Err(format!("{signal} before the agent had a session")),
+    };
+    match started {
         Ok(outcome) => {
             printed?;
             Ok(print(&outcome)?)

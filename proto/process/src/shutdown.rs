@@ -245,6 +245,24 @@ pub fn handle_signals(shutdown: &Shutdown, first: &CancellationToken) -> io::Res
     Ok(())
 }
 
+/// Handles the signals that end a command from now on, and returns a future of the name of the first:
+/// SIGINT, SIGTERM, or SIGHUP of a terminal that has gone. Cancel-safe.
+///
+/// # Errors
+/// When the handlers cannot be installed.
+pub fn interruption() -> io::Result<impl Future<Output = &'static str>> {
+    let mut interrupt = signal(SignalKind::interrupt())?;
+    let mut terminate = signal(SignalKind::terminate())?;
+    let mut hangup = signal(SignalKind::hangup())?;
+    Ok(async move {
+        tokio::select! {
+            _ = interrupt.recv() => "SIGINT",
+            _ = terminate.recv() => "SIGTERM",
+            _ = hangup.recv() => "SIGHUP",
+        }
+    })
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;

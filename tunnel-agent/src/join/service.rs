@@ -1,5 +1,6 @@
 //! The systemd service of the agent: its start, its state, and its return to what it was before.
 
+use std::os::unix::process::CommandExt as _;
 use std::process::Command;
 use std::time::SystemTime;
 
@@ -147,12 +148,14 @@ fn last_error(since: SystemTime) -> Option<String> {
     Some(one_line(text.join(" ")))
 }
 
-/// Runs a program of the system and returns its output.
+/// Runs a program of the system and returns its output. Ctrl-C in a terminal does not end the program,
+/// which may be undoing something.
 ///
 /// # Errors
 /// Returns the reason, which is what the program has printed on standard error.
 fn call(program: &str, arguments: &[&str]) -> Result<String, String> {
-    let output = Command::new(program).args(arguments).output();
+    let mut command = Command::new(program);
+    let output = command.args(arguments).process_group(0).output();
     let output = output.map_err(|error| error.to_string())?;
     let text = |bytes: &[u8]| String::from_utf8_lossy(bytes).into_owned();
     if output.status.success() {
