@@ -21,7 +21,7 @@ pub(super) const D02: Explanation = Explanation {
 pub(super) const D03: Explanation = Explanation {
     id: "D03",
     checks: "the kubelet CA of a kube-apiserver that dials nodes by name; a TLS handshake with the \
-             kubelets of up to 16 connected edge nodes, by --target-ca if it is set",
+             kubelets of up to 8 connected edge nodes, by --target-ca if it is set",
     consequence: "kube-apiserver or the server refuses the certificate",
     fix: "Add Culvert's CA to the file of --kubelet-certificate-authority:\n\
           kubectl -n kube-system get configmap tunnel-ca -o jsonpath='{.data.ca\\.crt}'\n\
@@ -73,7 +73,7 @@ pub(super) const D08: Explanation = Explanation {
 pub(super) const D09: Explanation = Explanation {
     id: "D09",
     checks: "the running server and its conditions; each edge node: its agent is connected and \
-             answers, round-trip time, version, expiry of the certificate; the conditions of up to 16 \
+             answers, round-trip time, version, expiry of the certificate; the conditions of up to 8 \
              agents, and their connections to the kubelet",
     consequence: "requests for the node fail, or soon will",
     fix: "On the node: tunnel-agent status; journalctl -u tunnel-agent\n\

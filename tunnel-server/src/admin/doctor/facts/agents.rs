@@ -33,7 +33,7 @@ pub(super) async fn ask_all(data_dir: &Path, nodes: Vec<NodeName>) -> Vec<AgentR
             conditions: conditions(&document),
         })
     });
-    let reports = stream::iter(asked).buffer_unordered(AT_ONCE);
+    let reports = stream::iter(asked).buffer_unordered(SAMPLE_MAX);
     let mut reports: Vec<_> = reports.filter_map(async |report| report).collect().await;
     reports.sort_by(|one, other| one.node.cmp(&other.node));
     reports
@@ -45,11 +45,10 @@ fn conditions(document: &Value) -> Vec<String> {
     conditions.take(CONDITIONS_MAX).collect()
 }
 
-/// Maximum number of agents that are asked. A fault of all agents shows in some.
-pub(super) const SAMPLE_MAX: usize = 16;
+/// Maximum number of agents that are asked, all at the same time. A fault of all agents shows in some.
+pub(super) const SAMPLE_MAX: usize = 8;
 const CONDITIONS_MAX: usize = 16;
-const AT_ONCE: usize = 8;
-/// Limit of one agent; all of them take at most twice as long.
+/// Limit of an agent.
 const ASK_LIMIT: Duration = Duration::from_secs(5);
 
 #[cfg(test)]

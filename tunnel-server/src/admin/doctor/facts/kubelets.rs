@@ -107,7 +107,7 @@ pub(super) async fn probe_all(config: &Config, kubelets: Vec<Kubelet>) -> Fact<V
         }
     });
     Ok(stream::iter(probes)
-        .buffer_unordered(AT_ONCE)
+        .buffer_unordered(SAMPLE_MAX)
         .collect()
         .await)
 }
@@ -145,9 +145,8 @@ async fn probe(dir: &DataDir, tls: Arc<ClientConfig>, kubelet: &Kubelet) -> Kube
 
 /// Port of a kubelet whose Node does not say it.
 const KUBELET_PORT: u16 = 10250;
-/// Maximum number of nodes to which the command connects. A fault of all nodes shows in some.
-const SAMPLE_MAX: usize = 16;
-/// Connections at the same time.
-const AT_ONCE: usize = 8;
-/// Limit of one connection; all of them take at most twice as long.
+/// Maximum number of nodes to which the command connects, to all at the same time. A fault of all nodes
+/// shows in some. The admin socket has as many connections again for the agents.
+const SAMPLE_MAX: usize = 8;
+/// Limit of a connection.
 const PROBE_LIMIT: Duration = Duration::from_secs(5);
