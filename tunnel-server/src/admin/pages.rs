@@ -10,7 +10,7 @@ use tunnel_process::query::{RepeatedParameter, parameters, set_once};
 use tunnel_proto::wire::name::{NameError, NodeName};
 
 use super::RevocationInfo;
-use super::status::{NodeSources, NodeStatus};
+use super::status::{NodeSources, NodeStatus, ObservedNode};
 use tunnel_ca::revocation::Revocations;
 
 /// Which page of a list.
@@ -135,37 +135,64 @@ impl NodeSources {
     /// Returns a page of all nodes.
     pub fn page(&self, query: &PageQuery) -> NodesPage {
         let limit = query.limit.min(PAGE_MAX);
-        // One more than the page has says whether there is another page, also if nodes vanish.
-        let mut names = self.names_after(query.bound(), limit + 1);
-        let has_more = names.len() > limit;
-        names.truncate(limit);
-        let mut page = self.page_of(&names, limit);
-        if has_more && page.r#continue.is_none() {
-            page.r#continue = names.last().map(NodeName::to_string);
+        let view = self.view();
+        // One more than the page has says whether there is another page.
+        let held = view.listed_after(query.bound(), limit + 1);
+        let mut part = PartOfNodes::default();
+        let mut token = None;
+        for node in view.nodes_after(query.bound(), &held) {
+            if part.is_full(limit) {
+                token = part.nodes.last().map(|last| last.node.clone());
+                break;
+            }
+            part.add(&node);
         }
-        page
+        NodesPage {
+            nodes: part.nodes,
+            has_replicas: self.has_replicas(),
+            r#continue: token,
+        }
     }
 
     /// Returns a page of the nodes that exist among `names`, in their order.
     pub fn page_of(&self, names: &[NodeName], limit: usize) -> NodesPage {
-        let mut page = NodesPage {
-            has_replicas: self.has_replicas(),
-            ..NodesPage::default()
-        };
-        let mut bytes = 0;
-        let mut last = None;
+        let view = self.view();
+        let mut part = PartOfNodes::default();
+        let (mut last, mut token) = (None, None);
         for name in names {
-            if page.nodes.len() >= limit || bytes >= PAGE_MAX_BYTES {
-                page.r#continue = last.map(NodeName::to_string);
+            if part.is_full(limit) {
+                token = last.map(NodeName::to_string);
                 break;
             }
             last = Some(name);
-            if let Some(status) = self.of_node(name) {
-                bytes += encoded_bytes(&status);
-                page.nodes.push(status);
+            if let Some(node) = view.node(name) {
+                part.add(&node);
             }
         }
-        page
+        NodesPage {
+            nodes: part.nodes,
+            has_replicas: self.has_replicas(),
+            r#continue: token,
+        }
+    }
+}
+
+/// The nodes of a page that is being made.
+#[derive(Default)]
+struct PartOfNodes {
+    nodes: Vec<NodeStatus>,
+    bytes: usize,
+}
+
+impl PartOfNodes {
+    fn is_full(&self, limit: usize) -> bool {
+        self.nodes.len() >= limit || self.bytes >= PAGE_MAX_BYTES
+    }
+
+    fn add(&mut self, node: &ObservedNode<'_>) {
+        let status = node.status();
+        self.bytes += encoded_bytes(&status);
+        self.nodes.push(status);
     }
 }
 

@@ -2,7 +2,6 @@
 
 use std::collections::BTreeMap;
 use std::net::IpAddr;
-use std::ops::Bound;
 use std::sync::Arc;
 
 use serde::{Deserialize, Serialize};
@@ -11,7 +10,7 @@ use tunnel_proto::wire::name::NodeName;
 
 use crate::routing::peers::Peers;
 use crate::routing::registry::{LastClose, Registry, SessionHistory};
-use crate::routing::routes::{NodeLabels, RouteSource, Routes};
+use crate::routing::routes::{NodeLabels, Routes};
 use crate::session::failures::Failures;
 use tunnel_ca::revocation::Revocations;
 use tunnel_store::data_dir::rfc3339;
@@ -204,22 +203,6 @@ impl NodeSources {
         sessions.is_some_and(|sessions| sessions.peers.expected() > 0)
     }
 
-    /// Returns the names of the first `limit` nodes after `after`, in order: the known nodes, those
-    /// of the cluster, and those that other servers hold, or held before they were gone. The cost is in proportion to `limit`.
-    pub fn names_after(&self, after: Bound<&NodeName>, limit: usize) -> Vec<NodeName> {
-        let mut names = self.nodes.names_after(after, limit);
-        let routes = self.routes.load();
-        let of_cluster = routes.after(RouteSource::Cluster, after).take(limit);
-        names.extend(of_cluster.map(|node| node.name.clone()));
-        if let Some(sessions) = &self.sessions {
-            names.extend(sessions.peers.listed_after(after, limit));
-        }
-        names.sort();
-        names.dedup();
-        names.truncate(limit);
-        names
-    }
-
     /// Returns those of the addresses that several nodes have, with the first of these.
     fn conflicts(&self, addresses: &[IpAddr]) -> BTreeMap<IpAddr, Vec<String>> {
         let table = self.routes.load();
@@ -258,7 +241,7 @@ mod tests {
     use super::*;
     use crate::routing::peers::PeerAddress;
     use crate::routing::registry::SuspectReason;
-    use crate::routing::routes::RouteNode;
+    use crate::routing::routes::{RouteNode, RouteSource};
     use crate::testing::{Bench, eventually, node};
     use tunnel_ca::revocation::OrderAction;
 

@@ -4,7 +4,7 @@
 use std::collections::{BTreeMap, BTreeSet};
 use std::io;
 use std::net::IpAddr;
-use std::ops::{Bound, Not};
+use std::ops::Not;
 use std::time::{Duration, SystemTime};
 
 use parking_lot::Mutex;
@@ -260,13 +260,6 @@ impl KnownNodes {
     /// Returns what is known of a node.
     pub fn get(&self, node: &NodeName) -> Option<KnownNode> {
         self.nodes.lock().get(node).cloned()
-    }
-
-    /// Returns the first `limit` nodes whose names are after `after`, in order.
-    pub fn names_after(&self, after: Bound<&NodeName>, limit: usize) -> Vec<NodeName> {
-        let known = self.snapshot();
-        let nodes = known.range((after, Bound::Unbounded));
-        nodes.take(limit).map(|(name, _)| name.clone()).collect()
     }
 
     pub fn snapshot(&self) -> NodeMap {

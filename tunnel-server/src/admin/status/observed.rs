@@ -154,14 +154,14 @@ impl<'a> NodeView<'a> {
         }
     }
 
-    fn listed_after(&self, after: Bound<&NodeName>, limit: usize) -> Vec<NodeName> {
+    pub(crate) fn listed_after(&self, after: Bound<&NodeName>, limit: usize) -> Vec<NodeName> {
         let held = self.peers().map(|peers| peers.listed_after(after, limit));
         held.unwrap_or_default()
     }
 
     /// Returns the nodes whose names are after `after`, in order. `held` are those of them that other
     /// servers hold. Looks up no name in what is in order already.
-    fn nodes_after<'v>(
+    pub(crate) fn nodes_after<'v>(
         &'v self,
         after: Bound<&'v NodeName>,
         held: &'v [NodeName],
