@@ -75,7 +75,7 @@ async fn servers_whose_endpoints_are_deleted_serve_on_and_say_so() -> Result<()>
             let page = meta_page(meta, "/readyz?verbose").await?;
             ensure_contains(
                 &page,
-                &["[!] peer endpoints: 1 connected servers are not in the"],
+                &["[!] peer endpoints: no server is in the EndpointSlices of"],
             )
         })
         .await;

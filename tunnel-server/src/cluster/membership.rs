@@ -1,7 +1,7 @@
 //! The servers of the cluster: watches the EndpointSlices of the servers' headless Service, and
 //! publishes the address and the zone of each server. The last list is persisted for a start without the API
-//! server. A server that leaves the slices stays in the list while it is connected: an empty list may
-//! be a mistake, and a connection is evidence.
+//! server. A server that leaves the slices stays in the list while it is connected, since a connection is
+//! evidence. An empty list is a mistake while this server runs, and removes none.
 
 use std::collections::BTreeMap;
 use std::net::{IpAddr, SocketAddr};
@@ -14,6 +14,7 @@ use kube::runtime::watcher::Event;
 use tokio::sync::watch;
 use tokio::time::{Instant, sleep_until};
 use tracing::info;
+use tunnel_process::name_list::NameList;
 use tunnel_process::networks::{effective_ip, forbidden_kind};
 use tunnel_process::shutdown::Shutdown;
 use tunnel_proto::wire::REPLICAS_MAX;
@@ -124,7 +125,8 @@ impl ListPublisher {
     fn publish(&mut self, membership: Membership, is_missing: bool) {
         let Membership { peers, mut ignored } = membership;
         let members = self.own.members.borrow_and_update().clone();
-        let (peers, unlisted) = with_connected(peers, &self.published.borrow(), &members);
+        let is_empty = peers.is_empty();
+        let (peers, unlisted) = with_unlisted(peers, &self.published.borrow(), &members);
         if is_missing {
             ignored.push(format!(
                 "this server, {}, is not in the EndpointSlices of Service {}: servers that start do not find it; check the \
@@ -133,15 +135,17 @@ impl ListPublisher {
             ));
         }
         if !unlisted.is_empty() {
-            let shown: Vec<_> = (unlisted.iter().take(IGNORED_MAX))
-                .map(ReplicaId::as_str)
-                .collect();
-            ignored.push(format!(
-                "{} connected servers are not in the EndpointSlices of Service {}: {}; they stay until their connections are lost",
-                unlisted.len(),
-                self.service,
-                shown.join(", ")
-            ));
+            let shown = NameList::of(&unlisted);
+            let service = &self.service;
+            ignored.push(if is_empty {
+                format!("no server is in the EndpointSlices of Service {service}, so the known ones stay: {shown}")
+            } else {
+                format!(
+                    "{} connected servers are not in the EndpointSlices of Service {service}: {shown}; they stay until their \
+                     connections are lost",
+                    unlisted.len()
+                )
+            });
         }
         self.conditions.set(Condition::PeerEndpoints, ignored);
         self.published.send_if_modified(|list| {
@@ -155,19 +159,19 @@ impl ListPublisher {
     }
 }
 
-/// Adds the servers of the `current` list that are connected and no longer listed, and returns their
-/// names. A server that announced that it stops is not missed.
-fn with_connected(
+/// Adds the servers of the `current` list that are no longer listed and are connected, or all of them if
+/// none is listed, and returns their names. A server that announced that it stops is not missed.
+fn with_unlisted(
     mut listed: Vec<PeerAddress>,
     current: &[PeerAddress],
     members: &[Member],
 ) -> (Vec<PeerAddress>, Vec<ReplicaId>) {
-    let is_listed = |id: &ReplicaId| listed.iter().any(|peer| peer.id == *id);
     // The first member is this server.
     let connected = members.get(1..).unwrap_or_default();
     let missing = |peer: &&PeerAddress| {
-        let mut connected = connected.iter();
-        connected.any(|member| member.id == peer.id && !member.is_leaving) && !is_listed(&peer.id)
+        let member = connected.iter().find(|member| member.id == peer.id);
+        let stays = member.map_or(listed.is_empty(), |member| !member.is_leaving);
+        stays && !listed.iter().any(|other| other.id == peer.id)
     };
     let unlisted: Vec<_> = current.iter().filter(missing).cloned().collect();
     let names = unlisted.iter().map(|peer| peer.id.clone()).collect();

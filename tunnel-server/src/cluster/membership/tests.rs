@@ -288,7 +288,7 @@ async fn servers_are_followed_and_persisted_for_a_start_without_the_api_server()
 }
 
 #[tokio::test(start_paused = true)]
-async fn servers_without_slices_stay_while_they_are_connected_and_a_missing_server_says_so() {
+async fn servers_without_slices_stay_and_those_of_a_list_without_them_while_they_are_connected() {
     let scratch = Scratch::new();
     let mut fixture = fixture(&scratch.0);
     let all = ["a", "b", "c", "d"].map(|name| running(name, "10.0.0.1"));
@@ -309,27 +309,35 @@ async fn servers_without_slices_stay_while_they_are_connected_and_a_missing_serv
         .connected
         .send_replace([member("a"), member("b"), leaving].into());
     let gone = json!({"type": "DELETED", "object": slice("s", &all)});
-    let _watch = fixture.server.call().await.stream(&[gone]);
-    eventually("the shorter list", || names(&fixture) == ["b"]).await;
+    let watch = fixture.server.call().await.stream(&[gone]);
+    eventually("the empty list", || names(&fixture) == ["a", "b", "d"]).await;
     let lines = |fixture: &Fixture| -> Vec<String> {
         let conditions = fixture.readiness.conditions().into_iter();
         conditions.map(|(_component, line)| line).collect()
     };
-    let unlisted = lines(&fixture);
-    assert_eq!(unlisted.len(), 1, "{unlisted:?}");
-    assert_contains(
-        &unlisted[0],
-        "1 connected servers are not in the EndpointSlices",
-    );
-    assert_contains(&unlisted[0], "kube-system/tunnel-server-peers: b;");
+    let service = "in the EndpointSlices of Service kube-system/tunnel-server-peers";
+    let unlisted = format!("no server is {service}, so the known ones stay: a, b, d");
+    assert_eq!(lines(&fixture), [unlisted]);
+    // Without a list nor a connection nobody knows that they are gone.
+    fixture.connected.send_replace([member("a")].into());
     sleep(2 * MISSING_AFTER).await;
-    assert_eq!(names(&fixture), ["b"], "however long it takes");
-    assert_eq!(shown(&persisted(&scratch.0)), ["b=10.0.0.1:10269"]);
+    assert_eq!(names(&fixture), ["a", "b", "d"], "however long it takes");
+    assert_eq!(shown(&persisted(&scratch.0)).len(), 3);
     assert_contains(
         &lines(&fixture)[0],
         "this server, a, is not in the EndpointSlices",
     );
+    fixture
+        .connected
+        .send_replace([member("a"), member("b")].into());
+    let only = json!({"type": "ADDED", "object": slice("s", &all[..1])});
+    watch.send(format!("{only}\n")).await.unwrap();
+    eventually("the shorter list", || names(&fixture) == ["a", "b"]).await;
+    let unlisted = format!(
+        "1 connected servers are not {service}: b; they stay until their connections are lost"
+    );
+    assert_eq!(lines(&fixture), [unlisted]);
     fixture.connected.send_replace([member("a")].into());
-    eventually("the connection is lost", || names(&fixture).is_empty()).await;
+    eventually("the connection is lost", || names(&fixture) == ["a"]).await;
     fixture.shutdown.finish().await;
 }
