@@ -252,7 +252,6 @@ impl TokenStore {
         let scope = TokenScope::Pattern {
             pattern: nodes.pattern,
             uses_max: nodes.uses_max,
-            uses: 0,
             needs_approval: nodes.needs_approval,
             labels: nodes.labels,
         };
@@ -309,8 +308,18 @@ impl TokenStore {
     /// # Errors
     /// Returns an error if the tokens cannot be read.
     pub fn list(&self, now: SystemTime) -> io::Result<Vec<TokenInfo>> {
-        let tokens = self.objects.list()?.into_iter();
-        let mut tokens: Vec<_> = tokens.map(|(id, stored)| stored.info(&id, now)).collect();
+        let listed = self.objects.list()?;
+        let mut counted = HashMap::<_, u32>::new();
+        for (_, stored) in &listed {
+            if let TokenScope::Counter { token, uses } = &stored.scope {
+                *counted.entry(token.clone()).or_default() += uses;
+            }
+        }
+        let mut tokens: Vec<_> = listed
+            .into_iter()
+            .filter(|(_, stored)| !matches!(stored.scope, TokenScope::Counter { .. }))
+            .map(|(id, stored)| stored.info(&id, counted.get(&id).copied(), now))
+            .collect();
         tokens.sort_by(|one, other| (one.created, &one.id).cmp(&(other.created, &other.id)));
         Ok(tokens)
     }
@@ -382,7 +391,9 @@ impl TokenStore {
                 ..Order::default()
             };
             match &object.token.scope {
-                TokenScope::Use { .. } => return Err(self.failures.lock().unknown(now)),
+                TokenScope::Use { .. } | TokenScope::Counter { .. } => {
+                    return Err(self.failures.lock().unknown(now));
+                }
                 TokenScope::Node(expected) if expected != node => {
                     let detail = format!("the token is for the node {expected}, not {node}");
                     return Err((EnrollCode::WrongNode, detail));
@@ -400,8 +411,10 @@ impl TokenStore {
                         node,
                         key: &key,
                     };
-                    self.uses.take(&token_use, is_known(node), now)?;
-                    return self.granted(token.id(), node, order, labels.clone());
+                    let labels = labels.clone();
+                    let is_known = is_known(node);
+                    self.uses.take(&token_use, object.token, is_known, now)?;
+                    return self.granted(token.id(), node, order, labels);
                 }
             }
             if object.token.used_by.is_none() {
@@ -458,12 +471,19 @@ impl Failures {
 }
 
 impl StoredToken {
-    /// Returns the token, or the use that waits for an approval, for a list.
-    fn info(&self, id: &str, now: SystemTime) -> TokenInfo {
-        let is_spent = match &self.scope {
-            TokenScope::Node(_) => self.used_by.is_some(),
-            TokenScope::Pattern { uses, uses_max, .. } => uses >= uses_max,
-            TokenScope::Use { .. } => false,
+    /// Returns the token, or the use that waits for an approval, for a list. A token for a pattern was
+    /// used so often.
+    fn info(&self, id: &str, uses: Option<u32>, now: SystemTime) -> TokenInfo {
+        let (uses, uses_max) = match &self.scope {
+            TokenScope::Pattern { uses_max, .. } => (Some(uses.unwrap_or(0)), Some(*uses_max)),
+            TokenScope::Node(_) | TokenScope::Use { .. } | TokenScope::Counter { .. } => {
+                (None, None)
+            }
+        };
+        let is_use = matches!(self.scope, TokenScope::Use { .. });
+        let is_spent = match uses {
+            Some(_) => uses >= uses_max,
+            None => !is_use && self.used_by.is_some(),
         };
         let state = if self.revoked {
             TokenState::Revoked
@@ -471,23 +491,20 @@ impl StoredToken {
             TokenState::Used
         } else if self.expires() <= now {
             TokenState::Expired
-        } else if matches!(self.scope, TokenScope::Use { .. }) {
+        } else if is_use {
             TokenState::Pending
         } else {
             TokenState::Active
-        };
-        let uses = match &self.scope {
-            TokenScope::Pattern { uses, uses_max, .. } => Some((*uses, *uses_max)),
-            TokenScope::Node(_) | TokenScope::Use { .. } => None,
         };
         TokenInfo {
             id: id.to_owned(),
             node: match &self.scope {
                 TokenScope::Node(node) | TokenScope::Use { node, .. } => node.to_string(),
                 TokenScope::Pattern { pattern, .. } => pattern.to_string(),
+                TokenScope::Counter { token, .. } => token.clone(),
             },
-            uses: uses.map(|(uses, _)| uses),
-            uses_max: uses.map(|(_, uses_max)| uses_max),
+            uses,
+            uses_max,
             ips: self.ips.clone(),
             created: self.created,
             expires: self.expires(),

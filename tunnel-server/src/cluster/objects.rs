@@ -45,7 +45,7 @@ pub const CONFIG_MAP_MAX_BYTES: usize = 1 << 20;
 
 /// Label of the Secrets of join tokens and of their uses.
 pub const COMPONENT_LABEL: &str = "app.kubernetes.io/component";
-/// Value of the label for tokens, and for uses that wait for an approval.
+/// Value of the label for tokens, for the counters of their uses, and for uses that wait for an approval.
 pub const JOIN_TOKEN: &str = "join-token";
 /// Value of the label for other uses of tokens for patterns, of which no command needs a list.
 pub const JOIN_TOKEN_USE: &str = "join-token-use";

@@ -31,7 +31,7 @@ pub trait TokenObjects: fmt::Debug + Send + Sync {
         Ok(())
     }
 
-    /// Returns the tokens and the uses that wait for an approval, with their ids.
+    /// Returns the tokens, the counters, and the uses that wait for an approval, with their ids.
     fn list(&self) -> io::Result<Vec<(String, StoredToken)>>;
 }
 
@@ -74,8 +74,6 @@ pub(super) enum TokenScope {
         #[serde(with = "pattern_text")]
         pattern: NamePattern,
         uses_max: u32,
-        /// Uses so far. One that was counted and not saved is lost.
-        uses: u32,
         /// Whether an operator has to approve each node.
         needs_approval: bool,
         /// Labels of the nodes.
@@ -89,6 +87,13 @@ pub(super) enum TokenScope {
         /// The token that was used.
         token: String,
         is_approved: bool,
+    },
+    /// A counter of the uses of a token for a pattern, which has several. Nobody can present it.
+    Counter {
+        /// The token that is used.
+        token: String,
+        /// Uses so far. One that was counted and not saved is lost.
+        uses: u32,
     },
 }
 
@@ -128,7 +133,9 @@ impl StoredToken {
                 TokenScope::Use { node, .. } => format!(
                     "another key has enrolled {node} with this token: a cloned disk, or a second machine of this name"
                 ),
-                TokenScope::Node(_) | TokenScope::Pattern { .. } => USED.to_owned(),
+                TokenScope::Node(_) | TokenScope::Pattern { .. } | TokenScope::Counter { .. } => {
+                    USED.to_owned()
+                }
             };
             return Err((EnrollCode::TokenUsed, detail));
         }

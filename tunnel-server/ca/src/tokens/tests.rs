@@ -430,3 +430,67 @@ fn uses_at_once_are_counted_exactly() {
     });
     assert_eq!(granted, 5);
 }
+
+/// The rows of a store of which one object is always written by another server first.
+#[derive(Debug)]
+struct Contended {
+    rows: TokenRows,
+    object: Mutex<String>,
+}
+
+impl Contended {
+    fn wins(&self, id: &str) -> bool {
+        *self.object.lock() != id
+    }
+}
+
+impl TokenObjects for Contended {
+    fn get(&self, id: &str) -> io::Result<Option<TokenObject>> {
+        self.rows.get(id)
+    }
+
+    fn create(&self, id: &str, token: &StoredToken) -> io::Result<bool> {
+        Ok(self.wins(id) && self.rows.create(id, token)?)
+    }
+
+    fn replace(&self, id: &str, object: &TokenObject) -> io::Result<bool> {
+        Ok(self.wins(id) && self.rows.replace(id, object)?)
+    }
+
+    fn list(&self) -> io::Result<Vec<(String, StoredToken)>> {
+        self.rows.list()
+    }
+}
+
+/// Every object that uses of one token share may be written by others all the time: the token itself,
+/// and a counter.
+#[test]
+fn conflicts_about_one_object_refuse_no_use() {
+    let fixture = Fixture::new();
+    let objects = Arc::new(Contended {
+        rows: TokenRows::open(&fixture.scratch.0).unwrap(),
+        object: Mutex::default(),
+    });
+    let store = TokenStore::of(objects.clone());
+    let token = for_cams(&store, 40, false);
+    let enroll = |number: u8| {
+        let node = name(&format!("cam-{number}"));
+        let granted = store.redeem(&token.reveal(), &node, [number; 32], &NEW, at(1));
+        granted.map(|_| ()).map_err(|(code, _)| code)
+    };
+    token.id().clone_into(&mut objects.object.lock());
+    assert_eq!(enroll(0), Ok(()));
+    *objects.object.lock() = format!("count-{}-0", token.id());
+    for number in 1..30 {
+        assert_eq!(enroll(number), Ok(()), "{number}");
+    }
+    objects.object.lock().clear();
+    for number in 30..40 {
+        assert_eq!(enroll(number), Ok(()), "{number}");
+    }
+    assert_eq!(enroll(40), Err(EnrollCode::TokenUsed));
+    let listed = store.list(at(1)).unwrap();
+    let row = listed.iter().find(|row| row.id == token.id()).unwrap();
+    assert_eq!((row.uses, row.state), (Some(40), TokenState::Used));
+    assert_eq!(listed.len(), 2, "counters are no tokens");
+}

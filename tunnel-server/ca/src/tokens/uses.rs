@@ -1,6 +1,9 @@
 //! Uses of tokens for patterns. Each use is an object of its own, named after the node, so the creation
 //! of the object is the compare-and-swap on the name, whatever tokens there are. It stays for a year,
 //! so that no later token takes the name of a node that no server knows any more.
+//!
+//! How often a token may be used is shared out among up to 16 counters, each of which is an object,
+//! too: servers that count at the same time hardly ever write the same one.
 
 use std::collections::HashSet;
 use std::io;
@@ -28,8 +31,9 @@ pub(super) struct TokenUse<'a> {
 #[derive(Debug)]
 pub(super) struct PatternUses {
     objects: Arc<dyn TokenObjects>,
-    /// Held while a use is counted, so that the uses at this server do not conflict with each other.
-    counting: Mutex<()>,
+    /// One for each counter of a token, held while it changes, so that the uses at this server do not
+    /// conflict with each other.
+    counting: [Mutex<()>; COUNTERS_MAX as usize],
     /// Ids of the uses that are being looked up or added, so that no use is counted twice.
     in_progress: Mutex<HashSet<String>>,
 }
@@ -50,7 +54,7 @@ impl PatternUses {
     pub(super) fn of(objects: Arc<dyn TokenObjects>) -> Self {
         Self {
             objects,
-            counting: Mutex::default(),
+            counting: Default::default(),
             in_progress: Mutex::default(),
         }
     }
@@ -63,6 +67,7 @@ impl PatternUses {
     pub(super) fn take(
         &self,
         token_use: &TokenUse<'_>,
+        token: StoredToken,
         is_known: Option<bool>,
         now: SystemTime,
     ) -> Result<(), EnrollRefusal> {
@@ -73,7 +78,7 @@ impl PatternUses {
             Some(used) => used.token,
             None => {
                 refuse_known(token_use.node, is_known)?;
-                self.add_use(token_use, id, now)?
+                self.add_use(token_use, token, id, now)?
             }
         };
         let TokenScope::Use {
@@ -113,17 +118,19 @@ impl PatternUses {
     fn add_use(
         &self,
         token_use: &TokenUse<'_>,
+        token: StoredToken,
         id: &str,
         now: SystemTime,
     ) -> Result<StoredToken, EnrollRefusal> {
-        let token = self.count_use(token_use, now)?;
-        let needs_approval = matches!(
-            token.scope,
-            TokenScope::Pattern {
-                needs_approval: true,
-                ..
-            }
-        );
+        let TokenScope::Pattern {
+            uses_max,
+            needs_approval,
+            ..
+        } = token.scope
+        else {
+            return Err(unavailable(&io::Error::other("the token is for one node")));
+        };
+        self.count_use(token_use.token, &token, uses_max, now)?;
         let used = StoredToken {
             scope: TokenScope::Use {
                 node: token_use.node.clone(),
@@ -153,32 +160,73 @@ impl PatternUses {
     /// crash behind it loses this use.
     fn count_use(
         &self,
-        token_use: &TokenUse<'_>,
+        id: &str,
+        token: &StoredToken,
+        uses_max: u32,
         now: SystemTime,
-    ) -> Result<StoredToken, EnrollRefusal> {
-        // No more than these two calls: with a slow API server they bound the nodes that join in a second.
-        let _counting = self.counting.lock();
+    ) -> Result<(), EnrollRefusal> {
+        let mut counters = counters(uses_max);
         for _ in 0..COUNT_ATTEMPTS_MAX {
-            let found = self.objects.get(token_use.token);
-            let found = found.map_err(|error| unavailable(&error))?;
-            let removed = || unavailable(&io::Error::other("the token was removed"));
-            let mut object = found.ok_or_else(removed)?;
-            object.token.check(token_use.key, now)?;
-            if let TokenScope::Pattern { uses, uses_max, .. } = &mut object.token.scope {
-                if *uses >= *uses_max {
-                    let detail = format!(
-                        "the token was used {uses} times, and cannot be used more often; create a new one"
-                    );
-                    return Err((EnrollCode::TokenUsed, detail));
+            if counters.is_empty() {
+                let detail = format!(
+                    "the token was used {uses_max} times, and cannot be used more often; create a new one"
+                );
+                return Err((EnrollCode::TokenUsed, detail));
+            }
+            // Another one after a conflict, too, so that servers part.
+            let chosen = rand::random_range(0..counters.len());
+            let (counter, limit) = counters[chosen];
+            let counted = self.increment(id, token, counter, limit, now);
+            match counted.map_err(|error| unavailable(&error))? {
+                Counted::Yes => return Ok(()),
+                Counted::Full => {
+                    counters.swap_remove(chosen);
+                }
+                Counted::Conflict => {}
+            }
+        }
+        Err(unavailable(&io::Error::other(
+            "the counters of the token keep changing",
+        )))
+    }
+
+    fn increment(
+        &self,
+        token_id: &str,
+        token: &StoredToken,
+        counter: usize,
+        limit: u32,
+        now: SystemTime,
+    ) -> io::Result<Counted> {
+        let id = format!("count-{token_id}-{counter}");
+        // No more than these two calls: with a slow API server they bound the nodes that join in a second,
+        // one for each counter at a time.
+        let _counting = self.counting[counter].lock();
+        let is_counted = if let Some(mut object) = self.objects.get(&id)? {
+            if let TokenScope::Counter { uses, .. } = &mut object.token.scope {
+                if *uses >= limit {
+                    return Ok(Counted::Full);
                 }
                 *uses += 1;
             }
-            let replaced = self.objects.replace(token_use.token, &object);
-            if replaced.map_err(|error| unavailable(&error))? {
-                return Ok(object.token);
-            }
-        }
-        Err(unavailable(&io::Error::other("the token keeps changing")))
+            self.objects.replace(&id, &object)?
+        } else {
+            let created = StoredToken {
+                scope: TokenScope::Counter {
+                    token: token_id.to_owned(),
+                    uses: 1,
+                },
+                secret_sha256: String::new(),
+                created: whole_seconds(now),
+                ..token.clone()
+            };
+            self.objects.create(&id, &created)?
+        };
+        Ok(if is_counted {
+            Counted::Yes
+        } else {
+            Counted::Conflict
+        })
     }
 
     /// Approves the uses of tokens by these nodes that wait for it. Returns the nodes that were
@@ -215,6 +263,22 @@ impl PatternUses {
     }
 }
 
+/// What became of a use at one counter.
+enum Counted {
+    Yes,
+    /// The counter has no use left.
+    Full,
+    /// Another server counted at the same time.
+    Conflict,
+}
+
+/// Returns the counters of a token that can be used so often, with the uses that each admits.
+fn counters(uses_max: u32) -> Vec<(usize, u32)> {
+    let count = uses_max.min(COUNTERS_MAX);
+    let limits = (0..count).map(|counter| (uses_max - counter).div_ceil(count));
+    limits.enumerate().collect()
+}
+
 impl TokenUse<'_> {
     /// Returns the id of the object. No token has such an id.
     pub(super) fn id(&self) -> String {
@@ -240,8 +304,9 @@ fn refuse_known(node: &NodeName, is_known: Option<bool>) -> Result<(), EnrollRef
     }
 }
 
-/// Attempts to count a use. Of several servers that count uses of one token all the time, one succeeds in
-/// each round.
-const COUNT_ATTEMPTS_MAX: usize = 64;
+/// Objects among which the uses of a token are shared out. The last uses look at all of them.
+const COUNTERS_MAX: u32 = 16;
+/// Attempts to count a use: each counter may be full, and be written by another server some times.
+const COUNT_ATTEMPTS_MAX: u32 = 4 * COUNTERS_MAX;
 /// Hexadecimal digits of the hash of a node's name in the id of a use.
 const NODE_HASH_LEN: usize = 32;
