@@ -177,12 +177,16 @@ async fn each_json_document_has_the_version_of_its_schema() -> Result<()> {
     let [stopped, agent] = [stopped, stack._scratch.path().join("agent")]
         .map(|folder| folder.to_string_lossy().into_owned());
     let agents = stack.server.address(Listener::Agents).to_string();
+    let create = ["token", "create", "--node", "worker-4"];
+    let token = stack.server.verb(&create)?.run().await?.ok()?;
+    let token = token.split('.').next().context("no id")?;
     let replaced = [
         ("SERVER", stack.server.data_dir()),
         ("STOPPED", &stopped),
         ("AGENT", &agent),
         ("META", &meta),
         ("DIAL", &agents),
+        ("TOKEN", token),
     ];
     let page = std::fs::read_to_string(repository().join("docs/reference/configuration.md"))?;
     let mut documents = DOCUMENTS.iter();
@@ -226,10 +230,40 @@ const DOCUMENTS: &[(&str, &str, bool)] = &[
         "-o json --data-dir SERVER",
         true,
     ),
+    (
+        "tunnel-server token revoke",
+        "TOKEN -o json --data-dir SERVER",
+        true,
+    ),
     ("tunnel-server nodes", "-o json --data-dir SERVER", true),
+    (
+        "tunnel-server nodes revoke",
+        "worker-3 -o json --data-dir SERVER",
+        true,
+    ),
+    (
+        "tunnel-server nodes unrevoke",
+        "worker-3 -o json --data-dir SERVER",
+        true,
+    ),
+    (
+        "tunnel-server nodes reissue",
+        "worker-3 -o json --data-dir SERVER",
+        true,
+    ),
+    (
+        "tunnel-server nodes approve",
+        "worker-3 -o json --data-dir SERVER",
+        false,
+    ),
     (
         "tunnel-server nodes revocations",
         "-o json --data-dir SERVER",
+        true,
+    ),
+    (
+        "tunnel-server nodes forget",
+        "worker-2 -o json --data-dir SERVER",
         true,
     ),
     (

@@ -248,17 +248,25 @@ impl TokenVerb {
                     }
                 }))
             }
-            Self::Revoke { id, data_dir } => {
+            Self::Revoke {
+                id,
+                output,
+                data_dir,
+            } => {
                 let dir = DataDir::open_existing(&data_dir.path()?)?;
                 let found = match AdminClient::connect(&dir).await? {
                     Some(server) => server.revoke_token(&id).await?,
                     None => TokenStore::open(require_standalone(&dir)?)?.revoke(&id)?,
                 };
-                if found {
-                    Ok(VerbOutput::out(format!("token {id} revoked\n")))
-                } else {
-                    Err(VerbError::UnknownToken(id))
+                if !found {
+                    return Err(VerbError::UnknownToken(id));
                 }
+                Ok(VerbOutput::out(match output {
+                    OutputFormat::Table => format!("token {id} revoked\n"),
+                    OutputFormat::Json => {
+                        json(&Document::new(serde_json::json!({ "revoked": id })))?
+                    }
+                }))
             }
         }
     }
@@ -360,7 +368,7 @@ fn created_token(created: &CreatedToken, output: OutputFormat) -> Result<VerbOut
             created.command,
             hint.unwrap_or_default()
         ),
-        not_running: None,
+        failure: None,
     })
 }
 
@@ -412,8 +420,8 @@ fn json(value: &impl serde::Serialize) -> Result<String, VerbError> {
 struct VerbOutput {
     out: String,
     err: String,
-    /// Data directory that the output is from, because no server runs with it.
-    not_running: Option<PathBuf>,
+    /// Why the command fails although it has an output.
+    failure: Option<VerbError>,
 }
 
 impl VerbOutput {
@@ -421,12 +429,11 @@ impl VerbOutput {
         Self {
             out,
             err: String::new(),
-            not_running: None,
+            failure: None,
         }
     }
 
-    /// Prints the output. A reader that closes the pipe early is not an error. A list that is not of
-    /// a running server is [`VerbError::NotRunning`] in the end.
+    /// Prints the output, and returns its failure. A reader that closes the pipe early is not an error.
     fn print(self) -> Result<(), VerbError> {
         let written = write_all(&mut io::stdout(), &self.out)
             .and_then(|()| write_all(&mut io::stderr(), &self.err));
@@ -434,10 +441,7 @@ impl VerbOutput {
             Err(error) if error.kind() != io::ErrorKind::BrokenPipe => return Err(error.into()),
             Ok(()) | Err(_) => {}
         }
-        match self.not_running {
-            Some(dir) => Err(VerbError::NotRunning(dir)),
-            None => Ok(()),
-        }
+        self.failure.map_or(Ok(()), Err)
     }
 }
 

@@ -132,6 +132,9 @@ pub enum TokenVerb {
     Revoke {
         /// First part of the token, as shown in the list
         id: String,
+        /// Output format of the result
+        #[arg(short, long, value_enum, default_value = "table")]
+        output: OutputFormat,
         /// Data directory of the server.
         #[command(flatten)]
         data_dir: DataDirArg,
@@ -217,6 +220,9 @@ pub struct NodeNames {
     /// File with more names, one a line, with comments after #; - is standard input
     #[arg(short, long, value_name = "FILE")]
     pub file: Option<PathBuf>,
+    /// Output format of the result
+    #[arg(short, long, value_enum, default_value = "table")]
+    pub output: OutputFormat,
 }
 
 /// Actions on one node or several.

@@ -9,6 +9,7 @@ use std::time::{Duration, SystemTime};
 use tokio::time::{Instant, sleep};
 use tunnel_process::name_list::NameList;
 use tunnel_process::output::OutputFormat;
+use tunnel_process::schema::Document;
 use tunnel_process::terminal;
 use tunnel_proto::wire::name::NodeName;
 
@@ -16,7 +17,7 @@ use super::inventory::{Inventory, ssh_entry};
 use super::json_list::JsonList;
 use super::table::{self, NodeTable, RevocationTable, TableStyle};
 use super::{
-    NodeNames, NodesArgs, NodesOutput, NodesVerb, VerbError, VerbOutput, load_names,
+    NodeNames, NodesArgs, NodesOutput, NodesVerb, VerbError, VerbOutput, json, load_names,
     require_standalone,
 };
 use crate::admin::failures::FailureStatus;
@@ -129,14 +130,16 @@ impl NodesArgs {
                 return revocations(&dir, server, *output, out).await;
             }
             Some(NodesVerb::Approve { names }) => {
-                return approve(&dir, server, &load(names)?).await;
+                return approve(&dir, server, &load(names)?, names.output).await;
             }
-            Some(NodesVerb::Forget { names }) => return forget(&dir, server, &load(names)?).await,
+            Some(NodesVerb::Forget { names }) => {
+                return forget(&dir, server, &load(names)?, names.output).await;
+            }
             Some(NodesVerb::Revoke { names }) => (OrderAction::Revoke, names),
             Some(NodesVerb::Unrevoke { names }) => (OrderAction::Unrevoke, names),
             Some(NodesVerb::Reissue { names }) => (OrderAction::Reissue, names),
         };
-        order(&dir, server, action, &load(names)?).await
+        order(&dir, server, action, &load(names)?, names.output).await
     }
 
     async fn list(
@@ -155,7 +158,7 @@ impl NodesArgs {
         let source = match server {
             Some(server) => ListSource::Server(server),
             None => {
-                output.not_running = Some(dir.path().to_owned());
+                output.failure = Some(VerbError::NotRunning(dir.path().to_owned()));
                 let (nodes, orders) = (KnownNodes::open(dir)?, Revocations::open(dir, true)?);
                 ListSource::Files(NodeSources::of_files(nodes, orders))
             }
@@ -490,6 +493,7 @@ async fn order(
     server: Option<AdminClient>,
     action: OrderAction,
     names: &[NodeName],
+    output: OutputFormat,
 ) -> Result<VerbOutput, VerbError> {
     let is_running = server.is_some();
     let mut unchecked = None;
@@ -521,9 +525,22 @@ async fn order(
     };
     let changed: BTreeSet<&str> = outcome.changed.iter().map(String::as_str).collect();
     let unchanged = names.iter().filter(|name| !changed.contains(name.as_str()));
-    let unchanged: NameList = unchanged.collect();
-    if changed.is_empty() && !unchanged.is_empty() {
-        return Err(VerbError::NotRevoked(unchanged));
+    let unchanged: Vec<_> = unchanged.collect();
+    let is_refused = changed.is_empty() && !unchanged.is_empty();
+    let refusal = VerbError::NotRevoked(unchanged.iter().copied().collect());
+    if output == OutputFormat::Json {
+        let document = OrderDocument {
+            action,
+            unchanged: unchanged.into_iter().map(NodeName::to_string).collect(),
+            outcome,
+        };
+        return Ok(VerbOutput {
+            failure: is_refused.then_some(refusal),
+            ..VerbOutput::out(json(&Document::new(document))?)
+        });
+    }
+    if is_refused {
+        return Err(refusal);
     }
     let (mut out, mut err) = (String::new(), String::new());
     for name in &outcome.changed {
@@ -543,7 +560,7 @@ async fn order(
         OrderAction::Unrevoke => "",
     });
     if !unchanged.is_empty() {
-        err.push_str(&format!("note: {}\n", VerbError::NotRevoked(unchanged)));
+        err.push_str(&format!("note: {refusal}\n"));
     }
     if action != OrderAction::Unrevoke && !outcome.unknown.is_empty() {
         let unknown = NameList::of(&outcome.unknown);
@@ -570,6 +587,16 @@ async fn order(
         err,
         ..VerbOutput::out(out)
     })
+}
+
+/// The document of an order.
+#[derive(serde::Serialize)]
+struct OrderDocument {
+    action: OrderAction,
+    /// Nodes that were as ordered before.
+    unchanged: Vec<String>,
+    #[serde(flatten)]
+    outcome: OrderOutcome,
 }
 
 /// What a revocation means, also for pods that are made later.
@@ -619,17 +646,17 @@ async fn revocations(
         }
     };
     Ok(VerbOutput {
-        not_running: files.map(|_| dir.path().to_owned()),
+        failure: files.map(|_| VerbError::NotRunning(dir.path().to_owned())),
         ..VerbOutput::out(text)
     })
 }
 
-/// Forgets the nodes that are known and not connected, and names the others.
 /// Admits nodes that wait for it. Without a running server its store is changed, outside a cluster.
 async fn approve(
     dir: &DataDir,
     server: Option<AdminClient>,
     names: &[NodeName],
+    output: OutputFormat,
 ) -> Result<VerbOutput, VerbError> {
     let mut outcome = ApproveOutcome::default();
     if let Some(server) = server {
@@ -642,28 +669,22 @@ async fn approve(
         let tokens = TokenStore::open(require_standalone(dir)?)?;
         outcome = ApproveOutcome::of(names, &tokens.approve(names)?);
     }
-    let refusal = VerbError::NotPending(NameList::of(&outcome.others));
-    if outcome.approved.is_empty() {
-        return Err(refusal);
+    let mut refusals = Vec::new();
+    if !outcome.others.is_empty() {
+        refusals.push(VerbError::NotPending(NameList::of(&outcome.others)));
     }
-    let approved = outcome.approved.iter();
-    Ok(VerbOutput {
-        out: approved
-            .map(|name| format!("node {name} approved\n"))
-            .collect(),
-        err: if outcome.others.is_empty() {
-            String::new()
-        } else {
-            format!("note: {refusal}\n")
-        },
-        not_running: None,
-    })
+    match output {
+        OutputFormat::Table => ended(&outcome.approved, "approved", refusals),
+        OutputFormat::Json => document(&outcome, outcome.approved.is_empty(), refusals),
+    }
 }
 
+/// Forgets the nodes that are known and not connected, and names the others.
 async fn forget(
     dir: &DataDir,
     server: Option<AdminClient>,
     names: &[NodeName],
+    output: OutputFormat,
 ) -> Result<VerbOutput, VerbError> {
     let mut outcome = ForgetOutcome::default();
     if let Some(server) = server {
@@ -688,19 +709,41 @@ async fn forget(
     if !outcome.unknown.is_empty() {
         refusals.push(VerbError::UnknownNodes(NameList::of(&outcome.unknown)));
     }
-    if outcome.forgotten.is_empty()
+    match output {
+        OutputFormat::Table => ended(&outcome.forgotten, "forgotten", refusals),
+        OutputFormat::Json => document(&outcome, outcome.forgotten.is_empty(), refusals),
+    }
+}
+
+/// Returns the text of a command about nodes: what became of some, and why not of others. It fails if
+/// nothing became of any.
+fn ended(
+    nodes: &[String],
+    what: &str,
+    mut refusals: Vec<VerbError>,
+) -> Result<VerbOutput, VerbError> {
+    if nodes.is_empty()
         && let Some(refusal) = refusals.pop()
     {
         return Err(refusal);
     }
-    let forgotten = outcome.forgotten.iter();
+    let ended = nodes.iter().map(|name| format!("node {name} {what}\n"));
     let notes = refusals.iter();
     Ok(VerbOutput {
-        out: forgotten
-            .map(|name| format!("node {name} forgotten\n"))
-            .collect(),
         err: notes.map(|refusal| format!("note: {refusal}\n")).collect(),
-        not_running: None,
+        ..VerbOutput::out(ended.collect())
+    })
+}
+
+/// Returns the document of a command about nodes, which names those that were refused, too.
+fn document(
+    outcome: &impl serde::Serialize,
+    is_refused: bool,
+    mut refusals: Vec<VerbError>,
+) -> Result<VerbOutput, VerbError> {
+    Ok(VerbOutput {
+        failure: refusals.pop().filter(|_| is_refused),
+        ..VerbOutput::out(json(&Document::new(outcome))?)
     })
 }
 

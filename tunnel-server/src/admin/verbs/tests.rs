@@ -418,7 +418,7 @@ async fn directory_without_a_server_gets_no_ca_by_accident() {
     assert!(matches!(refused, VerbError::NoServer(_)), "{refused}");
     assert!(!missing.exists());
     let listed = verb(&scratch, "nodes").await.unwrap();
-    assert!(listed.not_running.is_some());
+    assert!(matches!(listed.failure, Some(VerbError::NotRunning(_))));
     out(&scratch, "ca --offline").await;
     out(&scratch, "token create --node worker-1").await;
 }
