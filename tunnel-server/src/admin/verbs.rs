@@ -42,8 +42,8 @@ pub use args::{
     NodesVerb, ReloadArgs, TokenVerb,
 };
 use connect::ConnectArgs;
-pub use names_file::NamesFileError;
 pub(crate) use names_file::load_names;
+pub use names_file::{BadLines, NamesFileError};
 pub use ping::PingArgs;
 pub use selector::{LabelSelector, UnknownLabel};
 

@@ -5,6 +5,7 @@ use std::fs::File;
 use std::io::{self, Read};
 use std::path::{Path, PathBuf};
 
+use tunnel_process::name_list::NAMES_SHOWN_MAX;
 use tunnel_proto::wire::name::{NameError, NodeName};
 
 /// The reason why a file with names cannot be used.
@@ -14,15 +15,40 @@ pub enum NamesFileError {
     Read(PathBuf, #[source] io::Error),
     #[error("{} has more than {} MiB", .0.display(), FILE_MAX_BYTES >> 20)]
     TooLarge(PathBuf),
-    #[error("{}, line {line}: {problem}", .file.display())]
-    Name {
-        file: PathBuf,
-        line: usize,
-        problem: NameError,
-    },
+    #[error("{}", .problems.text(.file))]
+    Names { file: PathBuf, problems: BadLines },
     /// An empty file is more likely a mistake than the wish for nothing, or for all nodes.
     #[error("{} has no name", .0.display())]
     Empty(PathBuf),
+}
+
+/// The first lines without a valid name, and the number of all of them.
+#[derive(Debug, Default)]
+pub struct BadLines {
+    shown: Vec<(usize, NameError)>,
+    count: usize,
+}
+
+impl BadLines {
+    fn push(&mut self, line: usize, problem: NameError) {
+        self.count += 1;
+        if self.shown.len() < NAMES_SHOWN_MAX {
+            self.shown.push((line, problem));
+        }
+    }
+
+    fn text(&self, file: &Path) -> String {
+        let file = file.display();
+        let shown = self.shown.iter();
+        let mut lines: Vec<_> = shown
+            .map(|(line, problem)| format!("{file}, line {line}: {problem}"))
+            .collect();
+        match self.count - self.shown.len() {
+            0 => {}
+            others => lines.push(format!("and {others} more lines of {file}")),
+        }
+        lines.join("\n")
+    }
 }
 
 /// Returns the names of the arguments and of the file, ordered and each once. Blocks the thread.
@@ -48,10 +74,9 @@ fn read(path: &Path) -> Result<Vec<NodeName>, NamesFileError> {
     };
     let text = text.map_err(|error| NamesFileError::Read(path.to_owned(), error))?;
     let text = text.ok_or_else(|| NamesFileError::TooLarge(path.to_owned()))?;
-    let names = parse(&text).map_err(|(line, problem)| NamesFileError::Name {
+    let names = parse(&text).map_err(|problems| NamesFileError::Names {
         file: path.to_owned(),
-        line,
-        problem,
+        problems,
     })?;
     if names.is_empty() {
         return Err(NamesFileError::Empty(path.to_owned()));
@@ -66,15 +91,21 @@ fn read_bounded(reader: impl Read) -> io::Result<Option<String>> {
     Ok((text.len() as u64 <= FILE_MAX_BYTES).then_some(text))
 }
 
-/// Parses the names. An error has the number of its line.
-fn parse(text: &str) -> Result<Vec<NodeName>, (usize, NameError)> {
-    let lines = text.lines().enumerate().filter_map(|(index, line)| {
+/// Parses the names. Other programs begin a file with a byte order mark.
+fn parse(text: &str) -> Result<Vec<NodeName>, BadLines> {
+    let text = text.strip_prefix('\u{feff}').unwrap_or(text);
+    let (mut names, mut bad) = (Vec::new(), BadLines::default());
+    for (index, line) in text.lines().enumerate() {
         let name = line.split('#').next().unwrap_or_default().trim();
-        (!name.is_empty()).then_some((index + 1, name))
-    });
-    lines
-        .map(|(line, name)| name.parse().map_err(|problem| (line, problem)))
-        .collect()
+        if name.is_empty() {
+            continue;
+        }
+        match name.parse() {
+            Ok(name) => names.push(name),
+            Err(problem) => bad.push(index + 1, problem),
+        }
+    }
+    if bad.count == 0 { Ok(names) } else { Err(bad) }
 }
 
 /// Maximum size of a file: some 100,000 of the longest names.
@@ -109,10 +140,16 @@ mod tests {
             (b"# none\n\n", "has no name"),
             (b"a\nb c\n", "line 2"),
             (b"a\n\n../nodes\n", "line 3"),
+            (b"..\na\nb c\n", "line 1"),
+            (b"..\na\nb c\n", "line 3"),
             (b"\xff\xfe", "cannot read"),
         ] {
             assert_contains(&load(content, &["a"]).unwrap_err(), expected);
         }
+        let rubbish = load("x y\n".repeat(10_000).as_bytes(), &[]).unwrap_err();
+        assert_contains(&rubbish, "line 10: ");
+        assert_contains(&rubbish, "and 9990 more lines");
+        assert_eq!(load(b"\xef\xbb\xbfa\r\n", &[]).unwrap(), ["a"]);
         let missing = load_names(&[], Some(Path::new("/nonexistent/names"))).unwrap_err();
         assert_contains(&missing, "/nonexistent/names");
         let endless = read_bounded(io::repeat(b'a')).unwrap();
