@@ -58,7 +58,7 @@ use reported::ReportedCondition;
 use serving::ServingCredentials;
 use sessions::SessionInputs;
 pub use sockets::BoundAddrs;
-pub use try_ports::check_ports;
+pub use try_ports::{busy_proxy_ports, check_ports};
 
 /// A running server, created by [`App::start`] and served by [`App::run`].
 #[derive(Debug)]

@@ -24,7 +24,7 @@ use tunnel_server::admin::doctor;
 use tunnel_server::admin::policy;
 use tunnel_server::admin::render::RenderError;
 use tunnel_server::admin::verbs::{VerbError, diag, is_running, running_dry_run, running_settings};
-use tunnel_server::app::{App, check_config_files, check_ports};
+use tunnel_server::app::{App, busy_proxy_ports, check_config_files, check_ports};
 use tunnel_server::cli::{Cli, ConfigArgs, DiagArgs, DoctorArgs, PolicyVerb, Verb, command};
 use tunnel_server::config::{self, Config, DATA_DIR, ENV_PREFIX, LoadError, known_variables};
 
@@ -62,15 +62,19 @@ fn run_verb(verb: Verb) -> anyhow::Result<ExitCode> {
         Verb::Run(source) => run(*source),
         Verb::CheckConfig(arguments) => {
             let config = load(arguments.source)?;
-            let mut errors = ConfigError::default();
+            let (mut errors, mut busy) = (ConfigError::default(), Vec::new());
             if !arguments.settings_only {
                 errors.extend(check_config_files(&config).err().unwrap_or_default());
-                errors.extend(check_free_ports(&config)?);
+                // A server that runs with the data directory has the addresses.
+                if !run_to_end(is_running(&config.data_dir))? {
+                    errors.extend(check_ports(&config).err().unwrap_or_default());
+                    busy = busy_proxy_ports(&config);
+                }
             }
             let unknown = unknown_variables(ENV_PREFIX, &known_variables(&command()));
             let unknown = unknown.iter();
             let unknown = unknown.map(|name| format!("unknown environment variable {name}"));
-            for warning in config.warnings.iter().cloned().chain(unknown) {
+            for warning in config.warnings.iter().cloned().chain(busy).chain(unknown) {
                 writeln!(std::io::stderr(), "warning: {warning}")?;
             }
             if !errors.is_empty() {
@@ -223,14 +227,6 @@ fn load_of_running(source: ConfigArgs) -> anyhow::Result<Config> {
 fn warn_of_other_settings(problem: &str) -> std::io::Result<()> {
     let text = "cannot ask the running server for its settings, so they may differ from these";
     writeln!(std::io::stderr(), "warning: {text}: {problem}")
-}
-
-/// Returns the addresses that cannot be bound. A server that runs with the data directory has them.
-fn check_free_ports(config: &Config) -> anyhow::Result<ConfigError> {
-    if run_to_end(is_running(&config.data_dir))? {
-        return Ok(ConfigError::default());
-    }
-    Ok(check_ports(config).err().unwrap_or_default())
 }
 
 fn load(source: ConfigArgs) -> anyhow::Result<Config> {

@@ -410,6 +410,22 @@ async fn check_config_reads_the_files_of_the_settings_as_run_does() -> Result<()
     Ok(())
 }
 
+/// The server runs without that port, and tries again.
+#[tokio::test]
+async fn check_config_warns_of_a_proxy_port_that_another_program_has() -> Result<()> {
+    let scratch = ScratchDir::new()?;
+    let busy = std::net::TcpListener::bind("127.0.0.1:0")?;
+    let port = busy.local_addr()?.port().to_string();
+    let check = Program::ours(SERVER)?.args(["check-config", "--kubernetes", "off"]);
+    let check = check.args(FREE.split_whitespace());
+    let check = check.args(["--http-proxy-ports", &port]);
+    let check = check.args(["--proxy-port-listen", "127.0.0.1"]);
+    let checked = check.arg("--data-dir").arg(scratch.path()).run().await?;
+    ensure!(checked.code() == Some(0), "{checked}");
+    let warning = format!("warning: cannot listen on 127.0.0.1:{port}");
+    ensure_contains(&checked.err, &[&warning])
+}
+
 #[tokio::test]
 async fn variable_of_the_environment_loses_against_the_flag() -> Result<()> {
     let check = |variable: &str, value: &str| -> Result<Program> {

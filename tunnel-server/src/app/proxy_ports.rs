@@ -2,6 +2,7 @@
 //! port policy, and a port that cannot be bound is a condition and is tried again.
 
 use std::collections::BTreeMap;
+use std::io;
 use std::net::SocketAddr;
 use std::sync::Arc;
 use std::time::Duration;
@@ -11,6 +12,7 @@ use tokio_util::sync::DropGuard;
 use tracing::info;
 use tunnel_process::shutdown::Shutdown;
 use tunnel_process::timers::sleep_coalesced;
+use tunnel_proto::wire::name::Port;
 
 use super::context::ServerContext;
 use super::reported::ReportedCondition;
@@ -104,14 +106,19 @@ impl ProxyPorts {
                     let close = self.ingress.start_closable(listener, kind);
                     self.bound.insert((address, scheme), close);
                 }
-                Err(error) => lines.push(format!(
-                    "cannot listen on {address}: {error}; callers reach port {port} of the nodes through the other listeners. \
-                     Stop the program that uses the port here, or set --proxy-port-listen off"
-                )),
+                Err(error) => lines.push(cannot_listen(address, port, &error)),
             }
         }
         self.condition.set(lines);
     }
+}
+
+/// Returns why the server does not listen on the address of a port of the nodes, and what to do.
+pub(super) fn cannot_listen(address: SocketAddr, port: Port, error: &io::Error) -> String {
+    format!(
+        "cannot listen on {address}: {error}; callers reach port {port} of the nodes through the other listeners. \
+         Stop the program that uses the port here, or set --proxy-port-listen off"
+    )
 }
 
 const LABEL: &str = "proxy ports";

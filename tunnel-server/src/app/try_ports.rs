@@ -4,6 +4,7 @@ use std::net::{SocketAddr, TcpListener, UdpSocket};
 
 use tunnel_process::settings::{ConfigError, ConfigErrors};
 
+use super::proxy_ports::cannot_listen;
 use crate::config::Config;
 
 /// Binds each address for a moment. Must not be called while the server runs on this host, whose
@@ -49,6 +50,16 @@ pub fn check_ports(config: &Config) -> Result<(), ConfigError> {
         try_address(&setting, *address, &mut errors);
     }
     errors.finish(())
+}
+
+/// Returns the proxy ports that cannot be bound, which the running server reports and tries again.
+pub fn busy_proxy_ports(config: &Config) -> Vec<String> {
+    let extra = config.extra_listeners().into_iter();
+    let busy = extra.filter_map(|(address, port, _)| {
+        let error = TcpListener::bind(address).err()?;
+        Some(cannot_listen(address, port, &error))
+    });
+    busy.collect()
 }
 
 fn try_address(setting: &str, address: SocketAddr, errors: &mut ConfigErrors) {
