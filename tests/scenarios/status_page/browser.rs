@@ -339,7 +339,7 @@ impl FailingInstallation {
         env.nodes().record(&long_away, &[]);
         let seen = SystemTime::now() - Duration::from_secs(3 * 3600 + 60);
         env.nodes().record_last_seen(&long_away, seen);
-        let token = env.token("worker-99", &[])?.to_string();
+        let token = env.token("worker-99", &[])?.reveal();
         for _ in 0..3 {
             let enrolled = AgentCredential::enroll(env.bound().agents, &token, "worker-14").await;
             ensure!(enrolled.is_err(), "the token is of another node");
