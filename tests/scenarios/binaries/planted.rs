@@ -1,5 +1,5 @@
-//! Faults that are planted between an agent and its server, each named by the server alone: by
-//! `doctor`, `nodes --failed`, `nodes` and the conditions.
+//! Faults that are planted between an agent and its server, each named by the server alone, in the words
+//! that the page about troubleshooting has: by `doctor`, `nodes --failed`, `nodes` and the conditions.
 
 use std::io;
 use std::net::SocketAddr;
@@ -20,6 +20,7 @@ use tunnel_proto::wire::ALPN_SESSION_TCP;
 use tunnel_tests::ca::{Leaf, TestCa};
 use tunnel_tests::checks::ensure_contains;
 use tunnel_tests::eventually::{eventually, scaled};
+use tunnel_tests::guides::page;
 use tunnel_tests::link::{Impairment, Link, TrafficClass};
 use tunnel_tests::process::{
     AgentSetup, Listener, Process, Program, ScratchDir, Server, ServerSetup, ShiftedClock, Signal,
@@ -59,9 +60,16 @@ impl Planted {
         self.server.address(Listener::Agents)
     }
 
+    /// Waits until the server says of its nodes what the page has for a fault.
+    async fn names(&self, fault: &str) -> Result<String> {
+        let words = words_of(fault)?;
+        Ok(self.says(&words).await)
+    }
+
     /// Waits until all that the server says about its nodes contains these texts, and returns it. No
     /// advice destroys an identity.
-    async fn says(&self, texts: &[&str]) -> String {
+    async fn says(&self, texts: &[impl AsRef<str>]) -> String {
+        let texts: Vec<&str> = texts.iter().map(AsRef::as_ref).collect();
         let meta = self.server.address(Listener::Meta).to_string();
         let doctor = [
             "doctor",
@@ -79,7 +87,7 @@ impl Planted {
             for verb in verbs {
                 said.push_str(&self.server.verb(verb)?.run().await?.out);
             }
-            ensure_contains(&said, texts)?;
+            ensure_contains(&said, &texts)?;
             anyhow::Ok(said)
         });
         let said = said.await;
@@ -151,11 +159,20 @@ async fn node_is_pinged_and_its_agent_sends_facts_unless_it_refuses() -> Result<
     Ok(())
 }
 
-/// Nothing of these nodes arrives at the server, and that is what it says.
-const NOTHING_ARRIVES: &[&str] = &[
-    "no connection with its name has arrived since",
-    "its DNS, a proxy or a firewall keeps the agent from this server",
-];
+/// Returns what the server says of a fault, as the page about troubleshooting has it.
+fn words_of(fault: &str) -> Result<Vec<String>> {
+    let page = page("docs/how-to/troubleshooting.md")?;
+    let begin = format!("| {fault} | ");
+    let row = page.lines().find_map(|line| line.strip_prefix(&begin));
+    let row = row.with_context(|| format!("no row of {fault:?}"))?;
+    // What is between a pair of backticks.
+    Ok(row
+        .split('`')
+        .skip(1)
+        .step_by(2)
+        .map(str::to_owned)
+        .collect())
+}
 
 #[tokio::test(flavor = "multi_thread")]
 async fn udp_that_is_blocked_is_named_with_the_node() -> Result<()> {
@@ -164,11 +181,7 @@ async fn udp_that_is_blocked_is_named_with_the_node() -> Result<()> {
     link.set(TrafficClass::UDP, Impairment::black_hole());
     let folder = planted.enroll(NODE).await?;
     let _agent = start(NODE, link.addr(), &folder, &[])?;
-    let expected = [
-        "info D09 worker-1",
-        "over h2 (TCP): UDP to this server is blocked",
-    ];
-    planted.says(&expected).await;
+    planted.names("UDP to the server is blocked").await?;
     Ok(())
 }
 
@@ -180,13 +193,12 @@ async fn server_that_is_gone_is_named_by_its_verbs() -> Result<()> {
     let verb = |words: &[&str]| planted.server.verb(words);
     let doctor = verb(&["doctor", "--kubernetes", "off"])?.run().await?;
     doctor.ensure_failed(2, &[])?;
-    ensure_contains(
-        &doctor.out,
-        &["no tunnel-server runs with this data directory"],
-    )?;
+    let said = words_of("the server does not run")?;
+    let said: Vec<&str> = said.iter().map(String::as_str).collect();
+    ensure_contains(&doctor.out, &said)?;
     for words in [&["nodes", "--failed"][..], &["ping", NODE]] {
         let failed = verb(words)?.run().await?;
-        failed.ensure_failed(1, &["no tunnel-server runs with"])?;
+        failed.ensure_failed(1, &said)?;
     }
     Ok(())
 }
@@ -197,13 +209,8 @@ async fn agent_of_another_ca_is_named_by_its_address() -> Result<()> {
     let (lost, planted) = (Planted::start("").await?, Planted::start("").await?);
     let folder = lost.enroll(NODE).await?;
     let _agent = start(NODE, planted.agents(), &folder, &[])?;
-    let expected = [
-        "server_untrusted",
-        "127.0.0.0/24",
-        "the agent knows another CA than this server's",
-        "warning D22",
-    ];
-    planted.says(&expected).await;
+    let said = planted.names("the agent knows another CA").await?;
+    ensure_contains(&said, &["127.0.0.0/24", "warning D22"])?;
     Ok(())
 }
 
@@ -218,8 +225,7 @@ async fn revoked_node_is_named_as_revoked() -> Result<()> {
         .await?
         .ok()?;
     let _agent = start(NODE, planted.agents(), &folder, &[])?;
-    let expected = ["worker-1  revoked", "credential_revoked", "nodes unrevoke"];
-    planted.says(&expected).await;
+    planted.names("the node is revoked").await?;
     Ok(())
 }
 
@@ -234,12 +240,7 @@ async fn cloned_disk_is_named_within_10_s_with_the_node_and_a_condition() -> Res
     planted.server.wait_until_connected(&[NODE]).await;
     let _clone = start(NODE, planted.agents(), &clone, &[])?;
     let named = async {
-        let expected = [
-            "name_in_use",
-            "error D22 worker-1",
-            "two running agents have this name: a cloned disk",
-        ];
-        planted.says(&expected).await;
+        planted.names("two machines have one name").await?;
         eventually("the condition", CONNECT, async || {
             let page = planted.server.verb(&["diag", "-f", "-"])?;
             let meta = planted.server.address(Listener::Meta).to_string();
@@ -251,8 +252,9 @@ async fn cloned_disk_is_named_within_10_s_with_the_node_and_a_condition() -> Res
             ensure_contains(&page, &["[!] agents: name_in_use: worker-1"])
         })
         .await;
+        anyhow::Ok(())
     };
-    timeout(scaled(Duration::from_secs(10)), named).await?;
+    timeout(scaled(Duration::from_secs(10)), named).await??;
     let agents = "tunnel_server_agent_failures_total{code=\"name_in_use\"}";
     ensure!(planted.server.metric(agents).await? >= 1);
     Ok(())
@@ -268,9 +270,7 @@ async fn clock_of_a_node_that_is_wrong_is_named() -> Result<()> {
     let setup = AgentSetup::on_loopback(NODE, planted.agents(), &folder);
     // The agent's own certificate is valid, and the server's ends before by this clock.
     let _agent = clock.agent(setup, 20 * 365 * 86_400).start()?;
-    planted
-        .says(&["server_expired", "the clock of the node is wrong"])
-        .await;
+    planted.names("the clock of the node is wrong").await?;
     Ok(())
 }
 
@@ -305,11 +305,7 @@ async fn certificate_that_has_ended_is_named() -> Result<()> {
         .start()?;
     let planted = Planted { server, scratch };
     // The session continues for 30 s, in case the clocks differ.
-    let expected = [
-        "error D09 worker-1: the certificate of the agent ended ",
-        "the files of --cert-file and --key-file replaced",
-    ];
-    planted.says(&expected).await;
+    planted.names("the agent's certificate has ended").await?;
     Ok(())
 }
 
@@ -321,7 +317,8 @@ async fn name_that_does_not_resolve_is_a_node_of_which_nothing_arrives() -> Resu
         .args(["run", "--node-name", NODE, "--meta-listen", "127.0.0.1:0"])
         .args(["--server", "cloud.invalid:10262", "--data-dir"]);
     let _agent = program.arg(&folder).start()?;
-    planted.says(NOTHING_ARRIVES).await;
+    let fault = "the server's name does not resolve on the node";
+    planted.names(fault).await?;
     Ok(())
 }
 
@@ -330,7 +327,10 @@ async fn proxy_that_wants_a_password_or_hangs_is_a_node_of_which_nothing_arrives
     let planted = Planted::start("").await?;
     let folder = planted.enroll(NODE).await?;
     let refused = b"HTTP/1.1 407 Proxy Authentication Required\r\nProxy-Authenticate: NTLM\r\n\r\n";
-    for answer in [Some(&refused[..]), None] {
+    for (fault, answer) in [
+        ("the node's proxy wants a password", Some(&refused[..])),
+        ("the node's proxy does not answer", None),
+    ] {
         let (proxy, _serving) = http_proxy(answer).await?;
         let proxy = format!("http://{proxy}");
         let mut agent = start(NODE, planted.agents(), &folder, &["--proxy", &proxy])?;
@@ -341,7 +341,7 @@ async fn proxy_that_wants_a_password_or_hangs_is_a_node_of_which_nothing_arrives
         };
         let look = |line: &str| line.contains(says).then_some(());
         agent.wait_for_line(says, CONNECT, look).await?;
-        planted.says(NOTHING_ARRIVES).await;
+        planted.names(fault).await?;
         agent.stop(CONNECT).await?;
     }
     Ok(())
@@ -354,12 +354,7 @@ async fn firewall_that_opens_tls_is_named_with_the_node() -> Result<()> {
     let folder = planted.enroll(NODE).await?;
     let (firewall, _serving) = tls_inspection(planted.agents()).await?;
     let agent = start(NODE, firewall, &folder, &["--transport", "h2"])?;
-    let expected = [
-        "no_certificate",
-        "perhaps worker-1",
-        "exempt the address of this server from TLS inspection",
-    ];
-    planted.says(&expected).await;
+    planted.names("a firewall opens TLS").await?;
     agent.stop(CONNECT).await?;
     ensure!(folder.join("agent.key").exists(), "the identity is there");
     Ok(())
@@ -372,12 +367,7 @@ async fn node_whose_sessions_are_cut_is_named_with_their_number() -> Result<()> 
     let folder = planted.enroll(NODE).await?;
     let (cutter, _serving) = cutting_relay(planted.agents()).await?;
     let _agent = start(NODE, cutter, &folder, &["--transport", "h2"])?;
-    let expected = [
-        "short_session",
-        "error D22 worker-1",
-        "a proxy, firewall or NAT with a short time limit",
-    ];
-    planted.says(&expected).await;
+    planted.names("sessions are cut").await?;
     eventually("the history", CONNECT, async || {
         let named = planted.server.verb(&["nodes", NODE])?.run().await?.ok()?;
         ensure_contains(&named, &["reconnects: ", "sessions ended: "])
@@ -397,8 +387,7 @@ async fn full_disk_of_a_node_is_named_with_the_node() -> Result<()> {
     let folder = planted.enroll(NODE).await?;
     let filler = disk.fill();
     let _agent = start(NODE, planted.agents(), &folder, &[])?;
-    let expected = ["warning D09 worker-1: the agent reports disk: ", FULL];
-    planted.says(&expected).await;
+    planted.names("the disk of the node is full").await?;
     std::fs::remove_file(filler)?;
     Ok(())
 }
@@ -435,12 +424,10 @@ async fn full_disk_of_the_server_is_named() -> Result<()> {
     let server = ServerSetup::on_loopback(&folder).start().await?;
     let planted = Planted { server, scratch };
     let filler = disk.fill();
-    planted.says(&["error D18 ", FULL]).await;
+    planted.names("the disk of the server is full").await?;
     std::fs::remove_file(filler)?;
     Ok(())
 }
-
-const FULL: &str = "the disk is full";
 
 fn copy_folder(from: &Path, to: &Path) -> io::Result<()> {
     std::fs::create_dir(to)?;
