@@ -93,7 +93,7 @@ pub fn configure(socket: &impl AsFd) -> io::Result<()> {
     socket.set_tcp_keepalive(&keepalive)
 }
 
-/// Connections that wait to be accepted, as in tokio's listeners.
+/// Connections that wait to be accepted. tokio's listeners have room for 128.
 const BACKLOG: i32 = 1024;
 
 /// Binds a listener. On Linux the host may get the address later (`IP_FREEBIND`).

@@ -96,7 +96,7 @@ async fn r15_10_000_refused_upgrades_have_each_their_own_body() -> Result<()> {
     let env = TestEnv::start_with(|settings| {
         let loaded = scaled(LOADED).as_secs();
         settings.limits = TestEnv::limits(&format!(
-            "{{openTimeout: {loaded}s, requestHeadTimeout: {loaded}s, streamsPerAgent: 24000, bufferPool: 64GiB, callersTotal: 40000, callersPerSource: 40000}}",
+            "{{openTimeout: {loaded}s, requestHeadTimeout: {loaded}s, suspectAfterBusy: {loaded}s, suspectAfterIdle: {loaded}s, deadAfter: {loaded}s, streamsPerAgent: 24000, bufferPool: 64GiB, callersTotal: 40000, callersPerSource: 40000}}",
         ));
     })
     .await?;
@@ -105,7 +105,15 @@ async fn r15_10_000_refused_upgrades_have_each_their_own_body() -> Result<()> {
         .agent_with("worker-1", |config| {
             // The test must not reach the limits of the tunnel.
             config.limits.streams_per_agent = 12_000;
-            config.limits.target_dial_timeout = scaled(LOADED);
+            let limits = &mut config.limits;
+            for limit in [
+                &mut limits.target_dial_timeout,
+                &mut limits.suspect_after_busy,
+                &mut limits.suspect_after_idle,
+                &mut limits.dead_after,
+            ] {
+                *limit = scaled(LOADED);
+            }
             config.limits.buffer_pool = Some(64 << 30);
         })
         .await?;
@@ -141,7 +149,7 @@ const LOADED: Duration = Duration::from_secs(60);
 /// Number of open files per upgrade. Both ends of the caller's connection and of the target's are
 /// in this process.
 const FILES_EACH: usize = 4;
-/// Connections that a listener's queue has room for: tokio asks for 1024.
+/// Connections that a listener's queue has room for.
 const ACCEPT_QUEUE: usize = 1000;
 
 fn open_files() -> Result<usize> {

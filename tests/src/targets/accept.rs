@@ -7,6 +7,7 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering::SeqCst};
 
 use anyhow::{Context, Result};
+use socket2::SockRef;
 use tokio::net::{TcpListener, TcpStream};
 use tokio::task::JoinSet;
 use tokio_util::sync::CancellationToken;
@@ -82,6 +83,8 @@ impl Listening {
         let listener = TcpListener::bind(bind)
             .await
             .with_context(|| format!("bind target on {bind}"))?;
+        // tokio's listeners have room for 128 connections that are not yet accepted.
+        SockRef::from(&listener).listen(BACKLOG.into())?;
         Self::start_on(listener, tls, serve)
     }
 
@@ -217,6 +220,9 @@ macro_rules! target_methods {
     };
 }
 pub(crate) use target_methods;
+
+/// Connections that wait to be accepted.
+pub(super) const BACKLOG: u16 = 1024;
 
 /// A free port of the loopback interface.
 pub(crate) const ANY_LOOPBACK_PORT: SocketAddr =

@@ -8,7 +8,7 @@ use anyhow::Result;
 use socket2::SockRef;
 use tokio::net::TcpSocket;
 
-use super::accept::{ANY_LOOPBACK_PORT, Listening, Traffic, target_methods};
+use super::accept::{ANY_LOOPBACK_PORT, BACKLOG, Listening, Traffic, target_methods};
 use super::answers::After;
 use super::byte_stream::ByteStream;
 use super::script::{ReceivedLog, Script};
@@ -88,7 +88,7 @@ impl SilentTarget {
         socket.set_recv_buffer_size(DEAF_BUFFER_BYTES)?;
         socket.bind(ANY_LOOPBACK_PORT)?;
         let run_deaf = |wire, traffic| run(Script::Deaf, wire, traffic);
-        let listening = Listening::start_on(socket.listen(BACKLOG)?, None, run_deaf)?;
+        let listening = Listening::start_on(socket.listen(BACKLOG.into())?, None, run_deaf)?;
         Ok(Self { listening })
     }
 }
@@ -108,4 +108,3 @@ async fn run(script: Script, mut wire: ByteStream, traffic: Arc<Traffic>) -> io:
 /// Payload of a full TCP segment on Ethernet.
 const ETHERNET_SEGMENT_BYTES: u32 = 1460;
 const DEAF_BUFFER_BYTES: u32 = 4096;
-const BACKLOG: u32 = 1024;
