@@ -416,6 +416,9 @@ impl<'a> ActiveSession<'a> {
                 self.handle.send(SessionEvent::Members(members)).await;
             }
             ControlMessage::DiagRequest => self.send_facts(),
+            ControlMessage::RenewSoon(within) => {
+                self.context.rotating_credentials.renew_within(within);
+            }
             ControlMessage::Unknown => {
                 debug!(node = %agent, session = session.0, "message of a later version ignored")
             }

@@ -11,7 +11,7 @@ use tunnel_process::shutdown::Shutdown;
 use tunnel_proto::session::control::{self, ControlReader, ControlWriter};
 use tunnel_proto::transport::memory::{self, MemorySession};
 use tunnel_proto::transport::{BufferPool, Session, Stream};
-use tunnel_proto::wire::control::{CAPABILITY_DIAG, ControlMessage, Hello};
+use tunnel_proto::wire::control::{CAPABILITY_DIAG, CAPABILITY_RENEW_SOON, ControlMessage, Hello};
 use tunnel_proto::wire::header::{StreamHeader, StreamKind, Target};
 use tunnel_proto::wire::name::{InstanceId, NodeName, Port};
 use tunnel_proto::wire::peer::{HeldNode, Holds};
@@ -256,7 +256,9 @@ pub(crate) async fn say_hello(
     let (reader, mut writer) = control::split(stream);
     let hello = Hello {
         versions: (1, 1),
-        capabilities: vec![CAPABILITY_DIAG.to_owned()],
+        capabilities: [CAPABILITY_DIAG, CAPABILITY_RENEW_SOON]
+            .map(str::to_owned)
+            .to_vec(),
         node_name: node(),
         instance: InstanceId::new([instance; 16]),
         software: "played".into(),

@@ -84,6 +84,14 @@ impl ControlSender {
             .send_modify(|pending| count(&mut pending.diag_request_count));
     }
 
+    /// Asks the agent to renew its certificate at a random moment within this time.
+    pub fn renew_soon(&self, within: Duration) {
+        self.pending.send_modify(|pending| {
+            pending.renew_soon = within;
+            count(&mut pending.renew_soon_count);
+        });
+    }
+
     /// Answers the last request for facts.
     pub fn diag_reply(&self, document: String) {
         self.pending.send_modify(|pending| {
@@ -117,6 +125,8 @@ struct PendingMessages {
     renew_count: u32,
     renewed: Option<EnrollReply>,
     renewed_count: u32,
+    renew_soon: Duration,
+    renew_soon_count: u32,
     diag_request_count: u32,
     diag_reply: Option<String>,
     diag_reply_count: u32,
@@ -140,6 +150,7 @@ struct SentMessages {
     receiving_count: u32,
     renew_count: u32,
     renewed_count: u32,
+    renew_soon_count: u32,
     diag_request_count: u32,
     diag_reply_count: u32,
     lost: Vec<SessionId>,
@@ -186,6 +197,10 @@ impl SentMessages {
         {
             self.renewed_count = pending.renewed_count;
             return Some(ControlMessage::Renewed(reply.clone()));
+        }
+        if pending.renew_soon_count != self.renew_soon_count {
+            self.renew_soon_count = pending.renew_soon_count;
+            return Some(ControlMessage::RenewSoon(pending.renew_soon));
         }
         if pending.diag_request_count != self.diag_request_count {
             self.diag_request_count = pending.diag_request_count;
@@ -282,6 +297,7 @@ mod tests {
             control_sender.members(Vec::new());
             control_sender.renew(vec![7]);
             control_sender.renewed(reply());
+            control_sender.renew_soon(MOVE_WITHIN);
             control_sender.diag_request();
             control_sender.diag_reply("{}".into());
             control_sender.lost(vec![SessionId(7)]);
@@ -293,6 +309,7 @@ mod tests {
             ControlMessage::Suspect(true),
             ControlMessage::Renew(vec![7]),
             ControlMessage::Renewed(reply()),
+            ControlMessage::RenewSoon(MOVE_WITHIN),
             ControlMessage::DiagRequest,
             ControlMessage::DiagReply("{}".into()),
             ControlMessage::Lost(vec![SessionId(7)]),

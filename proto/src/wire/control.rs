@@ -28,6 +28,8 @@ pub const CAPABILITY_CLOUD: &str = "cloud";
 
 /// The capability in Hello of an agent that answers [`ControlMessage::DiagRequest`].
 pub const CAPABILITY_DIAG: &str = "diag";
+/// The capability in Hello of an agent that handles [`ControlMessage::RenewSoon`].
+pub const CAPABILITY_RENEW_SOON: &str = "renew-soon";
 
 /// A message of the control stream, sent after its header and reply.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -71,6 +73,9 @@ pub enum ControlMessage {
     /// Agent: answers [`ControlMessage::DiagRequest`] with a JSON document of at most
     /// [`DIAG_DOCUMENT_MAX`] bytes, whose texts are the agent's.
     DiagReply(String),
+    /// Server: asks the agent to renew its certificate at a random moment within this time, since the CA
+    /// is being replaced. Sent only to an agent with [`CAPABILITY_RENEW_SOON`].
+    RenewSoon(Duration),
     /// A message of a later version, which is ignored.
     Unknown,
 }
@@ -184,6 +189,9 @@ impl ControlMessage {
             Self::DiagReply(document) => Some(Kind::DiagReply(pb::DiagReply {
                 document: document.clone(),
             })),
+            Self::RenewSoon(within) => Some(Kind::RenewSoon(pb::RenewSoon {
+                within_millis: millis(*within),
+            })),
             Self::Unknown => None,
         };
         frame::encode(&pb::ControlMessage { kind }, CONTROL_MESSAGE_MAX, out)
@@ -243,6 +251,7 @@ impl ControlMessage {
             Kind::Members(members) => Self::Members(decode_members(members.members)?),
             Kind::DiagRequest(pb::DiagRequest {}) => Self::DiagRequest,
             Kind::DiagReply(reply) => Self::DiagReply(reply.document),
+            Kind::RenewSoon(soon) => Self::RenewSoon(Duration::from_millis(soon.within_millis)),
             Kind::Lost(lost) => {
                 let sessions = lost.session_ids.into_iter().take(REPEATED_FIELD_MAX);
                 Self::Lost(sessions.map(SessionId).collect())

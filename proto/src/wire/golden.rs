@@ -384,6 +384,10 @@ fn control_messages_are_as_captured() {
             ("025a00", ControlMessage::DiagRequest),
             ("0662040a027b7d", ControlMessage::DiagReply("{}".to_owned())),
             (
+                "0682010308b817",
+                ControlMessage::RenewSoon(Duration::from_secs(3)),
+            ),
+            (
                 "0772050a0307ac02",
                 ControlMessage::Lost(vec![SessionId(7), SessionId(300)]),
             ),
@@ -597,9 +601,9 @@ fn names_of_the_protocols_are_as_released() {
 
 #[test]
 fn control_message_of_a_later_version_is_unknown_and_no_error() {
-    // Field 16 with a message in it, alone and after fields with unknown numbers, and an empty
+    // Field 17 with a message in it, alone and after fields with unknown numbers, and an empty
     // message.
-    for later in ["8201020801", "a0062a8201020801", "a0062a", ""] {
+    for later in ["8a01020801", "a0062a8a01020801", "a0062a", ""] {
         let decoded = ControlMessage::decode(&bytes(later));
         assert_eq!(decoded, Ok(ControlMessage::Unknown), "{later}");
     }
@@ -697,9 +701,11 @@ fn check<T: PartialEq + Debug>(
             assert_eq!(decode(&later.concat()).as_ref(), Ok(value));
         }
         if let Inside::Message = inside {
-            let (length, rest) = (usize::from(content[1]), &content[2..]);
+            // The number of the field has a second byte from 16 on.
+            let tag = 1 + content.iter().take_while(|byte| **byte >= 0x80).count();
+            let (length, rest) = (usize::from(content[tag]), &content[tag + 1..]);
             let (message, rest) = rest.split_at(length);
-            let mut later = BytesMut::from(&content[..1]);
+            let mut later = BytesMut::from(&content[..tag]);
             frame::encode_length_prefix((length + unknown.len()) as u64, &mut later);
             later.extend_from_slice(&[message, &unknown, rest].concat());
             assert_eq!(decode(&later).as_ref(), Ok(value));

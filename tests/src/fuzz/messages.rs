@@ -56,6 +56,7 @@ fn control_messages() -> Result<Vec<ControlMessage>> {
         ControlMessage::Renew(vec![0x30; 64]),
         ControlMessage::DiagRequest,
         ControlMessage::DiagReply("{\"log\": []}".into()),
+        ControlMessage::RenewSoon(Duration::from_secs(600)),
         ControlMessage::Lost(vec![SessionId(9), SessionId(u64::MAX)]),
         ControlMessage::Renewed(EnrollReply::Refused(EnrollCode::Revoked, "no".into())),
         ControlMessage::Renewed(EnrollReply::Issued {

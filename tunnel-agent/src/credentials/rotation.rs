@@ -41,6 +41,8 @@ pub(crate) struct RotatingCredentials {
     on_disk: Arc<tokio::sync::Mutex<OnDisk>>,
     /// Time of the next certificate request.
     next: watch::Sender<Option<Instant>>,
+    /// When a server last asked for a renewal.
+    asked: Mutex<Option<Instant>>,
     /// Number of replacements that new sessions must be dialed with at once.
     updates: watch::Sender<u64>,
     /// Why servers do not accept the current certificate, until a session is ready with it or it is
@@ -199,6 +201,7 @@ impl RotatingCredentials {
             state: Mutex::new(state),
             on_disk: Arc::new(tokio::sync::Mutex::new(on_disk)),
             next: watch::Sender::new(next.map(|wait| Instant::now() + wait)),
+            asked: Mutex::default(),
             updates: watch::Sender::new(0),
             refusal: watch::Sender::new(None),
             metrics,
@@ -312,6 +315,31 @@ impl RotatingCredentials {
     /// Returns the number of sessions that were ready with the current certificate of their time.
     pub(crate) fn confirmations(&self) -> u64 {
         self.state.lock().confirmations
+    }
+
+    /// Lets the next renewal be due at a random moment within this time, as servers ask while their CA
+    /// is being replaced. Of several that ask within 10 s one counts.
+    pub(crate) fn renew_within(&self, within: Duration) {
+        let now = Instant::now();
+        {
+            let mut asked = self.asked.lock();
+            if asked.is_some_and(|at| now - at < ASKED_INTERVAL) {
+                return;
+            }
+            *asked = Some(now);
+        }
+        let at = now + within.min(ASKED_WITHIN_MAX).mul_f64(rand::random());
+        // Without a time the certificate is not renewed.
+        let is_sooner = self.next.send_if_modified(|next| {
+            let is_sooner = next.is_some_and(|next| at < next);
+            if is_sooner {
+                *next = Some(at);
+            }
+            is_sooner
+        });
+        if is_sooner {
+            info!(node = %self.node, "a server asks for a renewal of the certificate, which follows soon");
+        }
     }
 
     /// Waits until a renewal is due and returns the request. Only one caller receives the request
@@ -591,6 +619,11 @@ fn retry_after(life: Duration, random: f64) -> Duration {
 /// Consecutive handshakes that may fail with one pair before the other is used. One failure may be
 /// an accident.
 const REFUSED_MOST: u32 = 3;
+/// Least time between two requests of servers for a renewal that count: a renewal writes files. A server
+/// asks every 30 s at most.
+const ASKED_INTERVAL: Duration = Duration::from_secs(10);
+/// Longest time within which a renewal that a server asks for follows.
+const ASKED_WITHIN_MAX: Duration = Duration::from_secs(86_400);
 /// Minimum wait before another request, since the server answers no faster.
 const RETRY_MIN: Duration = Duration::from_secs(3);
 const RETRY_MAX: Duration = Duration::from_secs(3600);

@@ -8,7 +8,9 @@ use tokio::time::{Instant, timeout};
 use tunnel_proto::session::control::{self, ControlReader, ControlWriter};
 use tunnel_proto::transport::{CloseReason, ClosedBy, IncomingStream, Session, SessionError};
 use tunnel_proto::wire::code::CloseCode;
-use tunnel_proto::wire::control::{CAPABILITY_DIAG, ControlMessage, Hello, Welcome};
+use tunnel_proto::wire::control::{
+    CAPABILITY_DIAG, CAPABILITY_RENEW_SOON, ControlMessage, Hello, Welcome,
+};
 use tunnel_proto::wire::header::StreamKind;
 use tunnel_proto::wire::{VERSION_MAX, VERSION_MIN, negotiate_version};
 
@@ -169,6 +171,7 @@ async fn recv_welcome(reader: &mut ControlReader) -> Result<Welcome, AdmitError>
                 | ControlMessage::Lost(_)
                 | ControlMessage::DiagRequest
                 | ControlMessage::DiagReply(_)
+                | ControlMessage::RenewSoon(_)
                 | ControlMessage::Renewed(_)
                 | ControlMessage::Suspect(_)
                 | ControlMessage::Receiving,
@@ -184,7 +187,9 @@ fn hello(context: &SessionContext, node_ip: Option<NodeIp>) -> Hello {
         capabilities: context
             .facts
             .iter()
-            .map(|_offered| CAPABILITY_DIAG.to_owned())
+            .map(|_offered| CAPABILITY_DIAG)
+            .chain([CAPABILITY_RENEW_SOON])
+            .map(str::to_owned)
             .collect(),
         node_name: context.node.clone(),
         instance: context.instance,

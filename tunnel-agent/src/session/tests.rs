@@ -485,6 +485,36 @@ async fn request_for_a_certificate_has_one_answer() {
 }
 
 #[tokio::test(start_paused = true)]
+async fn certificate_is_renewed_within_the_time_for_which_a_server_asks_first() {
+    let mut context = context(Limits::default());
+    let mut fresh = credentials(&Ca::new());
+    fresh.signer = Some(Arc::new(KeyPair::generate().unwrap()));
+    context.rotating_credentials = RotatingCredentials::new(
+        context.node.clone(),
+        fresh,
+        None,
+        CaFile::channel(None).1,
+        context.metrics.clone(),
+    );
+    let (_env, mut reader, mut writer) = TestEnv::with(context).welcomed().await;
+    let asked_at = Instant::now();
+    for seconds in [2, 0] {
+        let ask = ControlMessage::RenewSoon(Duration::from_secs(seconds));
+        writer.send(&ask).await.unwrap();
+    }
+    let request = recv_control(&mut reader).await;
+    assert!(
+        matches!(request, Some(ControlMessage::Renew(_))),
+        "{request:?}"
+    );
+    let waited = asked_at.elapsed();
+    assert!(
+        !waited.is_zero() && waited <= Duration::from_secs(2),
+        "{waited:?}"
+    );
+}
+
+#[tokio::test(start_paused = true)]
 async fn lost_session_is_named_to_its_server_by_the_next_one_and_again_if_that_is_lost() {
     let context = Arc::new(context(Limits::default()));
     let named = |id| Welcome {

@@ -38,7 +38,7 @@ mod status;
 mod store;
 
 pub use status::{AgentCounts, RotationProgress, RotationStatus};
-use status::{count, longest_remaining};
+use status::{count, is_due, longest_remaining};
 use store::CaFiles;
 pub use store::{CaStore, SharedCa};
 
@@ -423,6 +423,35 @@ impl CaRotator {
             other_servers: self.other_servers(),
             left_behind: None,
         })
+    }
+
+    /// Returns the connected agents whose certificates are of an earlier stage than the one in progress,
+    /// and the begin of that. Blocks the thread.
+    ///
+    /// # Errors
+    /// Returns a [`CaError`] if the rotation cannot be read.
+    pub fn due_agents(&self) -> Result<Option<(SystemTime, Vec<NodeName>)>, CaError> {
+        self.due_agents_at(SystemTime::now())
+    }
+
+    fn due_agents_at(
+        &self,
+        now: SystemTime,
+    ) -> Result<Option<(SystemTime, Vec<NodeName>)>, CaError> {
+        if self.ca.roots().len() == 1 {
+            return Ok(None);
+        }
+        let rotation = self.load()?.rotation;
+        // A certificate that is issued before is not one of the stage.
+        let Some(rotation) = rotation.filter(|rotation| rotation.since <= now) else {
+            return Ok(None);
+        };
+        let connected = (self.observe)().connected.into_iter();
+        let due = connected.filter(|node| {
+            let known = self.nodes.get(node);
+            known.is_some_and(|known| is_due(&known, rotation.since))
+        });
+        Ok(Some((rotation.since, due.collect())))
     }
 
     fn other_servers(&self) -> usize {

@@ -21,6 +21,8 @@ use crate::admin::node_metrics::{NodeMetrics, observe_rtts};
 use crate::admin::status::{NodeSources, ObservedNode, SessionSources};
 use crate::admin::{self, AdminState, NoRotation};
 use crate::ingress::connect::AdminTunnels;
+use crate::routing::registry::Registry;
+use tunnel_ca::CaError;
 use tunnel_ca::rotation::{CaRotator, FOLLOWERS_INTERVAL, Surroundings};
 use tunnel_routing::policy::PortPolicy;
 
@@ -101,18 +103,32 @@ fn rotator(authority: &Authority, context: &ServerContext) -> Result<Arc<CaRotat
             .collect(),
     };
     let rotator = Arc::new(rotator.observing(Arc::new(observe)));
-    let observing = rotator.clone();
+    let (observing, registry) = (rotator.clone(), context.registry.clone());
     context.shutdown.spawn_service(async move {
         loop {
             sleep_coalesced(FOLLOWERS_INTERVAL).await;
-            let rotator = observing.clone();
-            let observed = tokio::task::spawn_blocking(move || rotator.observe_followers());
+            let (rotator, registry) = (observing.clone(), registry.clone());
+            let observed = tokio::task::spawn_blocking(move || {
+                rotator.observe_followers()?;
+                ask_to_renew(&rotator, &registry)
+            });
             if let Ok(Err(error)) = observed.await {
-                debug!(%error, "cannot record that another server does not follow the CA");
+                debug!(%error, "cannot observe who follows the rotation of the CA");
             }
         }
     });
     Ok(rotator)
+}
+
+/// Asks the connected agents for which the next stage of the rotation waits to renew their certificates.
+fn ask_to_renew(rotator: &CaRotator, registry: &Registry) -> Result<(), CaError> {
+    let Some((since, nodes)) = rotator.due_agents()? else {
+        return Ok(());
+    };
+    for agent in nodes.iter().flat_map(|node| registry.of_node(node)) {
+        agent.ask_to_renew(since);
+    }
+    Ok(())
 }
 
 fn node_labels(context: &ServerContext) -> Vec<String> {

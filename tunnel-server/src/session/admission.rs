@@ -13,7 +13,8 @@ use tunnel_proto::tls::AgentTrust;
 use tunnel_proto::transport::{CloseReason, ClosedBy, Session, SessionError};
 use tunnel_proto::wire::code::CloseCode;
 use tunnel_proto::wire::control::{
-    CAPABILITY_CLOUD, CAPABILITY_DIAG, CAPABILITY_RENEW, ControlMessage, Hello, Member, Welcome,
+    CAPABILITY_CLOUD, CAPABILITY_DIAG, CAPABILITY_RENEW, CAPABILITY_RENEW_SOON, ControlMessage,
+    Hello, Member, Welcome,
 };
 use tunnel_proto::wire::header::{StreamHeader, StreamKind};
 use tunnel_proto::wire::name::{InstanceId, NodeName, SessionId};
@@ -231,8 +232,9 @@ impl Sessions {
             entry.software.clone_from(&hello.software);
             entry.claimed_address.clone_from(&hello.node_ip);
             entry.claimed_labels.clone_from(&hello.labels);
-            let mut capabilities = hello.capabilities.iter();
-            entry.offers_diag = capabilities.any(|name| name == CAPABILITY_DIAG);
+            let has_capability = |name: &str| hello.capabilities.iter().any(|own| own == name);
+            entry.offers_diag = has_capability(CAPABILITY_DIAG);
+            entry.renews_soon = has_capability(CAPABILITY_RENEW_SOON);
             match self.registry.register(entry, &yielded) {
                 Ok(registration) => break registration,
                 // A session that was registered in the meantime.

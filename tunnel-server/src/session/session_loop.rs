@@ -32,6 +32,9 @@ use crate::routing::registry::{AgentSession, LastClose, SuspectReason};
 
 /// Reason text of a close with [`CloseCode::CredentialExpired`].
 const EXPIRED: &str = "certificate expired and was not renewed";
+/// Longest time within which the agents renew that are asked to, so that a server does not issue the
+/// certificates of thousands at once.
+const RENEWED_WITHIN_MAX: Duration = Duration::from_secs(600);
 /// Reason text of the close of a session that its agent has lost.
 const LOST: &str = "agent has lost the connection";
 
@@ -101,6 +104,10 @@ impl Sessions {
             }
             if agent.take_diag_request() {
                 control_sender.diag_request();
+            }
+            if agent.take_renewal_request() {
+                let life = self.limits.load().certificate_life;
+                control_sender.renew_soon(RENEWED_WITHIN_MAX.min(life / 20));
             }
             match self.check(&agent, &mut monitor, &control_sender) {
                 Ok(next) => next_poll.as_mut().reset(coalesced(next)),
@@ -250,6 +257,7 @@ impl Sessions {
             | ControlMessage::Renewed(_)
             | ControlMessage::Members(_)
             | ControlMessage::DiagRequest
+            | ControlMessage::RenewSoon(_)
             | ControlMessage::Unknown => {
                 debug!(%node, session = session.0, "unexpected control message");
             }

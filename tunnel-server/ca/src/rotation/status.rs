@@ -86,6 +86,12 @@ pub(super) fn count(
     counts
 }
 
+/// Returns whether a node with a session has a certificate that was issued before the stage.
+pub(super) fn is_due(node: &KnownNode, since: SystemTime) -> bool {
+    let has_certificate = node.certificate_not_after.is_some() && !is_kubelet(node);
+    has_certificate && node.certificate_issued < Some(since)
+}
+
 /// Returns how long the certificates of the nodes are valid after `since`, and a second more. The
 /// lifetime may have been longer when they were issued.
 pub(super) fn longest_remaining(nodes: &NodeMap, since: SystemTime) -> Duration {

@@ -103,6 +103,32 @@ fn each_stage_waits_for_the_agents_and_survives_a_restart() {
 }
 
 #[test]
+fn connected_agents_with_a_certificate_of_before_the_stage_are_due() {
+    let mut server = Fixture::new();
+    let connected = Surroundings {
+        connected: [node()].into(),
+        ..Surroundings::default()
+    };
+    server.rotator = server
+        .rotator
+        .observing(Arc::new(move || connected.clone()));
+    server.connect(SystemTime::now());
+    server.rotator.nodes.record(&"away".parse().unwrap(), &[]);
+    assert_eq!(server.rotator.due_agents().unwrap(), None);
+    server.rotator.act(Begin).unwrap();
+    let since = server.progress().since;
+    let due = |after| server.rotator.due_agents_at(since + after).unwrap();
+    assert_eq!(
+        server.rotator.due_agents().unwrap(),
+        None,
+        "not yet followed"
+    );
+    assert_eq!(due(DAY), Some((since, vec![node()])));
+    server.connect(since);
+    assert_eq!(due(DAY), Some((since, Vec::new())));
+}
+
+#[test]
 fn certificate_of_the_old_ca_is_refused_after_the_last_stage() {
     let server = Fixture::new();
     let ca = &server.rotator.ca;

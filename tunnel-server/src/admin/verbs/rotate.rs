@@ -109,9 +109,7 @@ fn advice(progress: &RotationProgress, other_servers: usize) -> String {
         (0, _) => format!(
             "wait until {renewed_by}, or until --status shows no pending agent at any server and add --force; then "
         ),
-        _ => format!(
-            "wait for the pending agents, which renew by {renewed_by} while they are connected; then "
-        ),
+        _ => "wait for the pending agents: those that are connected are asked to renew within minutes; then ".to_owned(),
     };
     let then = match progress.stage {
         RotationStage::Announced => {

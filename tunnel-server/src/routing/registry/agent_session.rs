@@ -32,6 +32,8 @@ pub struct AgentSession {
     pub claimed_labels: Labels,
     /// Whether the agent answers requests for facts about itself.
     pub offers_diag: bool,
+    /// Whether the agent renews its certificate when it is asked to.
+    pub renews_soon: bool,
     /// Time at which the session was admitted.
     pub since: SystemTime,
     /// [`AgentSession::since`] on the monotonic clock.
@@ -49,6 +51,7 @@ pub struct AgentSession {
     streams: Arc<AtomicUsize>,
     busy: Notify,
     diag: DiagExchange,
+    renewal: RenewalRequest,
     closing: OnceLock<CloseReason>,
     /// End of the last certificate that the agent proved or was issued over this session. Stored on
     /// the monotonic clock, so that a change of the system time cannot end every session.
@@ -63,6 +66,14 @@ struct DiagExchange {
     /// Whether the agent has to be asked.
     is_due: AtomicBool,
     waiting: Mutex<Vec<oneshot::Sender<String>>>,
+}
+
+/// The request to renew the certificate for a stage of a rotation of the CA.
+#[derive(Debug, Default)]
+struct RenewalRequest {
+    is_due: AtomicBool,
+    /// Begin of the stage for which the agent was last asked, in seconds since the Unix epoch.
+    stage: AtomicU64,
 }
 
 /// The reason why an agent gave no facts about itself.
@@ -130,6 +141,7 @@ impl AgentSession {
             claimed_address: String::new(),
             claimed_labels: Labels::new(),
             offers_diag: false,
+            renews_soon: false,
             since: SystemTime::now(),
             registered: now,
             admitted: now,
@@ -142,6 +154,7 @@ impl AgentSession {
             streams: Arc::default(),
             busy: Notify::new(),
             diag: DiagExchange::default(),
+            renewal: RenewalRequest::default(),
             closing: OnceLock::new(),
             valid_until: Mutex::new(valid_until),
             issued: Mutex::default(),
@@ -268,8 +281,8 @@ impl AgentSession {
         self.streams.load(Ordering::Relaxed) > 0
     }
 
-    /// Waits until a stream opens on a session that had none, or until facts about the agent are asked
-    /// for. Cancel-safe. Supports one waiter.
+    /// Waits until a stream opens on a session that had none, or until facts about the agent or a
+    /// renewal are asked for. Cancel-safe. Supports one waiter.
     pub async fn busy(&self) {
         self.busy.notified().await;
     }
@@ -311,6 +324,22 @@ impl AgentSession {
     /// Returns whether the agent has to be asked for facts about itself, once for each request.
     pub fn take_diag_request(&self) -> bool {
         self.diag.is_due.swap(false, Ordering::Relaxed)
+    }
+
+    /// Asks the agent to renew its certificate soon, once for each begin of a stage of the rotation of
+    /// the CA.
+    pub fn ask_to_renew(&self, stage_since: SystemTime) {
+        let since = stage_since.duration_since(SystemTime::UNIX_EPOCH);
+        let since = since.unwrap_or_default().as_secs();
+        if self.renews_soon && self.renewal.stage.swap(since, Ordering::Relaxed) != since {
+            self.renewal.is_due.store(true, Ordering::Relaxed);
+            self.busy.notify_one();
+        }
+    }
+
+    /// Returns whether the agent has to be asked to renew its certificate, once for each request.
+    pub fn take_renewal_request(&self) -> bool {
+        self.renewal.is_due.swap(false, Ordering::Relaxed)
     }
 
     /// Passes the agent's document to all who wait for it. One that nobody asked for is dropped.

@@ -214,6 +214,20 @@ async fn agent_is_asked_for_facts_and_only_its_answer_to_that_counts() {
 }
 
 #[tokio::test(start_paused = true)]
+async fn agent_is_asked_to_renew_once_for_each_stage() {
+    let (bench, mut agent) = Bench::with_agent().await;
+    let registered = bench.sessions.registry.of_node(&node()).remove(0);
+    let asked = ControlMessage::RenewSoon(RENEWED_WITHIN_MAX);
+    for stage in [1, 2] {
+        let since = SystemTime::UNIX_EPOCH + secs(stage);
+        registered.ask_to_renew(since);
+        assert_eq!(agent.recv().await, asked);
+        registered.ask_to_renew(since);
+        assert!(!registered.take_renewal_request());
+    }
+}
+
+#[tokio::test(start_paused = true)]
 async fn flood_of_control_messages_ends_the_session_as_a_breach_of_the_protocol() {
     for message in [
         ControlMessage::Withdraw,

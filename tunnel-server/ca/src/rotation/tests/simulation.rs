@@ -271,6 +271,14 @@ impl Simulation {
         }
     }
 
+    /// A server asks the agents that are connected to it to renew.
+    fn ask(&mut self) {
+        for agent in &mut self.agents {
+            let within = Duration::from_secs(self.random.random_range(0..600));
+            agent.renew_at = agent.renew_at.min(self.now + within);
+        }
+    }
+
     /// Something happens to a server, or an operator acts.
     fn happen(&mut self) {
         let number = self.random.random_range(0..self.servers.len());
@@ -283,6 +291,9 @@ impl Simulation {
         let change = self.random.random_range(0..16);
         if change == 15 && self.servers.len() < 5 {
             return self.add_server();
+        }
+        if change == 14 {
+            return self.ask();
         }
         if change < 6 {
             let mut shared = self.shared.lock();
