@@ -107,6 +107,7 @@ metrics! {
     KEPT_P50 = time("200/s kept alive, p50", "us");
     KEPT_P99 = time("200/s kept alive, p99", "us");
     KEPT_CPU = cost("200/s kept alive, server + agent", "CPU us");
+    KEPT_SWITCHES = time("200/s kept alive, context switches a request, server", "");
     NEW_P50 = time("200/s new connection each, p50", "us");
     NEW_P99 = time("200/s new connection each, p99", "us");
     PLAIN_SCRAPES = rate("scrapes of 1 MiB", "/s");
