@@ -4,7 +4,6 @@
 //! and with binaries of a release (`CULVERT_BIN_DIR`): `cargo nextest run --profile full -E 'test(f26_)' --success-output final`.
 
 use std::fs;
-use std::future::pending;
 use std::net::{IpAddr, Ipv4Addr, SocketAddr};
 use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -388,55 +387,6 @@ async fn stalled_readers_of(
     Ok(())
 }
 
-/// F26: as many callers as a server with 128 MiB has send long heads to a target that never answers, and
-/// a part of the next ones, while others read nothing.
-#[tokio::test(flavor = "multi_thread")]
-async fn f26_server_lives_while_requests_with_long_heads_wait() -> Result<()> {
-    let Some(cgroup) = or_skip(MemoryCgroup::new(CAP)) else {
-        return Ok(());
-    };
-    let shape = SiteShape {
-        through_server: cgroup.enter(),
-        ..SiteShape::new(&NODES, "{}")
-    };
-    let mut site = Site::build(&shape).await?;
-    let silent = HostileTarget::start(vec![HostileAction::ReadHead, HostileAction::Hold]).await?;
-    let mut readers = Vec::new();
-    for number in 0..READERS {
-        readers.push(site.ask_for_flood(NODES[number % 3]).await?);
-    }
-    let mut callers = JoinSet::new();
-    for number in 0..LONG_HEADS {
-        let socket = TcpSocket::new_v4()?;
-        let source = Ipv4Addr::new(127, 0, 1, u8::try_from(number % 200)? + 1);
-        socket.bind((source, 0).into())?;
-        let mut caller = socket.connect(site.server.address(Listener::Http)).await?;
-        let host = format!("{}:{}", NODES[number % 3], silent.addr().port());
-        let get = RawRequest::new("GET", "/", &host).header("X-Long", &"z".repeat(60_000));
-        let heads = get.bytes().repeat(3);
-        callers.spawn(async move {
-            // A refused caller is closed.
-            let _closed = caller.write_all(&heads).await;
-            pending::<()>().await;
-            drop(caller);
-        });
-    }
-    eventually("requests wait at the target", CONNECT, async || {
-        let waiting = silent.traffic().requests();
-        (waiting >= 20).then_some(()).ok_or(waiting)
-    })
-    .await;
-    // What the server has not read yet arrives meanwhile.
-    for _ in 0..20 {
-        site.scrape(NODES[3]).await?;
-    }
-    let (most, killed) = (cgroup.most()?, cgroup.killed()?);
-    report("server, long heads", most, CAP);
-    ensure!(most <= CAP / 100 * USED_MAX_PERCENT, "{most} bytes");
-    ensure!(killed == 0 && site.server.process().id().is_some());
-    Ok(())
-}
-
 /// F26: the same at an agent whose target reads nothing of 500 uploads of one caller. Others are
 /// served by the same agent before a stalled stream has ended.
 async fn stalled_target(transport: &str) -> Result<()> {
@@ -607,8 +557,6 @@ fn report(subject: &str, most: u64, limit: u64) {
 
 /// About as many as one caller may have.
 const READERS_PER_NODE: usize = 120;
-/// `callersTotal` of a server with 128 MiB, without the readers.
-const LONG_HEADS: usize = 350;
 const UPLOADS: usize = 500;
 /// Requests above the buffer pool.
 const REFUSED: &str = "tunnel_server_limits_reached_total{limit=\"bufferPool\"}";
