@@ -8,7 +8,7 @@ use crate::admin::page::facts::{
     ConditionFacts, ConditionsDocument, FailingFacts, NeedingFacts, NeedingState, SERVER,
 };
 use crate::admin::page::text::{RelativeTime, grouped};
-use crate::admin::page::visible::VisibleText;
+use crate::admin::page::visible::{VisibleText, beginning};
 use crate::admin::status::NodeState;
 use crate::ingress::outcome::Outcome;
 
@@ -189,7 +189,8 @@ impl ConditionRow {
         let last = RelativeTime::new(&facts.last, now).text;
         let mut detail = format!("{code}, {count} at {}, last {last}", facts.server.as_str());
         if !facts.detail.is_empty() {
-            detail = format!("{}; {detail}", facts.detail.as_str());
+            let reason = beginning(facts.detail.as_str(), REASON_SHOWN);
+            detail = format!("{reason}; {detail}");
         }
         Self {
             tag: reason.tag,
@@ -365,6 +366,8 @@ fn command_in(remedy: &str) -> Option<&str> {
 
 /// Tag of the conditions of other servers.
 const SERVER_GONE: &str = "server";
+/// Characters of the reason of a failed request. Other servers send at most 160 bytes.
+const REASON_SHOWN: usize = 140;
 /// Other nodes that a row names.
 const NAMES_SHOWN: usize = 2;
 /// Entries of a kind on the overview.
