@@ -51,7 +51,8 @@ impl MinuteRing {
     }
 
     /// Returns `count` values of `minutes` minutes each, the last of which ends with the last point:
-    /// the mean of `value` over the points in each, or `None` without one.
+    /// the mean of `value` over the points in each, or `None` without one. It is rounded up, so that one
+    /// failed request is not none.
     pub(crate) fn means(
         &self,
         count: usize,
@@ -68,7 +69,9 @@ impl MinuteRing {
             *sum = (sum.0.saturating_add(value(point)), sum.1 + 1);
         }
         let means = sums.into_iter();
-        means.map(|(sum, points)| sum.checked_div(points)).collect()
+        means
+            .map(|(sum, points)| (points > 0).then(|| sum.div_ceil(points)))
+            .collect()
     }
 }
 
@@ -393,6 +396,11 @@ mod tests {
             [Some(2007)],
             "the clock went back"
         );
+        ring.add(point(2001, 1));
+        ring.add(point(2002, 0));
+        assert_eq!(ring.means(1, 2, requests), [Some(1)], "one is not none");
+        let mut ring = MinuteRing::default();
+        ring.add(point(1999, 2007));
         ring.add(point(2002, 0));
         assert_eq!(
             ring.means(4, 1, requests),
