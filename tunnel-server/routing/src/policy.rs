@@ -12,7 +12,6 @@ use crate::destination::{
 };
 
 use crate::operation::{Operation, RequestedOperation, UnclearPath};
-use crate::routes::RouteTable;
 use rules::{DestinationKind, Facts, RuleTable, Verdict};
 
 mod caller;
@@ -390,31 +389,6 @@ pub fn authorize(rules: &RuleTable, facts: &Facts) -> Result<Granted, Denied> {
             at: facts.at(),
             listener: facts.listener,
         }),
-    }
-}
-
-impl Policy {
-    /// Checks what has to hold before the rules decide about an access, and sets what they read of its node.
-    /// An access that has begun is checked again in the same way.
-    ///
-    /// # Errors
-    /// Returns [`Denied`] if no setting opens the target, or the caller has lost its delegation.
-    pub fn admit(&self, access: &mut TargetAccess, routes: &RouteTable) -> Result<(), Denied> {
-        self.ports.check(access)?;
-        let TargetAccess { facts, opened_by } = access;
-        if let OpenedBy::Service(destination) = opened_by {
-            if !self.services.contains(destination) {
-                return Err(Denied::NoService);
-            }
-            // A caller names the port of a node with what the cluster says of it, and a service does not.
-            facts.is_kubelet |= routes.kubelet_port(&destination.node) == facts.port;
-        }
-        // A request that has begun uses the certificate of the server to its end.
-        if facts.has_delegation && !self.delegation.still_admits(&facts.identity) {
-            return Err(Denied::NoDelegation);
-        }
-        self.rules.in_force.describe(facts, routes);
-        Ok(())
     }
 }
 

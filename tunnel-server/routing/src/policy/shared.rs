@@ -6,11 +6,12 @@ use std::sync::Arc;
 
 use arc_swap::ArcSwap;
 
-use super::PortPolicy;
 use super::caller::CallerIdentity;
 use super::dry_run::Rules;
 use super::ports::PortLists;
+use super::{Denied, OpenedBy, PortPolicy, TargetAccess};
 use crate::destination::Destination;
+use crate::routes::RouteTable;
 
 /// What decides about accesses. A request uses one value from its begin to its end.
 #[derive(Debug, Clone, Default)]
@@ -35,6 +36,31 @@ struct InForce {
     policy: Arc<Policy>,
     /// The lists of the file, while those of a ConfigMap replace them in the policy.
     replaced_lists: Option<PortLists>,
+}
+
+impl Policy {
+    /// Checks what has to hold before the rules decide about an access, and sets what they read of its node.
+    /// An access that has begun is checked again in the same way.
+    ///
+    /// # Errors
+    /// Returns [`Denied`] if no setting opens the target, or the caller has lost its delegation.
+    pub fn admit(&self, access: &mut TargetAccess, routes: &RouteTable) -> Result<(), Denied> {
+        self.ports.check(access)?;
+        let TargetAccess { facts, opened_by } = access;
+        if let OpenedBy::Service(destination) = opened_by {
+            if !self.services.contains(destination) {
+                return Err(Denied::NoService);
+            }
+            // A caller names the port of a node with what the cluster says of it, and a service does not.
+            facts.is_kubelet |= routes.kubelet_port(&destination.node) == facts.port;
+        }
+        // A request that has begun uses the certificate of the server to its end.
+        if facts.has_delegation && !self.delegation.still_admits(&facts.identity) {
+            return Err(Denied::NoDelegation);
+        }
+        self.rules.in_force.describe(facts, routes);
+        Ok(())
+    }
 }
 
 impl From<PortPolicy> for Policy {

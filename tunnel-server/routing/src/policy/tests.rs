@@ -2,7 +2,7 @@ use std::collections::BTreeMap;
 
 use super::*;
 use crate::operation::OperationSet;
-use crate::routes::{RouteNode, RouteSource};
+use crate::routes::{RouteNode, RouteSource, RouteTable};
 use crate::testing::located;
 use rules::{Effect, Rule};
 
