@@ -216,18 +216,23 @@ impl Cluster {
     /// Removes all roles of the server, or restores them.
     pub async fn allow_server(&self, allowed: bool) -> Result<()> {
         for role in server_roles() {
-            let kind = role["kind"].as_str().unwrap_or_default().to_lowercase();
-            let name = role["metadata"]["name"].as_str().unwrap_or_default();
-            let path = match role["metadata"]["namespace"].as_str() {
-                Some(namespace) => format!("{RBAC}/namespaces/{namespace}/{kind}s/{name}"),
-                None => format!("{RBAC}/{kind}s/{name}"),
-            };
             let rules = if allowed {
                 role["rules"].clone()
             } else {
                 Value::Array(Vec::new())
             };
-            self.admin.merge(&path, &json!({ "rules": rules })).await?;
+            self.admin
+                .merge(&role_path(&role), &json!({ "rules": rules }))
+                .await?;
+        }
+        Ok(())
+    }
+
+    /// Deletes all roles of the server, for programs that apply them: kube-apiserver gives nobody the
+    /// fields of another manager.
+    pub async fn delete_roles(&self) -> Result<()> {
+        for role in server_roles() {
+            self.admin.delete(&role_path(&role)).await?;
         }
         Ok(())
     }
@@ -247,6 +252,15 @@ impl Cluster {
             .merge(&path, &json!({ "rules": rules }))
             .await
             .map(drop)
+    }
+}
+
+fn role_path(role: &Value) -> String {
+    let kind = role["kind"].as_str().unwrap_or_default().to_lowercase();
+    let name = role["metadata"]["name"].as_str().unwrap_or_default();
+    match role["metadata"]["namespace"].as_str() {
+        Some(namespace) => format!("{RBAC}/namespaces/{namespace}/{kind}s/{name}"),
+        None => format!("{RBAC}/{kind}s/{name}"),
     }
 }
 

@@ -737,6 +737,9 @@ impl ShipFixture {
         }) else {
             return Ok(None);
         };
+        if kind == Kind::Real {
+            cluster.delete_roles().await?;
+        }
         let scratch = ScratchDir::new()?;
         std::fs::create_dir(scratch.path().join("pki"))?;
         Ok(Some(Self {
