@@ -9,6 +9,7 @@ use std::time::Duration;
 use tokio::io::{AsyncReadExt, AsyncWriteExt, DuplexStream};
 use tokio::net::{TcpSocket, TcpStream};
 use tokio::time::{Instant, sleep, timeout};
+use tunnel_proto::calibration::scaled;
 use tunnel_proto::transport::{BufferPool, Stream};
 
 use super::super::RELEASE_BUFFERS_AFTER;
@@ -283,7 +284,7 @@ async fn caller_that_takes_nothing_of_the_last_answer_is_cut() {
     // Short responses of the server itself, because no agent is connected.
     let requests = format!("{}\r\n", get("/")).repeat(1000);
     let flood = async { while caller.write_all(requests.as_bytes()).await.is_ok() {} };
-    let flooded = timeout(Duration::from_secs(20), flood).await;
+    let flooded = timeout(scaled(Duration::from_secs(20)), flood).await;
     assert!(flooded.is_ok(), "never cut");
     let is_free = || fixture.ingress.callers.permits_in_use() == 0;
     eventually("the permit is free", is_free).await;
