@@ -130,7 +130,7 @@ async fn unknown_target(transport: &str) -> Result<()> {
     let answer = request(edge.unknown, &RawRequest::get(HOST, "/")).await;
     ensure!(answer.is_err(), "{answer:?}");
     let line = access_line(edge.server.log(), "unknown_target").await;
-    ensure!(line["name"] == "registry", "{line}");
+    ensure!(line["target"] == "registry", "{line}");
     let line = access_line(edge.agent.log(), "unknown_target").await;
     ensure!(line["node"] == NODE, "{line}");
     // The other listener is not affected.
