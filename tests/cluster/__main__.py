@@ -35,7 +35,7 @@ TOOLS = [
 def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     everything = {**rows.ROWS, **procedures.ROWS}
-    parser.add_argument("--rows", default=",".join(everything), help="names of rows [default: all]")
+    parser.add_argument("--rows", default=",".join(rows.ROWS), help="names of rows [default: all but the procedures]")
     parser.add_argument("--readiness", help="path of the servers' readiness probe, instead of the manifest's")
     parser.add_argument("--keep", action="store_true", help="keep the folder with all logs")
     arguments = parser.parse_args()
