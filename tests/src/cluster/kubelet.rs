@@ -23,7 +23,7 @@ pub struct Kubelet {
     _scratch: ScratchDir,
 }
 
-/// Where a kubelet runs, and whom it serves.
+/// Where a kubelet runs, and the callers that it serves.
 #[derive(Debug)]
 pub struct KubeletHost<'a> {
     pub node: &'a str,
@@ -34,7 +34,7 @@ pub struct KubeletHost<'a> {
     pub callers: KubeletCallers,
 }
 
-/// Whom a kubelet serves.
+/// The callers that a kubelet serves.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum KubeletCallers {
     Anyone,
