@@ -26,6 +26,30 @@ impl RelativeTime {
         let at = at.to_owned();
         Self { text, at }
     }
+
+    /// Returns for how long something lasts that began then, as in `for 6 s`.
+    pub(super) fn lasting(at: &str, now: SystemTime) -> Self {
+        let text = age(at, now).map(|age| format!("for {}", duration(age)));
+        Self {
+            text: text.unwrap_or_else(|| at.to_owned()),
+            at: at.to_owned(),
+        }
+    }
+
+    /// Returns when something was the first time that has not lasted since, as in `first 6 s ago`.
+    pub(super) fn first(at: &str, now: SystemTime) -> Self {
+        let text = age(at, now).map(|age| format!("first {} ago", duration(age)));
+        Self {
+            text: text.unwrap_or_else(|| at.to_owned()),
+            at: at.to_owned(),
+        }
+    }
+}
+
+/// Returns how long ago a time of RFC 3339 was, if it is one. A later time was just now.
+fn age(at: &str, now: SystemTime) -> Option<Duration> {
+    let time = humantime::parse_rfc3339(at).ok()?;
+    Some(now.duration_since(time).unwrap_or_default())
 }
 
 /// Returns a duration in the largest unit that has an integer part.
@@ -131,7 +155,13 @@ mod tests {
             let shown = RelativeTime::new(&at(seconds), now);
             assert_eq!((shown.text.as_str(), shown.at), (text, at(seconds)));
         }
+        let lasting = [at(999_985), at(999_999), at(1_000_059)];
+        let lasting = lasting.map(|at| RelativeTime::lasting(&at, now).text);
+        assert_eq!(lasting, ["for 15 s", "for 1 s", "for 0 s"]);
+        let first = RelativeTime::first(&at(990_000), now);
+        assert_eq!(first.text, "first 2 h ago");
         assert_eq!(RelativeTime::new("<b>", now).text, "<b>");
+        assert_eq!(RelativeTime::lasting("<b>", now).text, "<b>");
     }
 
     #[test]

@@ -132,7 +132,7 @@ impl ConditionRow {
 
     fn of_condition(facts: &ConditionFacts, now: SystemTime) -> Self {
         let row = Self {
-            since: facts.since.as_deref().map(|at| RelativeTime::new(at, now)),
+            since: (facts.since.as_deref()).map(|at| RelativeTime::lasting(at, now)),
             command: facts.command.to_owned(),
             ..Self::default()
         };
@@ -170,7 +170,7 @@ impl ConditionRow {
             subject: facts.node.clone(),
             is_node: true,
             text: facts.text.clone(),
-            since: facts.since.as_deref().map(|at| RelativeTime::new(at, now)),
+            since: (facts.since.as_deref()).map(|at| RelativeTime::lasting(at, now)),
             place,
             command: command.to_owned(),
             ..Self::default()
@@ -199,7 +199,7 @@ impl ConditionRow {
             is_node: true,
             text: VisibleText::new(format!("{}{at_port}", reason.text)),
             detail: VisibleText::new(detail),
-            since: Some(RelativeTime::new(&facts.first, now)),
+            since: Some(RelativeTime::first(&facts.first, now)),
             remedy: VisibleText::default(),
             place: reason.place,
             command: reason.command.replace("NAME", facts.node.as_str()),
@@ -231,7 +231,11 @@ impl ConditionRow {
             subject: VisibleText::new(subject),
             text: VisibleText::new(failure.detail.as_str()),
             detail: VisibleText::new(source),
-            since: Some(RelativeTime::new(&failure.first, now)),
+            since: Some(if failure.is_current(now) {
+                RelativeTime::lasting(&failure.first, now)
+            } else {
+                RelativeTime::first(&failure.first, now)
+            }),
             place: "",
             is_node: false,
             command: command_in(&failure.remedy).unwrap_or_default().to_owned(),

@@ -62,7 +62,7 @@ impl<'a> ServersView<'a> {
                 state,
                 is_gone: facts.state == "connecting",
                 nodes: grouped(facts.nodes as u64),
-                since: facts.since.as_deref().map(|at| RelativeTime::new(at, now)),
+                since: (facts.since.as_deref()).map(|at| RelativeTime::lasting(at, now)),
             }
         };
         let rows = servers.iter().enumerate().map(row).collect();
