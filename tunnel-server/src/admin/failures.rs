@@ -241,7 +241,7 @@ pub fn remedy(code: &str, node: Option<&NodeName>) -> String {
             "another machine used the token first: a token is for one machine; create one for each: tunnel-server token create --node NAME; if nobody should have used it: tunnel-server nodes reissue NAME"
         }
         "wrong_node" => {
-            "the token is for another node: correct --node-name of the agent, or create a token: tunnel-server token create --node NAME"
+            "the token is for another node: on the node, correct --node-name of the agent; or, if the name is right, create a token: tunnel-server token create --node NAME"
         }
         "rate_limited" => {
             "too many failures with this token: wait a minute, and look for their source"

@@ -55,8 +55,8 @@ mod visible;
 
 use facts::{
     ConditionFacts, ConditionsDocument, Document, FailingFacts, HistoryFacts, NeedingFacts,
-    NeedingState, NodeDocument, NodeFacts, NodesDocument, OverviewDocument, SERVER, ServerFacts,
-    ServersDocument, TotalFacts,
+    NeedingState, NodeDocument, NodeFacts, NodesDocument, OverviewDocument, SERVER, SERVER_STATE,
+    ServerFacts, ServersDocument, TotalFacts,
 };
 use html::PageHead;
 use query::NodesQuery;
@@ -391,6 +391,8 @@ impl Console {
         let (up, down): (Vec<_>, Vec<_>) = (peers.into_iter()).partition(PeerStatus::answers);
         let down = down.into_iter().map(|peer| ConditionFacts {
             since: (!peer.is_suspect).then(|| rfc3339(peer.since)),
+            command: SERVER_STATE,
+            host: Some(VisibleText::new(peer.id.as_str())),
             ..ConditionFacts::new(SERVER, format!("{} does not answer", peer.id))
         });
         let reports = self.sources.peers.rows.reports();
@@ -402,7 +404,10 @@ impl Console {
             });
             apart.map(|other| {
                 let text = format!("{} has no connection to {}", one.id, other.id);
-                ConditionFacts::new(SERVER, text)
+                ConditionFacts {
+                    host: Some(VisibleText::new(one.id.as_str())),
+                    ..ConditionFacts::new(SERVER, text)
+                }
             })
         });
         let gone = down.chain(apart.take(APART_SHOWN));

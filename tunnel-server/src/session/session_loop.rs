@@ -215,7 +215,7 @@ impl Sessions {
             return;
         }
         let detail = format!(
-            "session over {} ended after {} s, by {}: {} {}",
+            "session over {} ended after {} s by {} ({}): {}",
             agent.session.transport(),
             age.as_secs(),
             reason.by,

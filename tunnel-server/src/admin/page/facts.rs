@@ -330,6 +330,8 @@ pub(super) struct NeedingFacts {
     /// Time of its last sign of life, RFC 3339, if there was one.
     pub(super) since: Option<String>,
     pub(super) text: VisibleText,
+    /// The server that held it last, if that is gone.
+    pub(super) server: Option<VisibleText>,
 }
 
 impl NeedingFacts {
@@ -356,6 +358,7 @@ impl NeedingFacts {
             state: state.label(),
             since: needing.since.map(rfc3339),
             text: VisibleText::new(text),
+            server: gone.map(|server| VisibleText::new(server.name.as_str())),
         }
     }
 }
@@ -402,6 +405,8 @@ pub(super) struct ConditionFacts {
     pub(super) since: Option<String>,
     /// The command that shows more, or helps.
     pub(super) command: &'static str,
+    /// The server on whose host it runs, if that is another one.
+    pub(super) host: Option<VisibleText>,
 }
 
 impl ConditionFacts {
@@ -410,6 +415,7 @@ impl ConditionFacts {
             component,
             since: None,
             command: command_for(component),
+            host: None,
             text: VisibleText::new(text),
         }
     }
@@ -430,5 +436,7 @@ fn command_for(component: &str) -> &'static str {
 
 /// Component of the conditions that are made of failures.
 const AGENTS: &str = "agents";
+/// Command that shows whether a server runs.
+pub(super) const SERVER_STATE: &str = "systemctl status tunnel-server";
 /// Component of the conditions of other servers.
 pub(super) const SERVER: &str = "server";

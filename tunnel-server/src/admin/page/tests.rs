@@ -177,7 +177,7 @@ async fn conditions_servers_and_refusals_have_the_same_policy() {
     let conditions = get(&page, "/conditions", "*/*").await.text;
     check_html(&conditions);
     assert!(conditions.contains("<bdi>ports</bdi>"), "{conditions}");
-    assert!(conditions.contains("3 times, last from"), "{conditions}");
+    assert!(conditions.contains("3 times, last "), "{conditions}");
     let json = get(&page, "/conditions", "application/json").await.text;
     let document: serde_json::Value = serde_json::from_str(&json).unwrap();
     assert_eq!(document["failures"][0]["detail"], HOSTILE);

@@ -42,6 +42,16 @@ pub(super) fn beginning(text: &str, max: usize) -> String {
     }
 }
 
+/// Returns the beginning of a text up to the end of a word, with an ellipsis, or the whole if it has at
+/// most `max` characters.
+pub(super) fn beginning_by_words(text: &str, max: usize) -> String {
+    let begin = beginning(text, max);
+    match begin.strip_suffix('…').and_then(|cut| cut.rsplit_once(' ')) {
+        Some((words, _)) => format!("{words}…"),
+        None => begin,
+    }
+}
+
 /// Returns the end of a name with an ellipsis, which tells the servers of a set apart, or the whole.
 pub(super) fn ending(name: &str, max: usize) -> String {
     let name = VisibleText::new(name).to_string();
@@ -61,6 +71,17 @@ mod tests {
             text.to_string(),
             "a\\u{202e}b\\u{a}c\\u{2066}\\u{e0041}ü<b>"
         );
+    }
+
+    #[test]
+    fn long_sentences_are_cut_between_words() {
+        for (text, begin) in [
+            ("no port", "no port"),
+            ("not allowed", "not…"),
+            ("notallowed", "notallo…"),
+        ] {
+            assert_eq!(beginning_by_words(text, 7), begin);
+        }
     }
 
     #[test]

@@ -6,10 +6,12 @@ use std::time::SystemTime;
 use crate::admin::failures::FailureStatus;
 use crate::admin::page::facts::{
     ConditionFacts, ConditionsDocument, FailingFacts, NeedingFacts, NeedingState, SERVER,
+    SERVER_STATE,
 };
 use crate::admin::page::text::{RelativeTime, grouped};
-use crate::admin::page::visible::{VisibleText, beginning};
+use crate::admin::page::visible::{VisibleText, beginning_by_words};
 use crate::admin::status::NodeState;
+use crate::failure_code::SHORT_SESSION_CODE;
 use crate::ingress::outcome::Outcome;
 
 /// A condition or a failure as its row shows it.
@@ -28,10 +30,12 @@ pub(super) struct ConditionRow {
     pub(super) since: Option<RelativeTime>,
     /// What to do in words, or empty.
     pub(super) remedy: VisibleText,
-    /// Where to run the command, if not on the host of this server.
-    pub(super) place: &'static str,
+    /// Where to run the command, or empty.
+    pub(super) place: VisibleText,
     /// What to run, or empty.
     pub(super) command: String,
+    /// Whether the remedy has something else that comes before the command.
+    pub(super) has_choice: bool,
 }
 
 impl ConditionRow {
@@ -59,6 +63,7 @@ impl ConditionRow {
             color: "away",
             subject: VisibleText::new(*component),
             text: VisibleText::new("blocks the readiness of this server"),
+            place: VisibleText::new(HERE),
             command: "tunnel-server doctor".to_owned(),
             ..Self::default()
         });
@@ -133,6 +138,7 @@ impl ConditionRow {
     fn of_condition(facts: &ConditionFacts, now: SystemTime) -> Self {
         let row = Self {
             since: (facts.since.as_deref()).map(|at| RelativeTime::lasting(at, now)),
+            place: place(facts.host.as_ref(), facts.command),
             command: facts.command.to_owned(),
             ..Self::default()
         };
@@ -156,13 +162,10 @@ impl ConditionRow {
     }
 
     fn of_node(facts: &NeedingFacts, now: SystemTime) -> Self {
-        let (place, command) = if facts.state == NodeState::Unknown.label() {
-            (
-                "on the host of the server:",
-                "systemctl status tunnel-server",
-            )
+        let command = if facts.state == NodeState::Unknown.label() {
+            SERVER_STATE
         } else {
-            ("on the node:", "tunnel-agent doctor")
+            "tunnel-agent doctor"
         };
         Self {
             tag: facts.state,
@@ -171,7 +174,7 @@ impl ConditionRow {
             is_node: true,
             text: facts.text.clone(),
             since: (facts.since.as_deref()).map(|at| RelativeTime::lasting(at, now)),
-            place,
+            place: place(facts.server.as_ref(), command),
             command: command.to_owned(),
             ..Self::default()
         }
@@ -179,18 +182,17 @@ impl ConditionRow {
 
     fn of_requests(facts: &FailingFacts, now: SystemTime) -> Self {
         let code = facts.code.as_str();
-        let outcome = Outcome::ALL.into_iter().find(|known| known.label() == code);
-        let reason = Reason::of(outcome);
+        let reason = Reason::of(code);
         let at_port = match facts.port {
             0 => String::new(),
             port => format!(", port {port}"),
         };
         let count = times(facts.count);
         let last = RelativeTime::new(&facts.last, now).text;
-        let mut detail = format!("{code}, {count} at {}, last {last}", facts.server.as_str());
+        let mut detail = format!("{count} at {}, last {last}, {code}", facts.server.as_str());
         if !facts.detail.is_empty() {
-            let reason = beginning(facts.detail.as_str(), REASON_SHOWN);
-            detail = format!("{reason}; {detail}");
+            let reason = beginning_by_words(facts.detail.as_str(), REASON_SHOWN);
+            detail = format!("{detail}: {reason}");
         }
         Self {
             tag: reason.tag,
@@ -201,8 +203,9 @@ impl ConditionRow {
             detail: VisibleText::new(detail),
             since: Some(RelativeTime::first(&facts.first, now)),
             remedy: VisibleText::default(),
-            place: reason.place,
+            place: place(None, reason.command),
             command: reason.command.replace("NAME", facts.node.as_str()),
+            has_choice: false,
         }
     }
 
@@ -217,9 +220,14 @@ impl ConditionRow {
         let count = times(failure.count);
         let last = RelativeTime::new(&failure.last, now).text;
         let source = format!(
-            "{}, {count}, last from {} {last}",
-            failure.code, failure.address
+            "{count}, last {last} from {}, {}",
+            failure.address, failure.code
         );
+        let command = command_in(&failure.remedy).unwrap_or_default();
+        let text = match failure.code.as_str() {
+            SHORT_SESSION_CODE => format!("connects and ends again and again: {}", failure.detail),
+            _ => failure.detail.clone(),
+        };
         let (tag, color) = match failure {
             FailureStatus { is_noise: true, .. } => ("noise", "revoked"),
             failure if !failure.is_current(now) => ("over", "revoked"),
@@ -229,90 +237,73 @@ impl ConditionRow {
             tag,
             color,
             subject: VisibleText::new(subject),
-            text: VisibleText::new(failure.detail.as_str()),
+            text: VisibleText::new(text),
             detail: VisibleText::new(source),
             since: Some(if failure.is_current(now) {
                 RelativeTime::lasting(&failure.first, now)
             } else {
                 RelativeTime::first(&failure.first, now)
             }),
-            place: "",
-            is_node: false,
-            command: command_in(&failure.remedy).unwrap_or_default().to_owned(),
+            place: place(None, command),
+            is_node: failure.is_verified && failure.node.is_some(),
+            command: command.to_owned(),
+            has_choice: failure.code == "wrong_node",
             remedy: VisibleText::new(failure.remedy.as_str()),
         }
     }
 }
 
 /// Why requests fail, in words.
-struct Reason {
+pub(super) struct Reason {
     tag: &'static str,
-    text: &'static str,
-    place: &'static str,
+    pub(super) text: &'static str,
     /// What to run, with `NAME` for the node.
-    command: &'static str,
+    pub(super) command: &'static str,
 }
 
 impl Reason {
-    /// Returns the reason for a code. `None` is one that this version does not know.
-    fn of(outcome: Option<Outcome>) -> Self {
-        let on_node = "on the node:";
-        let reason = |tag, text, place, command| Self {
-            tag,
-            text,
-            place,
-            command,
-        };
+    /// Returns the reason for a code, which may be one that this version does not know.
+    pub(super) fn of(code: &str) -> Self {
+        let outcome = Outcome::ALL.into_iter().find(|known| known.label() == code);
+        let reason = |tag, text, command| Self { tag, text, command };
         match outcome {
-            Some(Outcome::TargetRefused) => {
-                reason("refused", "nothing listens there", on_node, "ss -ltnp")
+            Some(Outcome::TargetRefused) => reason("refused", "nothing listens there", "ss -ltnp"),
+            Some(Outcome::TargetTimeout) => {
+                reason("no answer", "the target does not answer", "ss -ltnp")
             }
-            Some(Outcome::TargetTimeout) => reason(
-                "no answer",
-                "the target does not answer",
-                on_node,
-                "ss -ltnp",
-            ),
             Some(Outcome::TargetTls) => reason(
                 "TLS",
                 "TLS with the target fails",
-                "",
                 "tunnel-server doctor NAME",
             ),
             Some(Outcome::TargetBadResponse | Outcome::Cut) => reason(
                 "cut",
                 "the target's response is incomplete or no HTTP",
-                on_node,
                 "journalctl -u tunnel-agent -n 50",
             ),
             Some(Outcome::RefusedByPolicy) => reason(
                 "policy",
                 "the policy forbids it",
-                "",
                 "tunnel-server policy show",
             ),
             Some(Outcome::NoAgent) => reason(
                 "no agent",
                 "no agent is connected, or it does not answer",
-                on_node,
                 "tunnel-agent doctor",
             ),
             Some(Outcome::AgentLost | Outcome::AgentTimeout) => reason(
                 "agent lost",
                 "the session ended or the agent did not answer",
-                "",
                 "tunnel-server ping NAME",
             ),
             Some(Outcome::TooManyStreams | Outcome::Overloaded | Outcome::ReaderStalled) => reason(
                 "limit",
                 "a limit of streams or memory is reached",
-                "",
                 "tunnel-server doctor",
             ),
             Some(Outcome::Draining | Outcome::Starting) => reason(
                 "restart",
                 "a server stops or starts",
-                "",
                 "tunnel-server doctor",
             ),
             Some(
@@ -325,11 +316,10 @@ impl Reason {
             ) => reason(
                 "caller",
                 "the request itself is not valid",
-                "",
                 "tunnel-server doctor",
             ),
             Some(Outcome::Ok | Outcome::CallerGone) | None => {
-                reason("failed", "see the code", "", "tunnel-server doctor")
+                reason("failed", "see the code", "tunnel-server doctor")
             }
         }
     }
@@ -357,6 +347,18 @@ fn times(count: u64) -> String {
     }
 }
 
+/// Returns where a command runs: on the host of another server, or where its program is. `kubectl` runs
+/// anywhere.
+pub(super) fn place(host: Option<&VisibleText>, command: &str) -> VisibleText {
+    let program = command.split(' ').next().unwrap_or_default();
+    VisibleText::new(match (host, program) {
+        (Some(server), _) => format!("on the host of {}:", server.as_str()),
+        (None, "tunnel-server" | "timedatectl") => HERE.to_owned(),
+        (None, "tunnel-agent" | "ss" | "journalctl") => "on the node:".to_owned(),
+        (None, _) => String::new(),
+    })
+}
+
 /// Returns the first command of a remedy. A remedy has no text of a peer but checked names.
 fn command_in(remedy: &str) -> Option<&str> {
     let programs = ["tunnel-server ", "tunnel-agent "];
@@ -368,6 +370,8 @@ fn command_in(remedy: &str) -> Option<&str> {
     Some(command.get(..end)?.trim_end())
 }
 
+/// The place of the commands of this server.
+const HERE: &str = "on this server:";
 /// Tag of the conditions of other servers.
 const SERVER_GONE: &str = "server";
 /// Characters of the reason of a failed request. Other servers send at most 160 bytes.
@@ -380,6 +384,24 @@ const OF_A_KIND_SHOWN: usize = 2;
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn each_command_has_the_place_where_it_runs() {
+        let server = VisibleText::new("s2");
+        for (host, command, expected) in [
+            (None, "tunnel-server doctor", HERE),
+            (None, "tunnel-agent doctor", "on the node:"),
+            (None, "ss -ltnp", "on the node:"),
+            (None, "kubectl get nodes -o wide", ""),
+            (Some(&server), SERVER_STATE, "on the host of s2:"),
+        ] {
+            assert_eq!(place(host, command).as_str(), expected, "{command}");
+        }
+        for outcome in Outcome::ALL {
+            let reason = Reason::of(outcome.label());
+            assert!(!place(None, reason.command).is_empty(), "{outcome:?}");
+        }
+    }
 
     #[test]
     fn first_command_of_a_remedy_is_found() {
