@@ -130,6 +130,8 @@ struct OverviewHtml<'a> {
     head: PageHead,
     reachable: String,
     nodes: String,
+    /// The nodes that need no agent now, which these numbers do not have; empty without any.
+    uncounted: String,
     segments: Vec<Segment>,
     transports: Vec<(VisibleText, String)>,
     cards: Vec<Card>,
@@ -152,6 +154,7 @@ impl<'a> OverviewHtml<'a> {
         Self {
             reachable: grouped(live),
             nodes: grouped(of),
+            uncounted: counts.uncounted(),
             segments: Segment::of(counts),
             transports: transports(counts),
             cards: Card::of_history(&document.history),
@@ -217,6 +220,7 @@ struct NodeHtml<'a> {
     quarters: Vec<QuarterCell>,
     legend: Vec<(&'static str, &'static str)>,
     outages: Vec<Outage>,
+    no_outage: String,
     steps: Vec<Step>,
     ports: Vec<PortRow>,
     /// Name of the server that has the requests and the history, if it is another one.
@@ -229,6 +233,7 @@ impl<'a> NodeHtml<'a> {
         let status = &document.node.status;
         let has_other = |replica: &&String| **replica != head.server.as_str();
         let requests = document.requests.iter();
+        let ports = PortRow::all(&document.requests, head.now);
         Self {
             row: NodeRow::new(&document.node, head.now),
             facts: Fact::all(status, head.now),
@@ -236,8 +241,9 @@ impl<'a> NodeHtml<'a> {
             quarters: QuarterCell::all(document),
             legend: QuarterCell::legend(document),
             outages: Outage::all(document, head.now),
-            steps: Step::all(status, head.now),
-            ports: PortRow::all(&document.requests, head.now),
+            no_outage: Outage::none(document),
+            steps: Step::all(status, &ports, head.now),
+            ports,
             elsewhere: status
                 .replica
                 .as_ref()

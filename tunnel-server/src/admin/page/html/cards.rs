@@ -57,6 +57,13 @@ impl NodeCounts {
         let reachable = count(NodeState::Live) + count(NodeState::Connected);
         (reachable as u64, (reachable + self.not_live) as u64)
     }
+
+    /// Returns what is in the bar and not in [`Self::reachable`], as in `, 1 pending not counted`.
+    pub(super) fn uncounted(&self) -> String {
+        let pending = self.states.get(NodeState::Pending.label());
+        let text = pending.map(|count| format!(", {} pending not counted", grouped(*count as u64)));
+        text.unwrap_or_default()
+    }
 }
 
 /// Returns the percentage of the sessions that each transport has.
@@ -91,20 +98,20 @@ pub(super) struct CardPlot {
 impl CardPlot {
     pub(super) fn new(
         title: &str,
-        span: &'static str,
+        (span, most): (&'static str, &'static str),
         values: &[Option<u64>],
         figure: impl Fn(u64) -> Figure,
     ) -> Self {
         let plot = Plot::new(values);
-        let most = match plot.peak {
+        let peak = match plot.peak {
             _ if values.iter().all(Option::is_none) => "not known".to_owned(),
             0 => "none".to_owned(),
-            peak => format!("peak {}", figure(peak)),
+            peak => format!("{most} {}", figure(peak)),
         };
         Self {
             plot,
-            label: format!("{title}, last {span}, {most}"),
-            caption: format!("{span} · {most}"),
+            label: format!("{title}, last {span}, {peak}"),
+            caption: format!("{span} · {peak}"),
         }
     }
 }
@@ -122,8 +129,8 @@ impl Card {
                     color,
                     figure: figure(now),
                     plots: vec![
-                        CardPlot::new(title, "1 h", hour, figure),
-                        CardPlot::new(title, "24 h", day, figure),
+                        CardPlot::new(title, HOUR, hour, figure),
+                        CardPlot::new(title, DAY, day, figure),
                     ],
                 }
             };
@@ -179,13 +186,9 @@ impl Card {
                     title,
                     color,
                     figure,
-                    plots: vec![CardPlot::new(title, "24 h", &values, of_a_quarter)],
+                    plots: vec![CardPlot::new(title, DAY, &values, of_a_quarter)],
                 }
             };
-        let in_a_quarter = |count: u64| Figure {
-            unit: " in 15 min",
-            ..Figure::count(count)
-        };
         let requests = document
             .history
             .iter()
@@ -206,14 +209,14 @@ impl Card {
                 "accent",
                 Figure::count(requests),
                 values(|quarter| quarter.requests),
-                in_a_quarter,
+                Figure::count,
             ),
             day(
                 "Errors, 1 h",
                 "away",
                 Figure::count(errors),
                 values(|quarter| quarter.errors),
-                in_a_quarter,
+                Figure::count,
             ),
         ];
         let rtt = status.rtt_millis.map_or_else(
@@ -238,6 +241,10 @@ impl Card {
         cards
     }
 }
+
+/// The spans of the plots, and what their highest values are: those of a minute, and averages.
+const HOUR: (&str, &str) = ("1 h", "peak");
+const DAY: (&str, &str) = ("24 h", "highest 15 min");
 
 #[cfg(test)]
 mod tests {
@@ -267,6 +274,18 @@ mod tests {
         let figures = cards.iter().map(|card| card.figure.to_string());
         let figures: Vec<_> = figures.collect();
         assert_eq!(figures, ["2.0/s", "0/s", "12", "0 B/s"]);
+        let counts = |states: &[(&'static str, usize)]| NodeCounts {
+            states: states.iter().copied().collect(),
+            not_live: 1,
+            ..NodeCounts::default()
+        };
+        let all = counts(&[("live", 13), ("away", 1), ("pending", 2)]);
+        assert_eq!(all.reachable(), (13, 14));
+        assert_eq!(all.uncounted(), ", 2 pending not counted");
+        assert_eq!(counts(&[("live", 13)]).uncounted(), "");
+        let day = cards.iter().map(|card| card.plots[1].caption.as_str());
+        assert_eq!(day.last(), Some("24 h · none"));
+        assert_eq!(cards[2].plots[1].caption, "24 h · highest 15 min 12");
         let captions = cards.iter().map(|card| card.plots[0].caption.as_str());
         let captions: Vec<_> = captions.collect();
         assert_eq!(

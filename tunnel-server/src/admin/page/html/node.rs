@@ -1,13 +1,16 @@
 //! The page of one node: its facts, outages, ports and last requests, and what to run next. Pure.
 
+use std::collections::BTreeSet;
 use std::time::{Duration, SystemTime};
 
 use tunnel_proto::wire::name::NodeName;
 
-use crate::admin::page::facts::{NodeDocument, QuarterFacts, RequestFacts};
+use crate::admin::page::facts::{NodeDocument, QuarterFacts, RequestFacts, SERVER_STATE};
+use crate::admin::page::html::conditions::{Reason, place};
 use crate::admin::page::text::{Figure, RelativeTime, duration};
 use crate::admin::page::visible::VisibleText;
 use crate::admin::status::{NodeState, NodeStatus};
+use crate::ingress::outcome::Outcome;
 use tunnel_store::data_dir::rfc3339;
 
 /// A fact about a node with its name.
@@ -174,6 +177,19 @@ pub(super) struct Outage {
 }
 
 impl Outage {
+    /// Returns that there was none, and for how long nothing is known.
+    pub(super) fn none(document: &NodeDocument) -> String {
+        let unknown = document.history.iter();
+        let unknown = unknown.filter(|quarter| quarter.up_percent.is_none());
+        match unknown.map(|quarter| u64::from(quarter.seconds)).sum() {
+            0 => "No outage.".to_owned(),
+            seconds => format!(
+                "No outage is known; nothing is known of {} of the last 24 h.",
+                duration(Duration::from_secs(seconds))
+            ),
+        }
+    }
+
     /// Returns the outages of the last day, the last one first. Nothing is known of the time before the first
     /// observation.
     pub(super) fn all(document: &NodeDocument, now: SystemTime) -> Vec<Self> {
@@ -214,18 +230,35 @@ impl Outage {
 /// What to run next, and why.
 #[derive(Debug)]
 pub(super) struct Step {
-    pub(super) why: &'static str,
+    pub(super) why: String,
+    /// Where to run it.
+    pub(super) place: VisibleText,
     pub(super) command: String,
 }
 
 impl Step {
-    pub(super) fn all(status: &NodeStatus, now: SystemTime) -> Vec<Self> {
+    pub(super) fn all(status: &NodeStatus, ports: &[PortRow], now: SystemTime) -> Vec<Self> {
         // Commands have no text but the checked name.
         let Ok(name) = status.node.parse::<NodeName>() else {
             return Vec::new();
         };
-        let step = |why, command: String| Self { why, command };
-        let mut steps = match NodeState::of(status) {
+        let server = status.gone_server.as_ref();
+        let server = server.map(|server| VisibleText::new(server.name.as_str()));
+        let step = |why: &str, command: String| Self {
+            why: why.to_owned(),
+            place: place(
+                server.as_ref().filter(|_| command == SERVER_STATE),
+                &command,
+            ),
+            command,
+        };
+        let failing = ports.iter().filter(|row| !row.is_ok).map(|row| {
+            let reason = Reason::of(row.code);
+            let why = format!("port {}: {}", row.port, reason.text);
+            step(&why, reason.command.replace("NAME", name.as_str()))
+        });
+        let mut steps: Vec<_> = failing.take(FAILING_PORTS_SHOWN).collect();
+        steps.extend(match NodeState::of(status) {
             NodeState::Revoked => vec![step(
                 "admit the node again",
                 format!("tunnel-server nodes unrevoke {name}"),
@@ -237,27 +270,30 @@ impl Step {
                 )]
             }
             NodeState::Away | NodeState::Enrolled | NodeState::Suspect => vec![
+                step("find the cause", "tunnel-agent doctor".to_owned()),
                 step(
-                    "on the node: find the cause",
-                    "tunnel-agent doctor".to_owned(),
-                ),
-                step(
-                    "on the node: the agent's last lines",
+                    "the agent's last lines",
                     "journalctl -u tunnel-agent -n 50".to_owned(),
                 ),
             ],
             NodeState::Unknown => vec![step(
-                "on the host of its last server",
-                "systemctl status tunnel-server".to_owned(),
+                "whether its last server runs",
+                SERVER_STATE.to_owned(),
             )],
             NodeState::Live | NodeState::Connected => {
-                vec![step(
-                    "reach a port of the node",
-                    format!("tunnel-server connect {name} 10250"),
+                let answering = ports.iter().find(|row| row.is_ok);
+                vec![answering.map_or_else(
+                    || step("whether it answers", format!("tunnel-server ping {name}")),
+                    |row| {
+                        let command = format!("tunnel-server connect {name} {}", row.port);
+                        step("reach a port of the node", command)
+                    },
                 )]
             }
             NodeState::NotEdge => Vec::new(),
-        };
+        });
+        let mut commands = BTreeSet::new();
+        steps.retain(|step| commands.insert(step.command.clone()));
         let end = status
             .certificate_not_after
             .as_deref()
@@ -295,8 +331,9 @@ impl PortRow {
             if rows.iter().all(|row| row.port != port) {
                 rows.push(Self {
                     port,
-                    is_ok: request.code == "ok"
-                        || request.status.is_some_and(|status| status < 500),
+                    is_ok: [Outcome::Ok, Outcome::CallerGone]
+                        .map(Outcome::label)
+                        .contains(&request.code),
                     code: request.code,
                     at: RelativeTime::new(&request.at, now),
                 });
@@ -331,6 +368,8 @@ impl<'a> RequestRow<'a> {
 }
 
 const OUTAGES_SHOWN: usize = 8;
+/// Ports whose requests fail that have a command.
+const FAILING_PORTS_SHOWN: usize = 2;
 /// Time before the end of a certificate at which its renewal has failed for long.
 const CERTIFICATE_SOON: Duration = Duration::from_secs(7 * 86_400);
 
@@ -340,6 +379,43 @@ mod tests {
     use tunnel_process::schema::SCHEMA_VERSION;
 
     use crate::admin::page::facts::NodeFacts;
+
+    #[test]
+    fn steps_of_a_node_begin_with_its_failing_requests_and_offer_a_port_that_answers() {
+        let now = SystemTime::UNIX_EPOCH + Duration::from_secs(1_000_000);
+        let port = |port, outcome: Outcome| PortRow {
+            port,
+            is_ok: outcome == Outcome::Ok,
+            code: outcome.label(),
+            at: RelativeTime::default(),
+        };
+        let status = NodeStatus {
+            node: "worker-1".to_owned(),
+            is_edge: true,
+            connected: true,
+            state: Some("live".to_owned()),
+            ..NodeStatus::default()
+        };
+        let all = |ports: &[PortRow]| -> Vec<String> {
+            let steps = Step::all(&status, ports, now).into_iter();
+            let texts = steps.map(|step| format!("{}: {} {}", step.why, step.place, step.command));
+            texts.collect()
+        };
+        let (refused, json) = (
+            "port 8080: nothing listens there: on the node: ss -ltnp",
+            "all facts as JSON: on this server: tunnel-server nodes worker-1 -o json",
+        );
+        let ports = [
+            port(8080, Outcome::TargetRefused),
+            port(8081, Outcome::TargetRefused),
+            port(9100, Outcome::Ok),
+        ];
+        let connect =
+            "reach a port of the node: on this server: tunnel-server connect worker-1 9100";
+        assert_eq!(all(&ports), [refused, connect, json]);
+        let ping = "whether it answers: on this server: tunnel-server ping worker-1";
+        assert_eq!(all(&[]), [ping, json]);
+    }
 
     #[test]
     fn outages_last_as_long_as_their_quarters_do() {
@@ -370,6 +446,10 @@ mod tests {
             history: up.map(quarter).into(),
             requests: Vec::new(),
         };
+        assert_eq!(
+            Outage::none(&document),
+            "No outage is known; nothing is known of 30 min of the last 24 h."
+        );
         let now = SystemTime::UNIX_EPOCH + Duration::from_secs(900_120);
         let outages = Outage::all(&document, now);
         let shown: Vec<_> = outages
