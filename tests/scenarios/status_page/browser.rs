@@ -242,14 +242,19 @@ async fn failing_installation_says_at_a_glance_what_fails_since_when_and_what_to
     let overview = facts(&report, "failing", true)?;
     let words = words(overview);
     for answer in [
-        "13 of 16 reachable",
+        "13 of 16 reachable, 1 pending not counted",
+        "on the host of s2: systemctl status tunnel-server",
+        "for 3 h",
+        "worker-15 connects and ends again and again",
+        "on the node, correct --node-name of the agent",
+        "5 times at s0, last ",
         "worker-13 no agent is connected",
         "3 h ago",
         "worker-14 (claimed)",
         "worker-1 nothing listens there, port ",
         "the policy forbids it, port 22; also worker-",
-        "tunnel-server policy show",
-        "tunnel-agent doctor",
+        "on this server: tunnel-server policy show",
+        "on the node: tunnel-agent doctor",
     ] {
         ensure!(words.contains(answer), "no {answer} in {words}");
     }

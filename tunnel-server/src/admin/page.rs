@@ -5,6 +5,7 @@
 use std::convert::Infallible;
 use std::net::{IpAddr, SocketAddr};
 use std::sync::Arc;
+use std::sync::atomic::{AtomicUsize, Ordering};
 use std::time::{Duration, SystemTime};
 
 use bytes::Bytes;
@@ -22,7 +23,7 @@ use parking_lot::Mutex;
 use rustls::ServerConnection;
 use tokio::io::{AsyncRead, AsyncWrite};
 use tokio::net::{TcpListener, TcpStream};
-use tokio::time::timeout;
+use tokio::time::{MissedTickBehavior, interval, timeout};
 use tokio_rustls::TlsAcceptor;
 use tracing::{debug, warn};
 use tunnel_process::conn_limiter::{ConnLimits, source};
@@ -110,6 +111,9 @@ impl PageNodes for NodeSources {
 /// The console of a running server.
 struct Console {
     sources: PageSources,
+    /// Number of entries that need somebody, as of the last sample. A page that shows no other node
+    /// has it from here, so that it costs no pass over all nodes.
+    needs: AtomicUsize,
 }
 
 /// The caller of one connection.
@@ -132,7 +136,18 @@ impl PageCaller {
 
 /// Serves the console on `listener` until `stop`.
 pub(crate) fn start(sources: PageSources, listener: TcpListener, shutdown: &Shutdown) {
-    let page = Arc::new(Console { sources });
+    let page = Arc::new(Console::new(sources));
+    let sampled = page.clone();
+    shutdown.spawn_service(async move {
+        let mut ticks = interval(NEEDS_INTERVAL);
+        ticks.set_missed_tick_behavior(MissedTickBehavior::Delay);
+        loop {
+            ticks.tick().await;
+            let page = sampled.clone();
+            let sample = move || page.sample_needs(SystemTime::now());
+            let _panicked = tokio::task::spawn_blocking(sample).await;
+        }
+    });
     serve_bounded(
         listener,
         "status",
@@ -224,6 +239,19 @@ async fn answer(page: &Arc<Console>, head: Parts, caller: &PageCaller) -> FullRe
 }
 
 impl Console {
+    fn new(sources: PageSources) -> Self {
+        Self {
+            sources,
+            needs: AtomicUsize::new(0),
+        }
+    }
+
+    /// Counts what needs somebody. Blocks the thread.
+    fn sample_needs(&self, now: SystemTime) {
+        let needs = self.conditions(self.needing()).needs(now);
+        self.needs.store(needs, Ordering::Relaxed);
+    }
+
     /// Checks the name and the password of a request from a caller without a certificate.
     fn authenticate(&self, headers: &HeaderMap, caller: &PageCaller) -> Result<(), PageRefusal> {
         let needs_password = match caller.access {
@@ -244,14 +272,12 @@ impl Console {
     /// Renders a page. Blocks the thread.
     fn render(&self, page_request: &PageRequest) -> Result<FullResponse, PageRefusal> {
         let mut listed = NodesQuery::default();
-        let mut needing = None;
         let document = match &page_request.view {
             View::Style => return Ok(response("text/css; charset=utf-8", STYLE)),
             View::Script => return Ok(response("text/javascript; charset=utf-8", SCRIPT)),
             View::Overview => Document::Overview(Box::new(self.overview())),
             View::Nodes(query) => {
-                let (document, nodes) = self.nodes(query);
-                needing = Some(nodes);
+                let document = self.nodes(query);
                 listed.clone_from(query);
                 listed.page = document.page;
                 Document::Nodes(Box::new(document))
@@ -270,9 +296,8 @@ impl Console {
                 let needs = match &document {
                     Document::Overview(overview) => overview.conditions.needs(now),
                     Document::Conditions(conditions) => conditions.needs(now),
-                    _ => {
-                        let needing = needing.unwrap_or_else(|| self.needing());
-                        self.conditions(needing).needs(now)
+                    Document::Nodes(_) | Document::Node(_) | Document::Servers(_) => {
+                        self.needs.load(Ordering::Relaxed)
                     }
                 };
                 let servers = self.sources.peers.expected() + 1;
@@ -317,9 +342,9 @@ impl Console {
         self.survey(&NodesQuery::default(), 1).needing
     }
 
-    fn nodes(&self, query: &NodesQuery) -> (NodesDocument, NeedingNodes) {
+    fn nodes(&self, query: &NodesQuery) -> NodesDocument {
         let survey = self.survey(query, NODES_PER_PAGE);
-        let document = NodesDocument {
+        NodesDocument {
             schema_version: SCHEMA_VERSION,
             query: query.to_string(),
             matching: survey.matching,
@@ -331,8 +356,7 @@ impl Console {
                 nodes: survey.totals,
                 streams: survey.streams,
             },
-        };
-        (document, survey.needing)
+        }
     }
 
     /// Returns the nodes with these names that still exist.
@@ -510,6 +534,8 @@ const OVERVIEW_NODES: usize = 20;
 const FAILING_SHOWN: usize = 32;
 /// Missing connections between other servers that are conditions.
 const APART_SHOWN: usize = 8;
+/// Time between two counts of what needs somebody. A page reloads as often.
+const NEEDS_INTERVAL: Duration = Duration::from_secs(10);
 /// Maximum number of connections. At the limit, newer connections evict the oldest. A browser opens
 /// up to six.
 const CONN_LIMITS: ConnLimits = ConnLimits {

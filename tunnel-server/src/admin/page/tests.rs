@@ -210,6 +210,30 @@ async fn conditions_servers_and_refusals_have_the_same_policy() {
     assert_eq!(refused.headers()[CONTENT_SECURITY_POLICY], POLICY);
 }
 
+#[tokio::test]
+async fn page_of_a_node_has_the_last_count_of_what_needs_somebody() {
+    let bench = Bench::new();
+    let away = |number| NodeStatus {
+        node: format!("worker-{number}"),
+        is_edge: true,
+        ..NodeStatus::default()
+    };
+    let page = page(&bench, (1..=3).map(away).collect::<Vec<_>>());
+    let count = "Needs you <span class=\"tag away\">";
+    let before = get(&page, "/node/worker-1", "*/*").await.text;
+    assert!(!before.contains(count), "{before}");
+    page.sample_needs(SystemTime::now());
+    let overview = get(&page, "/", "*/*").await.text;
+    let (_, exact) = overview.split_once(count).unwrap();
+    let (exact, _) = exact.split_once('<').unwrap();
+    assert!(exact.parse::<usize>().unwrap() > 3, "{exact}");
+    for path in ["/node/worker-1", "/nodes", "/servers", "/conditions"] {
+        let shown = get(&page, path, "*/*").await.text;
+        let has_count = shown.contains(&format!("{count}{exact}<"));
+        assert!(has_count, "{path}: {shown}");
+    }
+}
+
 fn caller(access: PageAccess) -> PageCaller {
     PageCaller::new(access, "192.0.2.1:1".parse().unwrap())
 }
@@ -271,7 +295,7 @@ fn page(bench: &Bench, nodes: impl PageNodes + 'static) -> Arc<Console> {
         tls: None,
         passwords: None,
     };
-    Arc::new(Console { sources })
+    Arc::new(Console::new(sources))
 }
 
 /// Checks that a page consists of the elements of the templates, that these are nested, that no
