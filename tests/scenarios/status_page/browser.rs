@@ -245,7 +245,6 @@ async fn failing_installation_says_at_a_glance_what_fails_since_when_and_what_to
         "13 of 16 reachable, 1 pending not counted",
         "on the host of s2: systemctl status tunnel-server",
         "for 3 h",
-        "worker-15 connects and ends again and again",
         "on the node, correct --node-name of the agent",
         "5 times at s0, last ",
         "worker-13 no agent is connected",

@@ -225,7 +225,9 @@ impl ConditionRow {
         );
         let command = command_in(&failure.remedy).unwrap_or_default();
         let text = match failure.code.as_str() {
-            SHORT_SESSION_CODE => format!("connects and ends again and again: {}", failure.detail),
+            SHORT_SESSION_CODE if failure.count > 1 && failure.is_current(now) => {
+                format!("connects and ends again and again: {}", failure.detail)
+            }
             _ => failure.detail.clone(),
         };
         let (tag, color) = match failure {
@@ -384,6 +386,41 @@ const OF_A_KIND_SHOWN: usize = 2;
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn agent_whose_sessions_end_soon_has_a_link_and_words_for_it_until_it_is_over() {
+        let now = SystemTime::UNIX_EPOCH + std::time::Duration::from_secs(1_000_000);
+        let failure = FailureStatus {
+            code: SHORT_SESSION_CODE.to_owned(),
+            node: Some("worker-15".to_owned()),
+            is_verified: true,
+            count: 4,
+            address: "192.0.2.1:40000".to_owned(),
+            first: "1970-01-12T13:46:00Z".to_owned(),
+            last: "1970-01-12T13:46:30Z".to_owned(),
+            detail: "session over quic ended after 0 s by the peer (dead): gone".to_owned(),
+            remedy: "on the node: tunnel-agent doctor".to_owned(),
+            ..FailureStatus::default()
+        };
+        let row = ConditionRow::of_failure(&failure, now);
+        assert!(row.is_node);
+        assert_eq!(
+            row.text.as_str(),
+            "connects and ends again and again: session over quic ended after 0 s by the peer (dead): gone"
+        );
+        assert_eq!(
+            row.detail.as_str(),
+            "4 times, last 10 s ago from 192.0.2.1:40000, short_session"
+        );
+        assert_eq!(row.since.unwrap().text, "for 40 s");
+        let over = FailureStatus {
+            is_over: true,
+            ..failure
+        };
+        let row = ConditionRow::of_failure(&over, now);
+        assert_eq!((row.tag, row.text.as_str()), ("over", over.detail.as_str()));
+        assert_eq!(row.since.unwrap().text, "first 40 s ago");
+    }
 
     #[test]
     fn each_command_has_the_place_where_it_runs() {
