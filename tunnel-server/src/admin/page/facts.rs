@@ -297,10 +297,16 @@ impl ConditionsDocument {
         failures.filter(move |failure| failure.is_current(now) && !failure.is_noise)
     }
 
-    /// Returns the conditions without those that repeat failures.
+    /// Returns the conditions without those that repeat failures or the servers that do not answer.
     pub(super) fn other_conditions(&self) -> impl Iterator<Item = &ConditionFacts> {
+        let mut conditions = self.conditions.iter();
+        let has_server = conditions.any(|condition| condition.component == SERVER);
         let conditions = self.conditions.iter();
-        conditions.filter(|condition| condition.component != AGENTS)
+        conditions.filter(move |condition| match condition.component {
+            AGENTS => false,
+            PEERS => !has_server,
+            _ => true,
+        })
     }
 
     /// Returns the number of entries that need somebody.
@@ -436,6 +442,8 @@ fn command_for(component: &str) -> &'static str {
 
 /// Component of the conditions that are made of failures.
 const AGENTS: &str = "agents";
+/// Component of the condition that names the servers without a connection to this one.
+const PEERS: &str = "peers";
 /// Command that shows whether a server runs.
 pub(super) const SERVER_STATE: &str = "systemctl status tunnel-server";
 /// Component of the conditions of other servers.

@@ -182,6 +182,17 @@ async fn conditions_servers_and_refusals_have_the_same_policy() {
     let document: serde_json::Value = serde_json::from_str(&json).unwrap();
     assert_eq!(document["failures"][0]["detail"], HOSTILE);
     check_html(&get(&page, "/servers", "*/*").await.text);
+    readiness.set_conditions("peers", vec!["1 of 2 connected, none to s2".to_owned()]);
+    let document = page.conditions(page.needing());
+    let count = |document: &ConditionsDocument| document.other_conditions().count();
+    assert_eq!(count(&document), 2);
+    let server = ConditionFacts::new(SERVER, "s2 does not answer".to_owned());
+    let conditions = std::iter::once(server).chain(document.conditions).collect();
+    let document = ConditionsDocument {
+        conditions,
+        ..document
+    };
+    assert_eq!(count(&document), 2, "one row says that the server is gone");
     assert!(get(&page, "/style.css", "*/*").await.text.contains("dark"));
     assert!(
         get(&page, "/script.js", "*/*")
