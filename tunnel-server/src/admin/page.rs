@@ -111,8 +111,8 @@ impl PageNodes for NodeSources {
 /// The console of a running server.
 struct Console {
     sources: PageSources,
-    /// Number of entries that need somebody, as of the last sample. A page that shows no other node
-    /// has it from here, so that it costs no pass over all nodes.
+    /// Number of entries that need somebody, as of the last sample. The pages without a list of them have
+    /// it from here, so that the page of one node costs no pass over all nodes.
     needs: AtomicUsize,
 }
 
