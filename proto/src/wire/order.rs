@@ -124,6 +124,11 @@ impl Order {
         self.counter < current.counter || self.generation < current.generation
     }
 
+    /// Returns whether its numbers leave room for the next orders. No server makes one that does not.
+    pub fn has_next(self) -> bool {
+        self.counter <= NUMBER_MAX && self.generation <= NUMBER_MAX
+    }
+
     /// Returns whether another server may announce this order to one that knows `known`. Numbers far
     /// ahead would leave none for the next orders.
     pub fn is_plausible_after(self, known: Self) -> bool {
@@ -144,6 +149,8 @@ const DAY_SECONDS: u64 = 24 * 60 * 60;
 const DAYS_MAX: u64 = 1 << 19;
 /// Orders about one node that a server may have missed.
 const LEAD_MAX: u64 = 1 << 20;
+/// Largest number that counts. With [`LEAD_MAX`] orders a second, servers reach it in 270,000 years.
+const NUMBER_MAX: u64 = u64::MAX / 2;
 
 #[cfg(test)]
 mod tests {

@@ -13,7 +13,8 @@ use std::sync::{Arc, OnceLock};
 use std::time::{Duration, SystemTime};
 
 use parking_lot::Mutex;
-use serde::{Deserialize, Serialize};
+use serde::de::Error as _;
+use serde::{Deserialize, Deserializer, Serialize};
 use tokio::sync::watch;
 use tokio::time::Instant;
 use tracing::{info, warn};
@@ -124,6 +125,7 @@ struct OrdersDocument {
 /// An order in the store.
 #[derive(Debug, Serialize, Deserialize)]
 pub(crate) struct OrderRow {
+    #[serde(deserialize_with = "order_with_next")]
     order: OrderEntry,
     /// Own orders that nobody has confirmed.
     #[serde(default, skip_serializing_if = "is_default")]
@@ -745,7 +747,17 @@ impl Revocations {
             match name.parse() {
                 Ok(node) => {
                     let is_forgotten = !state.orders.contains_key(&node);
-                    let theirs = state.ends.in_document(*theirs);
+                    let known = state.order(&node);
+                    let theirs = if theirs.has_next() {
+                        state.ends.in_document(*theirs)
+                    } else {
+                        damaged = Some(shared.document.damaged(&format!("{name:?}: {NO_NEXT}")));
+                        if !theirs.is_revoked || known.is_revoked {
+                            continue;
+                        }
+                        // Whatever its number, somebody wanted the node refused.
+                        known.with_revoked(true, seconds(SystemTime::now()))
+                    };
                     if !(is_forgotten && state.ends.is_over(theirs)) {
                         changed = changed.max(state.merge(&node, theirs));
                     }
@@ -918,6 +930,16 @@ impl OrdersDocument {
     }
 }
 
+/// Reads an order whose numbers have a next one.
+fn order_with_next<'de, D: Deserializer<'de>>(deserializer: D) -> Result<OrderEntry, D::Error> {
+    let entry = OrderEntry::deserialize(deserializer)?;
+    if entry.0.has_next() {
+        Ok(entry)
+    } else {
+        Err(D::Error::custom(NO_NEXT))
+    }
+}
+
 fn unsaved(problem: String) -> String {
     format!("orders about nodes are in force here but not saved: {problem}; the server tries again")
 }
@@ -968,6 +990,8 @@ const FOREIGN_BYTES_MAX: usize = 256 * 1024;
 const ENTRY_BYTES: usize = 115;
 /// Nodes that the log names of those about which another server announced orders.
 const LOGGED_MAX: usize = 10;
+/// Why an order with a number near the end is damaged.
+const NO_NEXT: &str = "its counter or generation leaves no number for the next order";
 /// Name of the condition in `/readyz?verbose`.
 const CONDITION: &str = "unsaved orders";
 /// Interval at which a failed write is tried again, and sessions are checked that were registered

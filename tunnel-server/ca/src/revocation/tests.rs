@@ -377,3 +377,32 @@ fn damaged_shared_document_stops_only_a_server_without_orders_of_its_own() {
     let conditions = revocations.conditions();
     assert!(conditions[0].contains("is damaged"), "{conditions:?}");
 }
+
+#[test]
+fn order_whose_number_has_no_next_one_is_damaged_and_can_be_undone() {
+    let scratch = Scratch::new();
+    let orders = |counter: u64| {
+        format!(r#"{{"nodes":{{"worker-1":{{"counter":{counter},"revoked":true}}}}}}"#)
+    };
+    let (document, observed) = shared(r#"{"nodes":{}}"#);
+    let revocations = Revocations::open_shared(&scratch.0, document, true).unwrap();
+    for damaged in [u64::MAX, u64::MAX - 1] {
+        observed.send_modify(|observed| {
+            observed.sequence += 1;
+            observed.content = Some(orders(damaged).as_bytes().into());
+        });
+        assert!(revocations.is_revoked(&peer(0)), "it says that it is");
+        let conditions = revocations.conditions();
+        assert!(conditions[0].contains("next order"), "{conditions:?}");
+        order(&revocations, Unrevoke, 1);
+        assert!(!revocations.is_revoked(&peer(0)));
+    }
+    // A row that has one is damaged, too.
+    let store = scratch.0.store(OnDamage::Stop).unwrap();
+    let row = serde_json::json!({"order": {"counter": u64::MAX, "revoked": true}});
+    store.change(Table::Orders, vec![RowChange::upsert("worker-1", &row)]);
+    store.flush(Table::Orders).unwrap();
+    drop((revocations, store));
+    let error = Revocations::open(&scratch.0, true).unwrap_err().to_string();
+    assert!(error.contains("worker-1 of orders is damaged"), "{error}");
+}
