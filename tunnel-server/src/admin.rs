@@ -58,7 +58,7 @@ pub mod verbs;
 pub use client::{AdminClient, AdminError};
 pub use message::{
     AgentCommand, ApproveOutcome, CreateToken, CreatedToken, ErrorBody, ForgetOutcome, NodesOrder,
-    OrderOutcome, RevocationInfo, RunningServer, TokenNodes, agent_command,
+    OrderOutcome, RevocationInfo, RunningServer, TokenNodes, TokenNodesError, agent_command,
 };
 #[cfg(feature = "test-util")]
 pub use node_metrics::ExampleNodeMetrics;

@@ -70,6 +70,23 @@ pub fn parse_label(text: &str) -> Result<(Box<str>, Box<str>), String> {
     Ok((key.parse::<LabelKey>()?.0, value.into()))
 }
 
+/// Returns the labels that an operator repeated.
+///
+/// # Errors
+/// Returns a text for people if a key has two values.
+pub fn unique_labels(
+    labels: impl IntoIterator<Item = (Box<str>, Box<str>)>,
+) -> Result<Labels, String> {
+    let mut unique = Labels::new();
+    for (key, value) in labels {
+        if let Some(other) = unique.get(&key).filter(|other| **other != value) {
+            return Err(format!("{key} has two values, {other:?} and {value:?}"));
+        }
+        unique.insert(key, value);
+    }
+    Ok(unique)
+}
+
 /// Returns whether `name` is a lower-case DNS subdomain (RFC 1123), like the names of objects.
 pub fn is_object_name(name: &str) -> bool {
     let inner = |byte: u8| byte.is_ascii_lowercase() || byte.is_ascii_digit() || byte == b'-';

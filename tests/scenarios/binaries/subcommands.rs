@@ -44,6 +44,21 @@ async fn usage_mistakes_end_with_64() -> Result<()> {
         ),
         (SERVER, "token create", "--node"),
         (SERVER, "token create --node not_a_name!", "not_a_name!"),
+        (
+            SERVER,
+            "token create --node 10.0.0.*",
+            "never enrolls a node that is named by its address",
+        ),
+        (
+            SERVER,
+            "token create --node cam-1 --label a=b --label a=c",
+            "a has two values, \"b\" and \"c\"",
+        ),
+        (
+            AGENT,
+            "run --server a:1 --label a=b --label a=c",
+            "a has two values, \"b\" and \"c\"",
+        ),
         (AGENT, "run --no-such-flag", "--no-such-flag"),
         (AGENT, "run", "--server"),
         (AGENT, "run --server a:1 --transport pigeon", "pigeon"),

@@ -16,7 +16,7 @@ use tunnel_process::meta::{self, MetaAddress};
 use tunnel_process::settings::{ConfigError, ConfigErrors, optional, parse_duration};
 use tunnel_process::telemetry::{AccessLogSettings, AuditSettings, LogFormat, RawAudit};
 use tunnel_proto::transport::{BufferPool, CongestionControl, SessionSettings};
-use tunnel_proto::wire::label::{LABELS_MAX, Labels, parse_label};
+use tunnel_proto::wire::label::{LABELS_MAX, Labels, parse_label, unique_labels};
 use tunnel_proto::wire::name::NodeName;
 
 use super::limits::Limits;
@@ -243,7 +243,8 @@ fn on_or_off(text: &str) -> Result<bool, String> {
 
 fn labels(texts: &[String], errors: &mut ConfigErrors) -> Labels {
     let labels = errors.parse_list("--label", texts, parse_label);
-    let labels: Labels = labels.into_iter().collect();
+    let labels = errors.ok_or_record("--label", unique_labels(labels));
+    let labels = labels.unwrap_or_default();
     if labels.len() > LABELS_MAX {
         errors.add("--label", format!("more than {LABELS_MAX} labels"));
     }

@@ -12,7 +12,7 @@ use tunnel_process::metrics::COMMIT;
 use tunnel_process::telemetry::recent_lines;
 use tunnel_proto::wire::PORT_AGENTS;
 use tunnel_proto::wire::enroll::JoinToken;
-use tunnel_proto::wire::name::NodeName;
+use tunnel_proto::wire::name::{NameError, NodeName};
 use tunnel_proto::wire::name_pattern::{NamePattern, NamePatternError};
 use tunnel_proto::wire::order::NodeOrder;
 
@@ -93,21 +93,37 @@ pub enum TokenNodes {
     Pattern(NamePattern),
 }
 
-impl FromStr for TokenNodes {
-    type Err = NamePatternError;
+/// The reason why no token is for a text.
+#[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
+pub enum TokenNodesError {
+    #[error(transparent)]
+    Name(#[from] NameError),
+    #[error(transparent)]
+    Pattern(#[from] NamePatternError),
+    #[error("a pattern never enrolls a node that is named by its address; create a token for each")]
+    Addresses,
+}
 
-    fn from_str(text: &str) -> Result<Self, NamePatternError> {
-        if text.contains('*') {
-            return text.parse().map(Self::Pattern);
+impl FromStr for TokenNodes {
+    type Err = TokenNodesError;
+
+    fn from_str(text: &str) -> Result<Self, TokenNodesError> {
+        if !text.contains('*') {
+            return Ok(Self::Node(text.parse()?));
         }
-        Ok(Self::Node(text.parse()?))
+        // As 10.0.0.*, 10.0.0.1* or fd00::*.
+        let is_address = ["0", ""].map(|star| text.replace('*', star).parse::<IpAddr>().is_ok());
+        if is_address.contains(&true) && text.contains(|part: char| part.is_ascii_digit()) {
+            return Err(TokenNodesError::Addresses);
+        }
+        Ok(Self::Pattern(text.parse()?))
     }
 }
 
 impl TryFrom<String> for TokenNodes {
-    type Error = NamePatternError;
+    type Error = TokenNodesError;
 
-    fn try_from(text: String) -> Result<Self, NamePatternError> {
+    fn try_from(text: String) -> Result<Self, TokenNodesError> {
         text.parse()
     }
 }

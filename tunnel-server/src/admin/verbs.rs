@@ -10,6 +10,7 @@ use tunnel_process::name_list::NameList;
 use tunnel_process::output::OutputFormat;
 use tunnel_process::schema::Document;
 use tunnel_proto::wire::PORT_SERVER_META;
+use tunnel_proto::wire::label::unique_labels;
 use tunnel_proto::wire::name::NodeName;
 
 use crate::admin::{AdminClient, AdminError, CreateToken, CreatedToken};
@@ -149,6 +150,9 @@ pub enum VerbError {
     /// The running server cannot use its file.
     #[error(transparent)]
     UnusableFile(#[from] UnusableFile),
+    /// The labels of a token contradict each other.
+    #[error("--label: {0}")]
+    Labels(String),
     /// A list cannot be encoded as JSON.
     #[error("cannot make JSON")]
     Json(#[from] serde_json::Error),
@@ -165,6 +169,7 @@ impl VerbError {
                 | CreateTokenError::Options(_),
             )
             | Self::UnknownLabel(_)
+            | Self::Labels(_)
             | Self::UnusableFile(_)
             | Self::NamesFile(_) => 64,
             Self::Server(AdminError::Refused { status, .. })
@@ -223,6 +228,7 @@ impl TokenVerb {
                 output,
                 data_dir,
             } => {
+                let labels = unique_labels(labels).map_err(VerbError::Labels)?;
                 let dir = open_dir(&data_dir.path()?, offline)?;
                 let token_request = CreateToken {
                     node,
@@ -230,7 +236,7 @@ impl TokenVerb {
                     needs_approval: approve,
                     ttl_seconds: ttl.as_secs(),
                     ips,
-                    labels: labels.into_iter().collect(),
+                    labels,
                 };
                 let created = create_token(&dir, &token_request, ttl, offline).await?;
                 created_token(&created, output)
