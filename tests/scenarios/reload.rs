@@ -10,8 +10,10 @@ use tokio::io::{AsyncReadExt, AsyncWriteExt};
 use tokio::net::{TcpListener, TcpStream};
 use tunnel_agent::app::RELOAD_PATH;
 use tunnel_process::config_report::ConfigStatus;
+use tunnel_process::files;
 use tunnel_process::meta::{MetaAddress, act};
 use tunnel_server::admin::AdminClient;
+use tunnel_server::admin::verbs::VerbError;
 use tunnel_store::data_dir::DataDir;
 use tunnel_tests::client::{RawRequest, request};
 use tunnel_tests::env::{Agent, TestEnv, WAIT_TIMEOUT};
@@ -43,12 +45,15 @@ impl FileEnv {
     /// Writes the file with the exporter's port and more, and has the server read it.
     fn write(&self, more: &str) -> Result<()> {
         let port = self.exporter.addr().port();
-        fs::write(
-            self.env.config_file(),
-            format!("httpProxyPorts: {port}\n{more}"),
-        )?;
+        self.replace(&format!("httpProxyPorts: {port}\n{more}"))?;
         self.env.reload();
         Ok(())
+    }
+
+    /// Replaces the file as a whole. A reading that is still due after a reload would apply the empty
+    /// file that a write begins with.
+    fn replace(&self, text: &str) -> Result<()> {
+        Ok(files::replace(&self.env.config_file(), text.as_bytes())?)
     }
 
     async fn status(&self, port: u16) -> Result<u16> {
@@ -114,10 +119,10 @@ async fn ports_services_and_limits_follow_the_file_and_no_request_or_stream_noti
             target.port()
         )
     };
-    fs::write(
-        node.env.config_file(),
-        format!("httpProxyPorts: [{own}, {port}]\n{}", service(echo.addr())),
-    )?;
+    node.replace(&format!(
+        "httpProxyPorts: [{own}, {port}]\n{}",
+        service(echo.addr())
+    ))?;
     node.env.reload();
     eventually("the port is reachable", WAIT_TIMEOUT, async || {
         let status = node.status(port).await?;
@@ -212,7 +217,7 @@ async fn what_needs_a_restart_and_what_a_flag_overrides_is_named_and_the_others_
     let text = format!(
         "httpProxyPorts: [{own}, {port}]\nzone: a\nlimits: {{ streamWindow: 1MiB }}\nhttpListen: '127.0.0.1:1'\n"
     );
-    fs::write(node.env.config_file(), text)?;
+    node.replace(&text)?;
     let status = node.admin().await?.reload().await?;
     ensure!(status.applied == ["httpProxyPorts", "limits"], "{status:?}");
     ensure!(
@@ -336,7 +341,7 @@ async fn bad_file_changes_nothing_and_is_a_condition() -> Result<()> {
     let port = node.exporter.addr().port();
     let before = node.admin().await?.settings().await?;
     for (text, words) in BAD_FILES {
-        fs::write(node.env.config_file(), text)?;
+        node.replace(text)?;
         let status = node.admin().await?.reload().await?;
         if text.starts_with("httpListen") {
             // A flag overrides it, so that it is not even a mistake.
@@ -346,8 +351,11 @@ async fn bad_file_changes_nothing_and_is_a_condition() -> Result<()> {
             continue;
         }
         ensure!(!status.mistakes.is_empty(), "{text:?} is not refused");
+        let refused = status.check().err().context("it has mistakes")?;
+        ensure!(VerbError::from(refused).exit_code() == 64, "{text:?}");
         node.condition(&["cannot be used", words]).await;
-        ensure!(node.status(port).await? == 200, "{text}");
+        let answer = node.status(port).await?;
+        ensure!(answer == 200, "{text}: {answer}");
         let settings = node.admin().await?.settings().await?;
         ensure!(settings == before, "{text}: {settings:?}");
     }
@@ -358,7 +366,14 @@ async fn bad_file_changes_nothing_and_is_a_condition() -> Result<()> {
     }
     fs::remove_file(node.env.config_file())?;
     let status = node.admin().await?.reload().await?;
-    ensure!(status.mistakes.len() == 1, "{status:?}");
+    // An absent file may come back, as at the start.
+    ensure!(
+        status.mistakes.is_empty() && status.facts.len() == 1,
+        "{status:?}"
+    );
+    let refused = status.check().err().context("the file is absent")?;
+    ensure!(VerbError::from(refused).exit_code() == 1);
+    node.condition(&["cannot be used", "cannot read"]).await;
     ensure!(node.status(port).await? == 200);
     node.write("")?;
     node.condition(&[]).await;
@@ -424,7 +439,7 @@ async fn bad_file_of_an_agent_changes_nothing_and_reload_says_why() -> Result<()
     let wanted = RawRequest::get(&format!("worker-1:{port}"), "/metrics");
     let status = async || Ok::<_, anyhow::Error>(request(env.http(), &wanted).await?.status);
     for (text, words) in BAD_AGENT_FILES {
-        fs::write(&path, text)?;
+        files::replace(&path, text.as_bytes())?;
         let read = reload_agent(&socket).await;
         ensure!(!read.mistakes.is_empty(), "{text:?} is not refused");
         let (_, page) = meta.get("/readyz?verbose").await?;
@@ -436,7 +451,8 @@ async fn bad_file_of_an_agent_changes_nothing_and_reload_says_why() -> Result<()
         );
         ensure!(status().await? == 200, "{text:?}");
     }
-    fs::write(&path, format!("denyPorts: {port}\ntransport: h2\n"))?;
+    let denied = format!("denyPorts: {port}\ntransport: h2\n");
+    files::replace(&path, denied.as_bytes())?;
     let read = reload_agent(&socket).await;
     ensure!(
         read.mistakes.is_empty()

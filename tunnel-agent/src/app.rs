@@ -371,7 +371,9 @@ pub fn exit_code(error: &anyhow::Error) -> u8 {
             .is_some_and(LoadError::is_usage)
             || settings.is_some_and(ConfigError::is_usage)
             || cause.is::<RenderError>()
-            || cause.is::<UnusableFile>()
+            || cause
+                .downcast_ref::<UnusableFile>()
+                .is_some_and(UnusableFile::is_usage)
             || cause
                 .downcast_ref::<CredentialError>()
                 .is_some_and(CredentialError::is_usage)

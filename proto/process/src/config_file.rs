@@ -60,6 +60,16 @@ impl LoadError {
     }
 }
 
+impl From<&LoadError> for ConfigError {
+    fn from(error: &LoadError) -> Self {
+        match error {
+            LoadError::File(file) if file.is_usage() => Self::mistake(file.to_string()),
+            LoadError::File(file) => Self::fact(file.to_string()),
+            LoadError::Invalid(errors) => errors.clone(),
+        }
+    }
+}
+
 /// The settings of all layers before the checks, which `Debug` leaves out.
 #[derive(Clone)]
 pub struct RawSettings<T>(pub Box<T>);

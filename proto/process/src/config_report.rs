@@ -6,21 +6,30 @@ use std::path::PathBuf;
 use std::sync::Arc;
 use std::time::{Duration, SystemTime};
 
+use parking_lot::Mutex;
 use serde::{Deserialize, Serialize};
 use tokio::sync::watch;
 use tokio::time::timeout;
 use tracing::{info, warn};
 
-use crate::config_file::ConfigFile;
+use crate::config_file::{ConfigFile, LoadError};
 use crate::file_watch::ReloadOutcome;
 use crate::meta::Readiness;
 use crate::schema::SCHEMA_VERSION;
+use crate::settings::ConfigError;
 use crate::shutdown::Shutdown;
 
 /// The file of the configuration as it is cannot be used, for these reasons.
 #[derive(Debug, thiserror::Error)]
-#[error("the file of the configuration cannot be used, and nothing of it applies:\n  {}", .0.join("\n  "))]
-pub struct UnusableFile(Vec<String>);
+#[error("the file of the configuration cannot be used, and nothing of it applies:\n  {}", .0.lines().join("\n  "))]
+pub struct UnusableFile(ConfigError);
+
+impl UnusableFile {
+    /// Returns whether a person must change the file. An absent file may appear later.
+    pub fn is_usage(&self) -> bool {
+        self.0.is_usage()
+    }
+}
 
 /// The result of the last reading of the file.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
@@ -41,8 +50,11 @@ pub struct ConfigStatus {
     pub needs_restart: Vec<String>,
     /// Keys of the file that a flag or a variable overrides.
     pub overridden: Vec<String>,
-    /// Why the file as it is cannot be used. The settings in use are those of before.
+    /// What is wrong in the file. The settings in use are those of before.
     pub mistakes: Vec<String>,
+    /// Why the file cannot be used at this moment, as an absent one. A later reading may succeed.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub facts: Vec<String>,
     /// Counts the readings of the file.
     #[serde(skip)]
     readings: u64,
@@ -52,15 +64,19 @@ impl ConfigStatus {
     /// Returns whether the file as it is can be used.
     ///
     /// # Errors
-    /// Returns [`UnusableFile`] with the mistakes.
+    /// Returns [`UnusableFile`] with the reasons.
     pub fn check(&self) -> Result<(), UnusableFile> {
-        if self.mistakes.is_empty() {
+        let error = ConfigError {
+            mistakes: self.mistakes.clone(),
+            facts: self.facts.clone(),
+        };
+        if error.is_empty() {
             return Ok(());
         }
-        Err(UnusableFile(self.mistakes.clone()))
+        Err(UnusableFile(error))
     }
 
-    /// Returns lines for a terminal, without the mistakes.
+    /// Returns lines for a terminal, without what is wrong.
     pub fn table(&self) -> String {
         let mut text = "settings in use: ".to_owned();
         match &self.file {
@@ -106,6 +122,7 @@ impl ConfigState {
                 needs_restart: Vec::new(),
                 overridden: overridden.unwrap_or_default(),
                 mistakes: Vec::new(),
+                facts: Vec::new(),
                 readings: 0,
             })),
             shutdown: shutdown.clone(),
@@ -145,6 +162,7 @@ pub struct ConfigReport {
     file: PathBuf,
     readiness: Readiness,
     state: ConfigState,
+    failure: Mutex<Option<ConfigError>>,
 }
 
 impl ConfigReport {
@@ -154,7 +172,13 @@ impl ConfigReport {
             file,
             readiness,
             state,
+            failure: Mutex::default(),
         }
+    }
+
+    /// Records why a reading fails, before [`Self::reading`].
+    pub fn failed(&self, error: &LoadError) {
+        *self.failure.lock() = Some(error.into());
     }
 
     /// Logs which keys of a changed file apply, and records which ones need a restart.
@@ -183,19 +207,20 @@ impl ConfigReport {
 
     /// Handles a reading of the file, after [`Self::applied`] if it has changed.
     pub fn reading(&self, outcome: ReloadOutcome<'_>) {
-        let mistakes = match outcome {
+        let failure = self.failure.lock().take();
+        let errors = match outcome {
             ReloadOutcome::Unchanged | ReloadOutcome::StillFailed => None,
-            ReloadOutcome::Changed | ReloadOutcome::Recovered => Some(Vec::new()),
-            ReloadOutcome::Failed(error) => {
-                // The first line of several counts the others.
-                let is_counted = error.lines().count() > 1;
-                let lines = error.lines().skip(usize::from(is_counted));
-                Some(lines.map(|line| line.trim().to_owned()).collect())
+            ReloadOutcome::Changed | ReloadOutcome::Recovered => Some(ConfigError::default()),
+            // Without a recorded reason, the reading has panicked.
+            ReloadOutcome::Failed(text) => {
+                Some(failure.unwrap_or_else(|| ConfigError::mistake(text)))
             }
         };
-        let has_changed = mistakes.is_some();
+        let has_changed = errors.is_some();
         self.state.status.send_modify(|status| {
-            status.mistakes = mistakes.unwrap_or_else(|| std::mem::take(&mut status.mistakes));
+            if let Some(ConfigError { mistakes, facts }) = errors {
+                (status.mistakes, status.facts) = (mistakes, facts);
+            }
             status.readings += 1;
         });
         if !has_changed {
@@ -204,10 +229,10 @@ impl ConfigReport {
         let status = self.state.status();
         let file = self.file.display();
         let mut lines = Vec::new();
-        if !status.mistakes.is_empty() {
-            let mistakes = status.mistakes.join("; ");
+        if let Err(UnusableFile(error)) = status.check() {
+            let reasons = error.lines().join("; ");
             lines.push(format!(
-                "{file} cannot be used, and nothing of it applies: {mistakes}"
+                "{file} cannot be used, and nothing of it applies: {reasons}"
             ));
         }
         if !status.needs_restart.is_empty() {

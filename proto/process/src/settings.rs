@@ -258,6 +258,12 @@ impl ConfigError {
         self.mistakes.is_empty() && self.facts.is_empty()
     }
 
+    /// Returns the mistakes and the facts.
+    pub fn lines(&self) -> Vec<&str> {
+        let lines = self.mistakes.iter().chain(&self.facts);
+        lines.map(String::as_str).collect()
+    }
+
     /// Adds the errors of another part of the configuration.
     pub fn extend(&mut self, other: Self) {
         self.mistakes.extend(other.mistakes);

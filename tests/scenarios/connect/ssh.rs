@@ -10,6 +10,7 @@ use anyhow::{Context, Result, ensure};
 use tokio::io::{AsyncBufReadExt, AsyncWriteExt, BufReader};
 use tokio::time::timeout;
 use tunnel_process::config_report::ConfigStatus;
+use tunnel_process::files;
 use tunnel_tests::checks::ensure_contains;
 use tunnel_tests::eventually::{eventually, scaled};
 use tunnel_tests::fakes::edge_sites;
@@ -176,7 +177,7 @@ async fn nothing_fails_over_reloads_under_100_requests_a_second_with_an_open_ssh
         format!("{ports}httpProxyPorts: 9100\nlimits: {{ openTimeout: {millis}ms }}\n")
     };
     let reload = async |text: &str| {
-        fs::write(&fixture.file, text)?;
+        files::replace(&fixture.file, text.as_bytes())?;
         let reload = fixture.server().verb(&["reload", "-o", "json"])?;
         let finished = reload.run().await?;
         let status: ConfigStatus = serde_json::from_str(&finished.out)?;

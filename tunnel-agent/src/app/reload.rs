@@ -80,6 +80,8 @@ impl Followers {
                 value: Some((plan(&current, new)?, digest)),
             })
         };
+        let of_load = report.clone();
+        let load = move || load().inspect_err(|error| of_load.failed(error));
         let apply = move |changed: Option<(Planned, [u8; 32])>| {
             if let Some((plan, digest)) = changed {
                 let config = self.apply(plan, &reported);

@@ -163,6 +163,7 @@ impl VerbError {
     pub fn exit_code(&self) -> u8 {
         match self {
             Self::Config(error) if error.is_usage() => 64,
+            Self::UnusableFile(error) if error.is_usage() => 64,
             Self::Token(
                 CreateTokenError::InvalidTtl
                 | CreateTokenError::InvalidUses
@@ -170,7 +171,6 @@ impl VerbError {
             )
             | Self::UnknownLabel(_)
             | Self::Labels(_)
-            | Self::UnusableFile(_)
             | Self::NamesFile(_) => 64,
             Self::Server(AdminError::Refused { status, .. })
                 if *status == http::StatusCode::BAD_REQUEST =>
@@ -178,6 +178,7 @@ impl VerbError {
                 64
             }
             Self::File(_)
+            | Self::UnusableFile(_)
             | Self::Ca(_)
             | Self::Issue(_)
             | Self::Token(_)

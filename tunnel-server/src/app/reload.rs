@@ -100,11 +100,15 @@ impl Followers {
                 value: Some((config, digest, Resources::of_process())),
             })
         };
+        let (of_load, of_apply) = (report.clone(), report.clone());
+        let load = move || load().inspect_err(|error| of_load.failed(error));
         let mut reload = reload;
         let apply = move |changed: Option<(Config, [u8; 32], Resources)>| {
             if let Some((config, digest, resources)) = changed {
                 let applied = reload.apply(config, resources);
-                applied.map_err(LoadError::Invalid)?;
+                applied
+                    .map_err(LoadError::Invalid)
+                    .inspect_err(|error| of_apply.failed(error))?;
                 *in_use.lock() = digest;
             }
             Ok::<_, LoadError>(())
