@@ -116,7 +116,7 @@ async fn own_port_is_explained_unless_a_list_has_it() -> Result<()> {
         env.bound().agents,
         env.bound().http.unwrap(),
         env.bound().https.unwrap(),
-        env.bound().meta,
+        env.meta(),
     ] {
         let reply = get(&env, &format!("worker-1:{}", address.port()), "/").await?;
         let hint = format!("{} is the tunnel's own port", address.port());
@@ -204,7 +204,7 @@ async fn address_that_an_agent_claims_never_counts() -> Result<()> {
     let _agent = env.agent("worker-1").await?;
     let reply = get(&env, "127.0.0.1:9100", "/").await?;
     check(&reply, 400, "unknown_node", &["127.0.0.1"]);
-    let listed = request(env.bound().meta, &RawRequest::get("meta", "/nodes")).await?;
+    let listed = request(env.meta(), &RawRequest::get("meta", "/nodes")).await?;
     let nodes: serde_json::Value = serde_json::from_slice(&listed.body)?;
     assert_eq!(nodes[0]["claimedAddress"], "127.0.0.1");
     Ok(())

@@ -40,7 +40,7 @@ fn ends(path: &Path) -> Result<SystemTime> {
 /// Returns the value of a server metric, or 0 without such a series. `name` includes the labels in
 /// the form of the exposition format. Without labels, this is the sum over all of them.
 pub(crate) async fn metric(env: &TestEnv, name: &str) -> Result<f64> {
-    metric_at(env.bound().meta, name).await
+    metric_at(env.meta(), name).await
 }
 
 /// Returns the value of a metric at a meta port.

@@ -18,7 +18,7 @@ async fn server_that_is_not_ready_answers_new_calls_until_the_drain_delay_is_ove
     let began = Instant::now();
     site.env.drain_server();
     eventually("the server is not ready", WAIT_TIMEOUT, async || {
-        let status = request(site.env.bound().meta, &readyz).await?.status;
+        let status = request(site.env.meta(), &readyz).await?.status;
         ensure!(status == 503, "{status}");
         anyhow::Ok(())
     })

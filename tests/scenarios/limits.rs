@@ -147,7 +147,7 @@ async fn kept_connections_make_room_for_others_at_any_rate() -> Result<()> {
 #[tokio::test(flavor = "multi_thread")]
 async fn t09_five_thousand_slow_sockets_on_the_meta_port_keep_no_probe_out() -> Result<()> {
     let env = TestEnv::start().await?;
-    let meta = env.bound().meta;
+    let meta = env.meta();
     let mut crowd = slow_crowd(meta, b'G').await?;
     get_ok(meta, "meta", "/livez").await?;
     let probe = RawRequest::get("meta", "/livez");

@@ -128,7 +128,7 @@ async fn promtool_accepts_the_metrics_of_both_processes() -> Result<()> {
     let any_port = |config: &mut AgentConfig| config.meta_listen = "127.0.0.1:0".parse().ok();
     let agent = env.agent_with("worker-1", any_port).await?;
     let metas = [
-        ("server", env.bound().meta),
+        ("server", env.meta()),
         ("agent", agent.meta().context("no meta port")?),
     ];
     for (process, meta) in metas {
@@ -190,7 +190,7 @@ async fn prometheus_finds_both_edges_by_the_discovery_of_the_server() -> Result<
 #[tokio::test(flavor = "multi_thread")]
 async fn discovery_refuses_other_ports_and_unknown_parameters() -> Result<()> {
     let env = TestEnv::start().await?;
-    let meta = env.bound().meta;
+    let meta = env.meta();
     let get = async |query: &str| {
         let path = format!("/sd/prometheus{query}");
         request(meta, &RawRequest::get("meta", &path)).await

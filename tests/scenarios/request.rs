@@ -5,11 +5,12 @@ use std::net::SocketAddr;
 
 use anyhow::{Result, ensure};
 use tokio::net::TcpListener;
-use tunnel_agent::config::NodeIpSetting;
+use tunnel_agent::config::{NodeIpSetting, RawConfig as AgentRawConfig};
 use tunnel_tests::checks::{ensure_contains, ensure_status, get_ok};
 use tunnel_tests::client::{BodyEnd, Endpoint, KeepAliveClient, RawRequest, request};
-use tunnel_tests::env::{NodeEnv, TestEnv, WAIT_TIMEOUT};
+use tunnel_tests::env::{Agent, NodeEnv, TestEnv, WAIT_TIMEOUT};
 use tunnel_tests::eventually::eventually;
+use tunnel_tests::process::Program;
 use tunnel_tests::targets::{Exporter, FakeKubelet};
 
 #[tokio::test(flavor = "multi_thread")]
@@ -137,7 +138,7 @@ async fn extra_port_of_another_program_is_a_condition_until_it_is_free() -> Resu
     ensure!(env.bound().proxy.is_empty());
     let conditions = async || {
         let get = RawRequest::get("localhost", "/readyz?verbose");
-        let reply = request(Endpoint::plain(env.bound().meta), &get).await?;
+        let reply = request(Endpoint::plain(env.meta()), &get).await?;
         ensure_status(&reply, 200)?;
         anyhow::Ok(reply.text())
     };
@@ -195,5 +196,24 @@ async fn idle_connection_ends_without_a_reset() -> Result<()> {
     let get = RawRequest::new("GET", "/metrics", &site.host);
     client.request(&get).await?;
     assert_eq!(client.closed().await, BodyEnd::CleanClose);
+    Ok(())
+}
+
+/// `off` is a value of every listener.
+#[tokio::test(flavor = "multi_thread")]
+async fn server_without_meta_port_and_agent_without_cloud_listeners_carry_requests() -> Result<()> {
+    let node = NodeEnv::start_with(|settings| settings.meta_listen = Some("off".into())).await?;
+    ensure!(node.env.bound().meta.is_none());
+    ensure!(node.get("/metrics").await?.status == 200);
+    let no_listener = |settings: &mut AgentRawConfig| settings.cloud_listen = vec!["off".into()];
+    let config = node.env.agent_config_with("worker-2", no_listener)?;
+    ensure!(config.cloud_listeners.is_empty());
+    let _agent = Agent::start(config).await?;
+    node.env.connected("worker-2").await;
+    let asked = Program::ours("tunnel-server")?.args(["healthcheck", "--meta-listen", "off"]);
+    asked
+        .run()
+        .await?
+        .ensure_failed(1, &["the meta port is off"])?;
     Ok(())
 }

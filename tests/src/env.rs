@@ -122,7 +122,7 @@ impl TestEnv {
 
     /// Returns the lines of `/readyz?verbose`.
     pub async fn conditions(&self) -> Result<Vec<String>> {
-        let (_status, body) = meta::get(self.bound().meta, "/readyz?verbose").await?;
+        let (_status, body) = meta::get(self.meta(), "/readyz?verbose").await?;
         Ok(body.lines().map(str::to_owned).collect())
     }
 
@@ -201,6 +201,11 @@ impl TestEnv {
         &self.server().bound
     }
 
+    pub fn meta(&self) -> SocketAddr {
+        #[expect(clippy::expect_used, reason = "every server has a meta port")]
+        self.bound().meta.expect("meta port")
+    }
+
     pub fn http(&self) -> Endpoint {
         #[expect(clippy::expect_used, reason = "every server has an HTTP listener")]
         Endpoint::plain(self.bound().http.expect("HTTP listener"))
@@ -243,7 +248,7 @@ impl TestEnv {
 
     /// Returns a metric of the server, see [`metric`].
     pub async fn metric(&self, series: &str) -> Result<u64> {
-        metric(self.bound().meta, series).await
+        metric(self.meta(), series).await
     }
 
     /// Makes the server read its files again, as SIGHUP does.

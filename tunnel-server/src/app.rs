@@ -4,6 +4,7 @@
 use std::sync::Arc;
 
 use prometheus_client::registry::Registry as MetricsRegistry;
+use tokio::net::TcpListener;
 use tracing::{info, warn};
 use tunnel_process::host::Resources;
 use tunnel_process::shutdown::Shutdown;
@@ -83,9 +84,12 @@ impl App {
         let process = ProcessContext::open(config, shutdown)?;
         let starting = process.readiness.block("listeners");
         let mut metrics_registry = MetricsRegistry::default();
-        let meta_listener = listen(process.config.meta_listen, "--meta-listen").await?;
+        let meta_listener = match process.config.meta_listen {
+            Some(address) => Some(listen(address, "--meta-listen").await?),
+            None => None,
+        };
         let mut authority =
-            Authority::load(&process, &meta_listener, &mut metrics_registry).await?;
+            Authority::load(&process, meta_listener.as_ref(), &mut metrics_registry).await?;
         let capacity = capacity(&process.config);
         let context = ServerContext::build(process, &capacity, &mut metrics_registry)?;
         let agents = AgentAuth::build(&authority, &context)?;
@@ -94,7 +98,9 @@ impl App {
             agents.session_tls(ALPN_SESSION)?,
             &authority.keys,
             &serving.tls,
-            meta_listener.local_addr()?,
+            (meta_listener.as_ref())
+                .map(TcpListener::local_addr)
+                .transpose()?,
             &context,
         )
         .await?;

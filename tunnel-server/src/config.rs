@@ -10,7 +10,9 @@ use std::time::Duration;
 use tracing::level_filters::LevelFilter;
 pub use tunnel_process::config_file::LoadError;
 use tunnel_process::config_file::{ConfigFile, RawSettings, config_path};
-use tunnel_process::settings::{ConfigError, ConfigErrors, parse_address, parse_duration};
+use tunnel_process::settings::{
+    ConfigError, ConfigErrors, optional, parse_address, parse_duration,
+};
 use tunnel_process::telemetry::{AccessLogSettings, AuditSettings, LogFormat, RawAudit};
 use tunnel_proto::identity::sha256;
 use tunnel_proto::transport::CongestionControl;
@@ -84,8 +86,8 @@ pub struct Config {
     /// Listeners for agents and callers.
     pub listeners: ListenerSettings,
     pub quic_congestion: CongestionControl,
-    /// Address of the meta port, 10265.
-    pub meta_listen: SocketAddr,
+    /// Address of the meta port, 10265, unless it is off.
+    pub meta_listen: Option<SocketAddr>,
     /// Whether metrics have a series for each node.
     pub metrics_per_node: PerNodeMetrics,
     /// Addresses that agents dial; empty means this host's addresses.
@@ -212,8 +214,8 @@ impl Config {
             meta_listen: errors.parse_with(
                 "--meta-listen",
                 raw.meta_listen.as_deref(),
-                (Ipv4Addr::LOCALHOST, PORT_SERVER_META).into(),
-                parse_address,
+                Some((Ipv4Addr::LOCALHOST, PORT_SERVER_META).into()),
+                optional("off", parse_address),
             ),
             metrics_per_node: errors.parse(
                 "--metrics-per-node",

@@ -729,7 +729,7 @@ const HELP: &[(&str, &str, &str)] = &[
         AGENT,
         "run",
         "--config --server --node-name --node-ip --label --token --token-file --ca-file --data-dir --transport --localhost-ports \
-         --deny-ports --allow-targets --meta-listen --drain-timeout --log-level --log-format",
+         --deny-ports --allow-targets --cloud-listen --meta-listen --drain-timeout --log-level --log-format",
     ),
     (
         AGENT,

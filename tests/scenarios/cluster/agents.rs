@@ -70,7 +70,7 @@ impl Site {
     /// Returns the page at `path` of the server's meta port.
     async fn page(&self, path: &str) -> Result<String> {
         let head = RawRequest::get("meta", path);
-        Ok(request(self.env.bound().meta, &head).await?.text())
+        Ok(request(self.env.meta(), &head).await?.text())
     }
 
     /// Returns the file with the CA of the server, which stands for the mounted ConfigMap with the

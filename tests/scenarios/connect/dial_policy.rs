@@ -124,7 +124,7 @@ async fn default_ranges_are_cloud_nodes_their_pods_and_services() -> Result<()> 
         })
         .await;
     }
-    let meta = fixture.env.bound().meta;
+    let meta = fixture.env.meta();
     eventually("the conditions", WAIT_TIMEOUT, async || {
         let readyz = RawRequest::get("meta", "/readyz?verbose");
         let lines = [

@@ -37,7 +37,7 @@ async fn networks_of_connect_direct_lead_to_no_listener_of_the_server() -> Resul
     talk(dialer.dial(&echo.addr().to_string()).await?).await?;
     let bound = fixture.env.bound();
     let http = bound.http.context("no HTTP listener")?;
-    for own in [bound.meta, bound.agents, http, fixture.tcp()?] {
+    for own in [fixture.env.meta(), bound.agents, http, fixture.tcp()?] {
         fails(&dialer, &own.to_string(), &["code 403"]).await?;
     }
     Ok(())

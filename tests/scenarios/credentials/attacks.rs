@@ -95,7 +95,7 @@ async fn r14_s12_t20_wrong_certificates_fail_in_the_handshake() -> Result<()> {
     let failed = "tunnel_server_handshakes_total{result=\"handshake_failed\"}";
     metric_reaches(&env, failed, count, WAIT_TIMEOUT).await;
     // No connection with a wrong certificate reached the Hello.
-    let shown = request(env.bound().meta, &RawRequest::get("meta", "/metrics")).await?;
+    let shown = request(env.meta(), &RawRequest::get("meta", "/metrics")).await?;
     let shown = shown.text();
     let handshakes = "tunnel_server_handshakes_total";
     for line in shown.lines().filter(|line| line.starts_with(handshakes)) {

@@ -157,7 +157,7 @@ async fn f24_server_on_a_full_disk_serves_and_renews_and_catches_up() -> Result<
     let condition = "[!] saved state: ";
     let verbose = async || -> Result<String> {
         let page = RawRequest::get("meta", "/readyz?verbose");
-        Ok(request(env.bound().meta, &page).await?.text())
+        Ok(request(env.meta(), &page).await?.text())
     };
     eventually("the condition", Duration::from_secs(20), async || {
         let text = verbose().await?;
@@ -207,7 +207,7 @@ async fn t21_metrics_nodes_and_debug_texts_hold_no_secret() -> Result<()> {
         format!("{:?}", env.ca()),
     ];
     for path in ["/metrics", "/nodes", "/readyz?verbose"] {
-        let page = request(env.bound().meta, &RawRequest::get("meta", path)).await?;
+        let page = request(env.meta(), &RawRequest::get("meta", path)).await?;
         shown.push(page.text());
     }
     let metrics = RawRequest::get("meta", "/metrics");

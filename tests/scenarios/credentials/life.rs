@@ -62,7 +62,7 @@ async fn f18_three_lives_of_short_certificates_under_load_cut_nothing() -> Resul
 
 /// Returns the end of the first node's certificate from the node list, as text that sorts by time.
 async fn listed_end(env: &TestEnv) -> Result<String> {
-    let shown = request(env.bound().meta, &RawRequest::get("meta", "/nodes")).await?;
+    let shown = request(env.meta(), &RawRequest::get("meta", "/nodes")).await?;
     let listed: Vec<serde_json::Value> = serde_json::from_str(&shown.text())?;
     Ok(listed[0]["certificateNotAfter"].to_string())
 }

@@ -122,7 +122,7 @@ impl Shift {
 
 /// Checks that `/nodes` contains the new address of the node.
 async fn ensure_shown(site: &Site, address: IpAddr) -> Result<()> {
-    let meta = site.env.bound().meta;
+    let meta = site.env.meta();
     let observed = async || match node_status(meta, NODE).await {
         Ok(node) => node["address"].as_str().unwrap_or("nothing").to_owned(),
         Err(error) => error.to_string(),

@@ -29,7 +29,7 @@ async fn token_of_one_server_enrolls_at_the_other_and_each_serves_the_others_nod
         }
         // Each server lists the nodes of both, worker-1 at b and worker-2 at a.
         let path = "/sd/prometheus?port=9100&connected=true";
-        let page = meta_page(env.bound().meta, path).await?;
+        let page = meta_page(env.meta(), path).await?;
         let groups: Value = serde_json::from_str(&page)?;
         let holders = [0, 1].map(|at| &groups[at]["labels"]["__meta_tunnel_server"]);
         ensure!(holders == ["s1", "s0"], "{page}");
@@ -92,7 +92,7 @@ async fn orders_of_a_server_with_a_wrong_clock_are_ended_by_one_command_at_anoth
 async fn node_that_only_a_server_knew_that_is_gone_is_listed_as_unknown() -> Result<()> {
     let mut pair = Pair::start().await?;
     let _agent = ScriptedAgent::connect(&pair.a, "worker-1").await?;
-    let of_b = pair.b.bound().meta;
+    let of_b = pair.b.meta();
     let listed = async || -> Result<Value> {
         let mut document: Value = serde_json::from_str(&meta_page(of_b, "/nodes").await?)?;
         Ok(document[0].take())

@@ -61,7 +61,7 @@ impl Peering {
             servers.push(server.await?);
             copied?;
         }
-        wait_for_links(servers.iter().map(|server| server.bound().meta)).await;
+        wait_for_links(servers.iter().map(|server| server.meta())).await;
         Ok(servers)
     }
 

@@ -45,7 +45,11 @@ pub(super) fn listeners(
     errors: &mut ConfigErrors,
 ) -> Vec<CloudListener> {
     let is_wide = errors.parse(WIDE, settings.cloud_listen_wide.as_deref(), false);
-    let listeners = errors.parse_list(LISTEN, &settings.cloud_listen, str::parse::<CloudListener>);
+    let texts = match &settings.cloud_listen[..] {
+        [off] if off.trim() == OFF => &[],
+        texts => texts,
+    };
+    let listeners = errors.parse_list(LISTEN, texts, str::parse::<CloudListener>);
     let mut addresses: BTreeSet<SocketAddr> = meta_listen.into_iter().collect();
     for listener in &listeners {
         let address = listener.address;
@@ -72,5 +76,7 @@ pub(crate) fn is_local(ip: IpAddr) -> bool {
     }
 }
 
+/// The value without listeners.
+const OFF: &str = "off";
 const LISTEN: &str = "--cloud-listen";
 const WIDE: &str = "--cloud-listen-wide";

@@ -156,7 +156,8 @@ tunnel_process::layered! {
         pub allow_targets: Option<String>,
 
         /// Local address whose connections go to a named target of the cloud, as in
-        /// apiserver=127.0.0.1:10268; repeat it for several addresses [default: none]
+        /// apiserver=127.0.0.1:10268; repeat it for several addresses. "off" is none, also for a
+        /// list of the configuration file [default: off]
         ///
         /// The server's configuration has the targets by name. The bytes of a connection pass
         /// through unchanged; without a session that leads to a target, a connection is reset at

@@ -387,6 +387,15 @@ fn listeners_for_targets_of_the_cloud_are_local_unless_they_may_be_wide() {
         let errors = errors(|raw| raw.cloud_listen = vec![listen.into()]);
         assert!(errors.len() == 1 && errors[0].contains(hint), "{errors:?}");
     }
+    let off = from_yaml("cloudListen: off\n").unwrap();
+    let listen = vec!["apiserver=127.0.0.1:1".to_owned()];
+    assert!(
+        checked(|raw| *raw = off.or(raw.clone()))
+            .cloud_listeners
+            .is_empty()
+    );
+    let also = errors(|raw| raw.cloud_listen = [vec!["off".to_owned()], listen].concat());
+    assert!(also[0].contains("NAME=ADDR:PORT"), "{also:?}");
     let twice = ["a=127.0.0.1:1", "b=127.0.0.1:1"];
     let twice = errors(|raw| raw.cloud_listen = twice.map(str::to_owned).to_vec());
     assert!(twice[0].contains("set twice"), "{twice:?}");

@@ -290,6 +290,9 @@ impl ConnectArgs {
     }
 }
 
+/// Why nothing is known of a server without a meta port.
+pub(super) const META_IS_OFF: &str = "the meta port is off (--meta-listen)";
+
 impl HealthcheckArgs {
     /// Asks the server's meta port whether the server is ready, and prints one line.
     ///
@@ -299,6 +302,9 @@ impl HealthcheckArgs {
         let settings = args::file_settings(self.config.as_deref())?;
         let address = self.meta_listen.or(settings.meta_listen);
         let address = address.unwrap_or_else(|| format!("127.0.0.1:{PORT_SERVER_META}"));
+        if address == "off" {
+            return Err(VerbError::NotReady(META_IS_OFF.to_owned()));
+        }
         healthcheck::check_ready(&address)
             .await
             .map_err(VerbError::NotReady)?;

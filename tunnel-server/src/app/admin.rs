@@ -61,17 +61,20 @@ pub(super) fn start_socket(
 
 pub(super) fn start_meta(
     nodes: NodeSources,
-    listener: TcpListener,
+    listener: Option<TcpListener>,
     mut metrics_registry: MetricsRegistry,
     context: &ServerContext,
 ) {
-    let server_metrics = metrics_registry.sub_registry_with_prefix("tunnel_server");
-    server_metrics.register_collector(Box::new(node_metrics(context)));
     observe_rtts(
         context.registry.clone(),
         context.metrics.clone(),
         &context.shutdown,
     );
+    let Some(listener) = listener else {
+        return;
+    };
+    let server_metrics = metrics_registry.sub_registry_with_prefix("tunnel_server");
+    server_metrics.register_collector(Box::new(node_metrics(context)));
     Meta::new(context.readiness.clone(), metrics_registry)
         .with("/nodes", nodes_endpoint(nodes.clone()))
         .with("/sd/prometheus", discovery_endpoint(nodes, context))

@@ -54,7 +54,7 @@ impl Authority {
     /// everything is loaded.
     pub(super) async fn load(
         process: &ProcessContext,
-        meta: &TcpListener,
+        meta: Option<&TcpListener>,
         registry: &mut MetricsRegistry,
     ) -> anyhow::Result<Self> {
         let (config, data) = (&process.config, &process.data);
@@ -79,7 +79,7 @@ impl Authority {
     async fn load_shared(
         process: &ProcessContext,
         settings: &KubernetesSettings,
-        meta: &TcpListener,
+        meta: Option<&TcpListener>,
         registry: &mut MetricsRegistry,
     ) -> anyhow::Result<Self> {
         let (config, data, shutdown) = (&process.config, &process.data, &process.shutdown);
@@ -92,14 +92,15 @@ impl Authority {
         )
         .await?;
         let waiting = process.readiness.block("ca");
-        // The server's metrics are not complete yet. This meta server exposes only conditions.
         let meanwhile = Shutdown::new();
-        let meta_server = Meta::new(process.readiness.clone(), MetricsRegistry::default());
-        info!(address = %meta.local_addr()?, "waiting for the CA of the cluster; the meta port is open");
-        meta_server.start(
-            duplicate_listener(meta).context("--meta-listen")?,
-            &meanwhile,
-        );
+        if let Some(meta) = meta {
+            info!(address = %meta.local_addr()?, "waiting for the CA of the cluster; the meta port is open");
+            // The server's metrics are not complete yet. This meta server exposes only conditions.
+            Meta::new(process.readiness.clone(), MetricsRegistry::default()).start(
+                duplicate_listener(meta).context("--meta-listen")?,
+                &meanwhile,
+            );
+        }
         let life = config.limits.certificate_life;
         let shared = tokio::select! {
             shared = cluster_handle.shared_state(settings, data, life, shutdown) => Some(shared),

@@ -36,7 +36,7 @@ pub(super) async fn bind(
     quic_tls: Arc<ServerConfig>,
     quic_keys: &QuicKeys,
     listener_tls: &Arc<ListenerTls>,
-    meta: SocketAddr,
+    meta: Option<SocketAddr>,
     context: &ServerContext,
 ) -> anyhow::Result<Sockets> {
     let (config, settings) = (&context.config, &context.session_settings);
@@ -160,7 +160,7 @@ pub struct BoundAddrs {
     pub peers: Option<SocketAddr>,
     pub https: Option<SocketAddr>,
     pub http: Option<SocketAddr>,
-    pub meta: SocketAddr,
+    pub meta: Option<SocketAddr>,
     /// Address of the console.
     pub status: Option<SocketAddr>,
     /// Addresses of the extra ports that were bound at start.
@@ -188,7 +188,7 @@ impl BoundAddrs {
             ("peers", self.peers),
             ("https", self.https),
             ("http", self.http),
-            ("meta", Some(self.meta)),
+            ("meta", self.meta),
             ("status", self.status),
             ("dns", self.dns),
             ("connect", self.connect),
@@ -200,8 +200,15 @@ impl BoundAddrs {
 
     /// Returns the ports that callers never reach as ports of a node.
     pub(super) fn reserved_ports(&self) -> Vec<Port> {
-        let (agents, meta) = (Some(self.agents), Some(self.meta));
-        let own = [agents, self.https, self.http, meta, self.peers, self.status];
+        let agents = Some(self.agents);
+        let own = [
+            agents,
+            self.https,
+            self.http,
+            self.meta,
+            self.peers,
+            self.status,
+        ];
         own.iter()
             .flatten()
             .filter_map(|address| Port::new(address.port()))

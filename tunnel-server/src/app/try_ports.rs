@@ -34,7 +34,7 @@ pub fn check_ports(config: &Config) -> Result<(), ConfigError> {
     let single = [
         ("--https-listen", listeners.https),
         ("--http-listen", listeners.http),
-        ("--meta-listen", Some(config.meta_listen)),
+        ("--meta-listen", config.meta_listen),
         ("--status-listen", status),
         ("--connect-listen", connect),
         ("--dns-listen", dns),

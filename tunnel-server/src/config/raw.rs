@@ -35,8 +35,9 @@ tunnel_process::layered! {
         /// 127.0.0.1:10264]
         #[arg(long, value_name = "ADDR", env = "TUNNEL_SERVER_HTTP_LISTEN", help_heading = "Listeners")]
         pub http_listen: Option<String>,
-        /// /livez, /readyz, /metrics, /sd/prometheus, and /nodes for loopback callers [default:
-        /// 127.0.0.1:10265]
+        /// /livez, /readyz, /metrics, /sd/prometheus, and /nodes for loopback callers. "off" disables
+        /// it, and with it the probes of a pod, healthcheck, the scrapes of Prometheus, and the checks
+        /// of doctor about conditions [default: 127.0.0.1:10265]
         #[arg(long, value_name = "ADDR", env = "TUNNEL_SERVER_META_LISTEN", help_heading = "Listeners")]
         pub meta_listen: Option<String>,
         /// Status page: nodes with their last requests, other servers and conditions, as HTML or

@@ -27,7 +27,7 @@ fn defaults_are_those_of_the_contract() {
     assert_eq!(config.listeners.agents[1].to_string(), "0.0.0.0:10262");
     assert_eq!(shown(config.listeners.https), "127.0.0.1:10263");
     assert_eq!(shown(config.listeners.http), "127.0.0.1:10264");
-    assert_eq!(config.meta_listen.to_string(), "127.0.0.1:10265");
+    assert_eq!(config.meta_listen.unwrap().to_string(), "127.0.0.1:10265");
     assert_eq!(config.ports.lists.localhost.to_string(), "10266, 10267");
     assert_eq!(config.limits.streams_per_agent, 256);
     assert_eq!(config.limits.stream_window, 2 << 20);

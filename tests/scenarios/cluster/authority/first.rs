@@ -199,7 +199,7 @@ async fn r11_an_emptied_secret_gets_the_same_ca_again_and_a_damaged_one_is_left_
 
     set_ca(&cluster, "ca.key", "nonsense").await?;
     eventually("the damage to be reported", WAIT_TIMEOUT, async || {
-        let reply = request(server.bound().meta, &RawRequest::get("meta", READYZ)).await?;
+        let reply = request(server.meta(), &RawRequest::get("meta", READYZ)).await?;
         let text = reply.text();
         let damage = "key ca.key holds no usable private key";
         ensure!(reply.status == 200 && text.contains(damage), "{text}");
@@ -221,7 +221,7 @@ async fn other_ca_in_the_secret_ends_no_tunnel_until_an_operator_confirms_it() -
     let kubelet = FakeKubelet::start("worker-1").await?;
     let _agent = server.agent("worker-1").await?;
     eventually("a server that knows its nodes", WAIT_TIMEOUT, async || {
-        let reply = request(server.bound().meta, &RawRequest::get("meta", READYZ)).await?;
+        let reply = request(server.meta(), &RawRequest::get("meta", READYZ)).await?;
         ensure!(reply.status == 200, "{}", reply.text());
         Ok(())
     })
@@ -234,7 +234,7 @@ async fn other_ca_in_the_secret_ends_no_tunnel_until_an_operator_confirms_it() -
     let values = [("ca.crt", certificates), ("ca.key", key)];
     cluster.objects().set_secret(&ca_secret(), &values).await?;
     eventually("the condition", WAIT_TIMEOUT, async || {
-        let reply = request(server.bound().meta, &RawRequest::get("meta", READYZ)).await?;
+        let reply = request(server.meta(), &RawRequest::get("meta", READYZ)).await?;
         ensure_contains(&reply.text(), &["does not continue the CA in use"])
     })
     .await;

@@ -136,7 +136,7 @@ async fn missing_role_for_tokens_is_a_condition_until_a_token_is_read_again() ->
         cluster.allow_server(allowed).await?;
         let listed = server.tokens().list(SystemTime::now());
         ensure!(listed.is_ok() == allowed, "{listed:?}");
-        let page = request(server.bound().meta, &RawRequest::get("meta", READYZ)).await?;
+        let page = request(server.meta(), &RawRequest::get("meta", READYZ)).await?;
         let page = page.text();
         ensure!(page.contains(&command) != allowed, "{page}");
     }

@@ -21,6 +21,7 @@ use self::kubelets::KubeletProbe;
 use self::socket::{ConnectFailure, connect, open};
 use super::survey::{NodeSurvey, SurveySettings};
 use crate::admin::pages::PageQuery;
+use crate::admin::verbs::META_IS_OFF;
 use crate::admin::{AdminClient, AdminError};
 use crate::cluster::doctor::{ClusterFacts, ClusterObjects, check_credentials};
 use crate::config::{Capacity, Config, DescriptorUses};
@@ -228,8 +229,8 @@ async fn survey(client: &AdminClient, settings: SurveySettings) -> Result<NodeSu
     }
 }
 
-async fn readiness(meta_listen: SocketAddr, limit: Duration) -> Fact<Vec<String>> {
-    let address = meta::dialable(meta_listen);
+async fn readiness(meta_listen: Option<SocketAddr>, limit: Duration) -> Fact<Vec<String>> {
+    let address = meta::dialable(meta_listen.ok_or(META_IS_OFF)?);
     let answer = within(limit, async {
         let answer = meta::get(address, "/readyz?verbose").await;
         answer.map_err(|error| error.to_string())

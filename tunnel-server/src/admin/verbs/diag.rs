@@ -22,10 +22,12 @@ pub async fn collect(settings: Result<Config, LoadError>) -> DiagDocument {
     let mut document = DiagDocument::new("tunnel-server", env!("CARGO_PKG_VERSION"));
     let (data_dir, meta) = match &settings {
         Ok(config) => (config.data_dir.clone(), config.meta_listen),
-        Err(_invalid) => (DATA_DIR.into(), DEFAULT_META),
+        Err(_invalid) => (DATA_DIR.into(), Some(DEFAULT_META)),
     };
     document.add_settings(settings);
-    document.add_meta(&meta::dialable(meta).into()).await;
+    if let Some(address) = meta {
+        document.add_meta(&meta::dialable(address).into()).await;
+    }
     document.add("running", running(&data_dir)).await;
     document.add("nodes", nodes(&data_dir)).await;
     document.add_files(data_dir).await;
