@@ -38,6 +38,7 @@ pub use audit::{
 pub use dropped::DroppedLines;
 use dropped::{DROPPED, DroppedCounts};
 use json::JsonLines;
+pub use json::append_json_text;
 pub use line_file::Rotation;
 pub use log_throttle::LogThrottle;
 pub use log_writer::ACCESS;

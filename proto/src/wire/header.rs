@@ -52,15 +52,18 @@ impl AuditId {
 
 impl fmt::Display for AuditId {
     fn fmt(&self, formatter: &mut fmt::Formatter<'_>) -> fmt::Result {
-        for (index, byte) in self.0.iter().enumerate() {
-            let hyphen = if matches!(index, 4 | 6 | 8 | 10) {
-                "-"
-            } else {
-                ""
-            };
-            write!(formatter, "{hyphen}{byte:02x}")?;
+        // Each request has an audit event, so the text is written at once.
+        let mut text = [b'-'; 36];
+        let mut digits = self.0.iter().flat_map(|byte| [byte >> 4, byte & 15]);
+        for (at, letter) in text.iter_mut().enumerate() {
+            if !matches!(at, 8 | 13 | 18 | 23) {
+                *letter = match digits.next().unwrap_or_default() {
+                    digit @ 0..=9 => b'0' + digit,
+                    digit => b'a' - 10 + digit,
+                };
+            }
         }
-        Ok(())
+        formatter.write_str(str::from_utf8(&text).map_err(|_not_ascii| fmt::Error)?)
     }
 }
 

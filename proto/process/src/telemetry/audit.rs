@@ -21,7 +21,6 @@ use super::line_file::{LineFile, Rotation};
 use super::log_writer::{BatchWriter, Flusher, LineKind, LogReporter};
 use super::output::LogOutput;
 use super::rate_limit::{Quota, Suppressing as _};
-use super::sanitize::Sanitizer;
 use super::source_budget::{Quotas, SourceBudget};
 use crate::limits::{count, size};
 use crate::query::parameters;
@@ -288,14 +287,12 @@ impl AuditLog {
         left_out.collect()
     }
 
-    /// Queues an event, one JSON object, or drops and counts it. Never waits.
-    pub fn push(&self, event: &str) {
-        let sanitizer = Sanitizer {
-            json: true,
-            colors: false,
-        };
-        let line = format!("{}\n", sanitizer.escaped(event));
-        self.writer.push(line.as_bytes(), LineKind::Audit);
+    /// Queues an event, one JSON object in a line whose texts are those of [`append_json_text`], or drops and
+    /// counts it. Never waits.
+    ///
+    /// [`append_json_text`]: super::append_json_text
+    pub fn push(&self, line: &[u8]) {
+        self.writer.push(line, LineKind::Audit);
     }
 
     /// Returns the parameters of a query that events have, with their `?`. Commands come first, since

@@ -12,6 +12,7 @@ use tracing_subscriber::fmt::{FmtContext, FormatEvent, FormattedFields};
 use tracing_subscriber::registry::{LookupSpan, SpanRef};
 
 use super::log_writer::ACCESS;
+use super::sanitize::Sanitizer;
 
 /// The format of JSON lines: all fields of the event in one object, and the current span.
 #[derive(Debug)]
@@ -69,6 +70,26 @@ fn write_span<'a, S: LookupSpan<'a>>(out: &mut Writer<'_>, span: &SpanRef<'a, S>
     write!(out, "\"name\":\"{}\"}}", span.name())
 }
 
+/// Appends a text as a JSON string in which hidden characters are escaped.
+pub fn append_json_text(line: &mut Vec<u8>, text: &str) {
+    // Nearly all texts contain only such characters. Without a branch for each of them, the compiler compares
+    // many at once.
+    let is_plain = |byte: u8| (b' '..=b'~').contains(&byte) & (byte != b'"') & (byte != b'\\');
+    if text.bytes().fold(true, |all, byte| all & is_plain(byte)) {
+        line.push(b'"');
+        line.extend_from_slice(text.as_bytes());
+        line.push(b'"');
+        return;
+    }
+    // Writing to memory cannot fail.
+    let quoted = serde_json::to_string(text).unwrap_or_default();
+    let sanitizer = Sanitizer {
+        json: true,
+        colors: false,
+    };
+    line.extend_from_slice(sanitizer.escaped(&quoted).as_bytes());
+}
+
 /// Appends each field as `,"name":value`.
 struct FieldWriter {
     line: Vec<u8>,
@@ -93,8 +114,7 @@ impl FieldWriter {
 impl Visit for FieldWriter {
     fn record_str(&mut self, field: &Field, value: &str) {
         self.append_name(field);
-        // Writing to memory cannot fail.
-        serde_json::to_writer(&mut self.line, value).ok();
+        append_json_text(&mut self.line, value);
     }
 
     fn record_u64(&mut self, field: &Field, value: u64) {
