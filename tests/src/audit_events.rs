@@ -5,6 +5,7 @@
 use std::collections::{BTreeMap, BTreeSet};
 use std::io::{BufRead, BufReader};
 use std::os::fd::AsRawFd;
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
 
 use anyhow::{Context, Result, ensure};
@@ -117,7 +118,15 @@ struct Collected {
     ended: BTreeSet<[String; 6]>,
 }
 
+/// Whether the process starts its audit log itself, or has none.
+static IS_LEFT_OUT: AtomicBool = AtomicBool::new(false);
+
 impl AuditEvents {
+    /// Starts no audit log with the servers of this process, so that a measurement has none, or its own.
+    pub fn leave_out() {
+        IS_LEFT_OUT.store(true, Ordering::Relaxed);
+    }
+
     /// Collects the events of the servers and agents in the process of the test, from the first call
     /// on.
     ///
@@ -126,6 +135,9 @@ impl AuditEvents {
     pub fn of_process() -> Result<Self> {
         static STARTED: OnceLock<AuditEvents> = OnceLock::new();
         static STARTING: Mutex<()> = Mutex::new(());
+        if IS_LEFT_OUT.load(Ordering::Relaxed) {
+            return Ok(Self::default());
+        }
         let _starting = STARTING.lock().unwrap_or_else(PoisonError::into_inner);
         if let Some(events) = STARTED.get() {
             return Ok(events.clone());
