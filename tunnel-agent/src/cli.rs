@@ -15,7 +15,7 @@ use crate::render::EdgeApiserverArgs;
 /// ports
 ///
 /// The agent opens no listening port towards the network. It keeps outgoing sessions to
-/// tunnel-server, one per replica; requests for this node arrive on them and are dialed here,
+/// tunnel-server, one per server; requests for this node arrive on them and are dialed here,
 /// within the dial policy that the flags of `run` set.
 #[derive(Debug, Parser)]
 #[command(name = "tunnel-agent", version, after_long_help = AFTER_HELP, arg_required_else_help = true)]

@@ -412,7 +412,7 @@ impl<'a> ActiveSession<'a> {
                 self.handle.send(draining).await;
             }
             ControlMessage::Members(members) => {
-                debug!(node = %agent, session = session.0, members = members.len(), "server reported its replicas");
+                debug!(node = %agent, session = session.0, members = members.len(), "server reported the servers of its installation");
                 self.handle.send(SessionEvent::Members(members)).await;
             }
             ControlMessage::DiagRequest => self.send_facts(),

@@ -24,10 +24,10 @@ tunnel_process::layered! {
 
         /// Servers of one installation to hold a session with at a time, 1 to 8 [default: 2]
         ///
-        /// The servers report how many replicas there are; the agent never holds more sessions than
-        /// that. With two, requests reach this node while a server restarts. The agent dials the
-        /// addresses that the servers advertise. Behind a load balancer it dials --server again
-        /// until it reaches another replica, and goes on with fewer sessions if it reaches none.
+        /// The servers report how many there are; the agent never holds more sessions than that. With
+        /// two, requests reach this node while a server restarts. The agent dials the addresses that
+        /// the servers advertise. Behind a load balancer it dials --server again until it reaches
+        /// another server, and goes on with fewer sessions if it reaches none.
         #[arg(long, env = "TUNNEL_AGENT_REPLICAS", value_name = "COUNT", help_heading = "Connection")]
         pub replicas: Option<String>,
 

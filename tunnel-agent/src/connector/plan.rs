@@ -479,7 +479,7 @@ impl Plan {
         let Some(mut connector) = id.and_then(|id| self.connectors.remove(&id)) else {
             return false;
         };
-        debug!(node = %self.settings.node, "fewer replicas than sessions; retiring one");
+        debug!(node = %self.settings.node, "fewer servers than sessions; retiring one");
         connector.retire_all(&mut self.shared);
         true
     }

@@ -342,7 +342,7 @@ impl Membership {
         let more = servers.len().saturating_sub(REPLICAS_MAX);
         if more > 0 {
             ignored.push(format!(
-                "{more} servers are ignored, because an installation has at most {REPLICAS_MAX}; run fewer replicas"
+                "{more} servers are ignored, because an installation has at most {REPLICAS_MAX}; run fewer servers"
             ));
         }
         let peers = servers.into_iter().take(REPLICAS_MAX);
