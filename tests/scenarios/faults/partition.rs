@@ -304,8 +304,9 @@ const ASK_SELDOM: Duration = Duration::from_secs(10);
 /// Descriptors of dials in progress.
 const DIALING: u64 = 8;
 /// The memory that dials of one server use, or that the allocator retains of them: quinn's receive
-/// buffer, 32 messages of 64 datagrams of 1472 bytes each, of three dials.
-const DIAL_MEMORY_KIB: u64 = 3 * 32 * 64 * 1472 / 1024;
+/// buffer, 32 messages of 64 datagrams of 1472 bytes each, of two sockets that have been closed and
+/// of the two sockets of a dial in progress.
+const DIAL_MEMORY_KIB: u64 = 4 * 32 * 64 * 1472 / 1024;
 const SUSPECT_BUSY: Duration = Duration::from_secs(5);
 const SUSPECT_IDLE: Duration = Duration::from_secs(15);
 const DEAD: Duration = Duration::from_secs(60);
