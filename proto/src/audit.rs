@@ -15,6 +15,7 @@ use tunnel_process::telemetry::{
     AuditGuard, AuditSettings, LeftOutEvents, RefusedSource, audit_log, start_audit,
 };
 
+pub use self::event::ANONYMOUS;
 use self::event::{Stage, event};
 
 use crate::stream_record::{AuditedHead, EndCode, RecordedPeer, StreamRecord};
@@ -178,8 +179,6 @@ fn left_out_event(left_out: &LeftOutEvents, reporter: &'static str) -> Vec<u8> {
 
 /// Begins the name of a caller that is an agent.
 const AGENT: &str = "agent:";
-/// The caller that has not proved an identity. An empty caller is an unknown one.
-pub const ANONYMOUS: &str = "anonymous";
 
 #[cfg(test)]
 mod tests {

@@ -8,9 +8,11 @@ use std::time::SystemTime;
 use humantime::format_rfc3339_micros;
 use tunnel_process::telemetry::{append_json_text, non_empty};
 
-use super::ANONYMOUS;
 use crate::stream_record::{EndCode, RecordedPeer, StreamRecord};
 use crate::wire::header::one_line;
+
+/// The caller that has not proved an identity. An empty caller is an unknown one.
+pub const ANONYMOUS: &str = "anonymous";
 
 /// The stage of a stream at its event.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]

@@ -215,9 +215,10 @@ impl NodeRing {
 
     /// Returns the seconds of each point: those since the first observation, and those up to now.
     pub(crate) fn seconds(&self) -> impl Iterator<Item = u16> + '_ {
-        let ages = (0..QUARTERS as u32).rev();
+        let ages = (0..QUARTERS).rev();
         ages.map(|age| {
-            let quarter = self.quarter.saturating_sub(age);
+            let before = u32::try_from(age).unwrap_or(u32::MAX);
+            let quarter = self.quarter.saturating_sub(before);
             if age == 0 {
                 self.current.observed_seconds
             } else if quarter == self.first.0 {
