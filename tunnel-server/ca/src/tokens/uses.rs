@@ -203,12 +203,13 @@ impl PatternUses {
         // one for each counter at a time.
         let _counting = self.counting[counter].lock();
         let is_counted = if let Some(mut object) = self.objects.get(&id)? {
-            if let TokenScope::Counter { uses, .. } = &mut object.token.scope {
-                if *uses >= limit {
-                    return Ok(Counted::Full);
-                }
-                *uses += 1;
+            let TokenScope::Counter { uses, .. } = &mut object.token.scope else {
+                return Err(io::Error::other(format!("{id} is no counter of uses")));
+            };
+            if *uses >= limit {
+                return Ok(Counted::Full);
             }
+            *uses += 1;
             self.objects.replace(&id, &object)?
         } else {
             let created = StoredToken {
