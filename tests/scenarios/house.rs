@@ -79,6 +79,27 @@ fn files_that_the_map_names_exist() {
 }
 
 #[test]
+fn names_that_the_map_puts_into_a_file_are_there() {
+    let map = std::fs::read_to_string(root().join("ARCHITECTURE.md")).unwrap();
+    let pieces: Vec<_> = map.split('`').collect();
+    let pairs: Vec<_> = pieces
+        .windows(3)
+        .filter(|window| window[1] == " in " && window[2].ends_with(".rs"))
+        .map(|window| (window[0], window[2]))
+        .filter(|(_, path)| path.contains("/src/"))
+        .collect();
+    assert!(pairs.len() > 5, "{pairs:?}");
+    let missing: Vec<_> = pairs
+        .into_iter()
+        .filter(|(name, path)| {
+            let name = name.rsplit("::").next().unwrap_or_default();
+            !std::fs::read_to_string(root().join(path)).is_ok_and(|text| text.contains(name))
+        })
+        .collect();
+    assert!(missing.is_empty(), "{missing:?}");
+}
+
+#[test]
 fn files_and_folders_of_a_crate_use_each_other_in_no_circle() {
     let Some(mut python) = or_skip(Tool::Python.command()) else {
         return;
