@@ -306,6 +306,7 @@ mod tests {
             ("\n# none\n", "no line"),
             ("a:0123456789abcdef\nadmin:secret-89abcde\n", "line 2"),
             ("admin:secret-89abcde\n", "\"admin\""),
+            ("admin:secret-89abcde\n", "16"),
             ("admin:secret-89abcdefghij \n", "a blank"),
             ("admin:$apr1$secret$0123456789abcdefghijk.\n", "a hash"),
         ] {

@@ -95,6 +95,13 @@ async fn one_caller_cannot_take_all_streams_of_a_node() {
     assert_status(&refused, 503);
     assert_contains(&refused, "X-Tunnel-Error: too_many_streams\r\n");
     assert_contains(&refused, "Retry-After: 1\r\n");
+    for text in [
+        "worker-1",
+        "this caller has 4 streams open",
+        "half of limits.streamsPerAgent",
+    ] {
+        assert_contains(&refused, text);
+    }
     // Another port of the same address is the same caller. Other callers without a certificate
     // share the next quarter.
     let (none, _) = fill(&fixture, &agent, "192.0.2.1:6", anonymous()).await;

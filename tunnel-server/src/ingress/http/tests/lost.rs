@@ -8,11 +8,12 @@ use tokio::time::{Instant, sleep};
 use tunnel_proto::transport::Stream;
 use tunnel_proto::wire::code::ResetCode;
 
-use super::fixture::{Agent, Fixture, HI, expect_hi, get, head};
+use super::fixture::{Agent, Fixture, HI, assert_status, expect_hi, get, head};
 use crate::routing::registry::SuspectReason;
-use crate::testing::{eventually, node};
+use crate::testing::{assert_contains, eventually, node};
 
 const GET: &str = "GET /a HTTP/1.1\r\nHost: worker-1:9100\r\nX-Own: 1\r\nConnection: close\r\n\r\n";
+const AGENT_LOST: &str = "X-Tunnel-Error: agent_lost\r\n";
 const RETRIED: &str = "tunnel_server_requests_retried_total";
 
 /// Accepts a request, sends `answer` and loses the session.
@@ -58,8 +59,10 @@ async fn get_is_sent_once_more_and_counted_once() {
 async fn loss_of_the_only_session_is_the_answer() {
     let (fixture, dying) = Fixture::with_agent();
     let (answer, ()) = tokio::join!(fixture.ask(GET), loses(&dying, ""));
-    let code = "X-Tunnel-Error: agent_lost\r\n";
-    assert!(answer.contains(code), "{answer}");
+    assert_status(&answer, 502);
+    for text in [AGENT_LOST, "worker-1", "9100"] {
+        assert_contains(&answer, text);
+    }
     assert_eq!(fixture.metric(RETRIED), 0);
 }
 
@@ -94,6 +97,9 @@ async fn other_requests_and_begun_answers_are_not_repeated() {
         let (dying, other) = (fixture.agent(), fixture.agent());
         let (got, ()) = tokio::join!(fixture.ask(request), loses(&dying, answer));
         assert!(got.starts_with("HTTP/1.1 502"), "{request:?}: {got}");
+        if answer.is_empty() {
+            assert_contains(&got, AGENT_LOST);
+        }
         assert!(other.is_left_alone().await, "{request:?}");
         assert_eq!(fixture.metric(RETRIED), 0, "{request:?}");
     }
