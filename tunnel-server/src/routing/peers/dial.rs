@@ -145,7 +145,7 @@ impl PeerTask {
     /// the connection has ended, or [`REMOVAL_GRACE`] after the removal.
     async fn run(self: Arc<Self>, mut address: watch::Receiver<Option<PeerAddress>>) {
         let peers = &self.endpoint.peers;
-        let mut backoff = Backoff::new(BACKOFF_MIN, BACKOFF_MAX, 0.75..=1.0);
+        let mut backoff = BACKOFF;
         let mut dial_at = Instant::now();
         let mut link: Option<LinkHandle> = None;
         // Time at which the list of a lost connection is dropped.
@@ -442,10 +442,24 @@ const REMOVAL_GRACE: Duration = Duration::from_secs(30);
 const BACKOFF_MIN: Duration = Duration::from_millis(200);
 /// Longest time between two attempts. A connection that lasted this long ends the series.
 const BACKOFF_MAX: Duration = Duration::from_secs(5);
+const BACKOFF: Backoff = Backoff::new(BACKOFF_MIN, BACKOFF_MAX, 0.75..=1.0);
 
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn attempts_are_two_tenths_of_a_second_to_five_seconds_apart() {
+        for (random, waits) in [
+            (1.0, [200, 400, 800, 1600, 3200, 5000, 5000]),
+            (0.0, [150, 300, 600, 1200, 2400, 3750, 3750]),
+        ] {
+            let mut backoff = BACKOFF;
+            for wait in waits {
+                assert_eq!(backoff.next(random), Duration::from_millis(wait));
+            }
+        }
+    }
 
     #[test]
     fn connection_is_kept_while_its_server_has_the_same_address_or_was_removed() {
