@@ -327,7 +327,9 @@ mod tests {
                 .collect()
         };
         assert_eq!(shown(&ring), [(None, 0, 0); QUARTERS]);
-        for _ in 0..6 {
+        ring.add(1000, tick(true, 10));
+        assert_eq!(ring.bytes_per_second(), [50, 10], "of a whole minute");
+        for _ in 1..6 {
             ring.add(1000, tick(true, 10));
         }
         assert_eq!(ring.bytes_per_second(), [300, 60]);
@@ -358,6 +360,10 @@ mod tests {
         assert!(ring.is_empty(), "the day is over");
         ring.add(u32::MAX, tick(true, 0));
         assert_eq!(shown(&ring)[..QUARTERS - 1], [(None, 0, 0); QUARTERS - 1]);
+        for speed in [[50, 10]; 5].into_iter().chain([[0, 0]]) {
+            ring.add(u32::MAX, NodeTick::default());
+            assert_eq!(ring.bytes_per_second(), speed);
+        }
     }
 
     #[test]

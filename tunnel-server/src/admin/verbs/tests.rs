@@ -417,8 +417,12 @@ async fn directory_without_a_server_gets_no_ca_by_accident() {
     let refused = args.execute().await.err().unwrap();
     assert!(matches!(refused, VerbError::NoServer(_)), "{refused}");
     assert!(!missing.exists());
-    let listed = verb(&scratch, "nodes").await.unwrap();
-    assert!(matches!(listed.failure, Some(VerbError::NotRunning(_))));
+    for line in ["nodes", "nodes --selector zone"] {
+        let listed = verb(&scratch, line).await.unwrap();
+        let failure = listed.failure.unwrap();
+        assert!(matches!(failure, VerbError::NotRunning(_)), "{line}");
+        assert_contains(&failure, "no tunnel-server runs with");
+    }
     out(&scratch, "ca --offline").await;
     out(&scratch, "token create --node worker-1").await;
 }

@@ -108,6 +108,17 @@ fn facts_follow_from_the_objects() {
 }
 
 #[test]
+fn dns_of_the_servers_counts_its_ready_endpoints_where_it_has_any() {
+    assert_eq!(facts(objects(), &[]).ready_dns_endpoints, Ok(None));
+    for (is_ready, count) in [(false, 0), (true, 1)] {
+        let slice = json!({"endpoints": [{"conditions": {"ready": is_ready}}]});
+        let mut objects = objects();
+        objects.dns_slices = Ok(vec![slice]);
+        assert_eq!(facts(objects, &[]).ready_dns_endpoints, Ok(Some(count)));
+    }
+}
+
+#[test]
 fn agents_make_edge_nodes_only_with_the_setting() {
     let config = config();
     let mut settings = config.kubernetes.clone().unwrap();

@@ -378,6 +378,14 @@ fn d01_path_by_address_does_not_lead_to_the_tunnel() {
         });
     });
     ensure_only(&by_address, "D01", Severity::Error);
+    let (_, types) = by_address[0]
+        .fix
+        .split_once("--kubelet-preferred-address-types=")
+        .unwrap();
+    let fixed = in_cluster(|cluster| {
+        cluster.apiservers.as_mut().unwrap()[0].address_types = Some(types.to_owned());
+    });
+    assert!(fixed.is_empty(), "{fixed:?}");
     let egress = in_cluster(|cluster| {
         first(cluster, |it| {
             it.address_types = Some("InternalIP".to_owned())
@@ -389,10 +397,12 @@ fn d01_path_by_address_does_not_lead_to_the_tunnel() {
 
 #[test]
 fn d02_resolver_is_none_of_the_host_and_none_of_the_cluster() {
-    for (policy, servers) in [
-        ("ClusterFirstWithHostNet", 2),
-        ("ClusterFirst", 2),
-        ("None", 1),
+    // The healthy kube-apiserver has what the texts ask for.
+    let none = "dnsPolicy: None, and dnsConfig.nameservers with";
+    for (policy, servers, fix) in [
+        ("ClusterFirstWithHostNet", 2, none),
+        ("ClusterFirst", 2, none),
+        ("None", 1, "add a second address to dnsConfig.nameservers"),
     ] {
         let findings = in_cluster(|cluster| {
             let apiserver = &mut cluster.apiservers.as_mut().unwrap()[0];
@@ -400,6 +410,7 @@ fn d02_resolver_is_none_of_the_host_and_none_of_the_cluster() {
             apiserver.nameservers.truncate(servers);
         });
         ensure_only(&findings, "D02", Severity::Warning);
+        assert!(findings[0].fix.starts_with(fix), "{findings:?}");
     }
 }
 

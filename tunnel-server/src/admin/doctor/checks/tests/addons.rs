@@ -169,6 +169,14 @@ fn d15_yurthub_hides_the_service_by_its_name() {
         cluster.names.internal_service = "other".to_owned();
     });
     ensure_only(&findings, "D15", Severity::Warning);
+    assert!(
+        findings[0].fix.contains("remove --internal-service"),
+        "{findings:?}"
+    );
+    let hidden = in_addons(|addons| {
+        addons.yurthub_nodes = Ok(BTreeSet::from(["a".to_owned()]));
+    });
+    assert!(hidden.is_empty(), "{hidden:?}");
     let information = in_addons(|addons| {
         addons.yurthub_nodes = Ok(BTreeSet::from(["a".to_owned()]));
         addons.kube_proxy_server = Ok(Some("https://192.0.2.1:6443".to_owned()));
