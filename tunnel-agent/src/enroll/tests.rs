@@ -247,6 +247,17 @@ async fn each_attempt_uses_the_roots_and_the_token_of_its_time() {
     assert_eq!(enrolled.roots.certificates(), roots(&server).certificates());
 }
 
+#[test]
+fn waits_before_another_enrollment_are_any_up_to_a_minute_doubling_to_ten() {
+    let minutes = |count: u64| Duration::from_secs(count * 60);
+    let mut backoff = reenroll_backoff(minutes(1));
+    for wait in [1, 2, 4, 8, 10, 10] {
+        assert_eq!(backoff.next(1.0), minutes(wait));
+    }
+    backoff.restart();
+    assert_eq!(backoff.next(0.0), Duration::ZERO);
+}
+
 /// Returns the certificate that the server issued to the agent before, for the key in the
 /// directory.
 fn ended(server: &Server, scratch: &ScratchDir) -> Credentials {
