@@ -337,6 +337,21 @@ mod tests {
     }
 
     #[test]
+    fn welcome_of_a_server_without_a_name_is_refused() {
+        let decode = |name: &str| {
+            let welcome = pb::Welcome {
+                replica_id: name.into(),
+                ..pb::Welcome::default()
+            };
+            let kind = Some(pb::control_message::Kind::Welcome(welcome));
+            ControlMessage::decode(&pb::ControlMessage { kind }.encode_to_vec())
+        };
+        assert!(decode("server-1").is_ok());
+        assert!(decode("").is_err());
+        assert!(decode("server 1").is_err());
+    }
+
+    #[test]
     fn labels_of_a_hello_are_bounded_and_those_of_kubernetes() {
         let decode = |labels: Vec<String>| {
             let hello = pb::Hello {
