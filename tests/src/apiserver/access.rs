@@ -231,3 +231,30 @@ fn text(value: &Value) -> Option<String> {
 }
 
 const MASTERS: &str = "system:masters";
+
+#[cfg(test)]
+mod tests {
+    use serde_json::json;
+
+    use super::*;
+
+    #[test]
+    fn rules_match_subresources_and_paths_with_wildcards() {
+        let action = |resource: &str| Action {
+            verb: "get".into(),
+            group: String::new(),
+            resource: resource.into(),
+            namespace: None,
+            name: None,
+        };
+        let rule = json!({ "apiGroups": [""], "resources": ["*/log", "nodes"], "verbs": ["*"] });
+        assert!(action("nodes/log").allowed_by(&rule));
+        assert!(action("nodes").allowed_by(&rule));
+        assert!(!action("nodes/proxy").allowed_by(&rule));
+        let rule = json!({ "nonResourceURLs": ["/api", "/apis/*"], "verbs": ["get"] });
+        assert!(allows_path(&rule, "get", "/api"));
+        assert!(allows_path(&rule, "get", "/apis/apps/v1"));
+        assert!(!allows_path(&rule, "get", "/api/v1"));
+        assert!(!allows_path(&rule, "post", "/api"));
+    }
+}

@@ -194,3 +194,39 @@ impl Content {
         Some(self.history.range(first..))
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use serde_json::json;
+
+    use super::*;
+
+    fn key(name: &str) -> Key {
+        Key {
+            storage: "nodes",
+            namespace: String::new(),
+            name: name.into(),
+        }
+    }
+
+    #[test]
+    fn past_collections_are_as_they_were() {
+        let store = Store::new();
+        let at = store.write(|content| {
+            content.put(key("a"), json!({ "metadata": {} }));
+            content.put(key("b"), json!({ "metadata": {} }));
+            content.revision()
+        });
+        store.write(|content| {
+            content.remove(&key("a"));
+            content.put(key("c"), json!({ "metadata": {} }));
+            content.put(key("b"), json!({ "metadata": {}, "new": true }));
+        });
+        store.read(|content| {
+            let then = content.collection_at("nodes", None, at);
+            assert!(then.keys().eq([&key("a"), &key("b")]), "{then:?}");
+            assert!(then[&key("b")]["new"].is_null());
+            assert_eq!(content.collection("nodes", None).count(), 2);
+        });
+    }
+}
