@@ -438,7 +438,8 @@ async fn check_config_warns_of_a_proxy_port_that_another_program_has() -> Result
     let checked = check.arg("--data-dir").arg(scratch.path()).run().await?;
     ensure!(checked.code() == Some(0), "{checked}");
     let warning = format!("warning: cannot listen on 127.0.0.1:{port}");
-    ensure_contains(&checked.err, &[&warning])
+    let advice = "set --proxy-port-listen off";
+    ensure_contains(&checked.err, &[&warning, "in use", advice])
 }
 
 #[tokio::test]

@@ -6,9 +6,11 @@ use std::time::Duration;
 
 use anyhow::{Context, Result, ensure};
 use base64::prelude::{BASE64_STANDARD, Engine as _};
+use tokio::io::{AsyncReadExt, AsyncWriteExt};
+use tokio::time::{Instant, timeout};
 use tunnel_tests::ca::{Leaf, TestCa, replace};
 use tunnel_tests::checks::{ensure_contains, ensure_refused, ensure_status};
-use tunnel_tests::client::{BodyEnd, ByteStream, RawRequest, request};
+use tunnel_tests::client::{BodyEnd, ByteStream, RawRequest, Tunnel, request};
 use tunnel_tests::env::WAIT_TIMEOUT;
 use tunnel_tests::eventually::{eventually, scaled};
 use tunnel_tests::process::{ScratchDir, ServerSetup};
@@ -232,6 +234,49 @@ async fn ends_and_cuts_are_distinguished_through_a_tunnel() -> Result<()> {
 }
 
 #[tokio::test(flavor = "multi_thread")]
+async fn sixty_four_callers_that_read_nothing_delay_no_other_tunnel() -> Result<()> {
+    let fixture = ConnectFixture::start().await?;
+    let _agent = fixture.env.agent(NODE).await?;
+    // More bytes than all windows on the path together.
+    let flood = HalfCloseTarget::start(1 << 30).await?;
+    let echo = EchoTarget::start().await?;
+    let [flood, echo] = [flood.addr(), echo.addr()].map(|addr| format!("{NODE}:{}", addr.port()));
+    let dialer = fixture.dialer();
+    let mut before = dialer.dial(&echo).await?;
+    let quiet = round_trip(&mut before).await?;
+    let mut stalled = Vec::new();
+    for _ in 0..64 {
+        let mut reader = dialer.dial(&flood).await?;
+        // The target begins to send after the caller's half-close. The caller reads only the first
+        // byte.
+        reader.shutdown().await?;
+        reader.read_exact(&mut [0; 1]).await?;
+        stalled.push(reader);
+    }
+    let mut slowest = Duration::ZERO;
+    for _ in 0..10 {
+        slowest = slowest.max(round_trip(&mut before).await?);
+        let fresh = timeout(scaled(WAIT_TIMEOUT), dialer.dial(&echo)).await;
+        let mut fresh = fresh.context("no new tunnel")??;
+        slowest = slowest.max(round_trip(&mut fresh).await?);
+    }
+    ensure!(
+        slowest < scaled(Duration::from_secs(1)) + quiet,
+        "{slowest:?}"
+    );
+    Ok(())
+}
+
+async fn round_trip(tunnel: &mut Tunnel) -> Result<Duration> {
+    let began = Instant::now();
+    tunnel.write_all(b"ping").await?;
+    let mut received = [0; 4];
+    timeout(scaled(WAIT_TIMEOUT), tunnel.read_exact(&mut received)).await??;
+    ensure!(&received == b"ping");
+    Ok(began.elapsed())
+}
+
+#[tokio::test(flavor = "multi_thread")]
 async fn a_drain_waits_for_tunnels_and_takes_no_new_ones() -> Result<()> {
     let mut fixture = ConnectFixture::start().await?;
     let _agent = fixture.env.agent(NODE).await?;
@@ -246,6 +291,6 @@ async fn a_drain_waits_for_tunnels_and_takes_no_new_ones() -> Result<()> {
     })
     .await;
     talk(tunnel).await?;
-    tokio::time::timeout(scaled(Duration::from_secs(60)), fixture.env.stop_server()).await??;
+    timeout(scaled(Duration::from_secs(60)), fixture.env.stop_server()).await??;
     Ok(())
 }

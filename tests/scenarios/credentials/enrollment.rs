@@ -9,7 +9,9 @@ use rcgen::{CertificateParams, KeyPair};
 use tokio::task::JoinSet;
 use tunnel_proto::wire::code::EnrollCode;
 use tunnel_proto::wire::enroll::{EnrollReply, EnrollRequest, JoinToken, TOKEN_SECRET_BYTES};
-use tunnel_tests::env::TestEnv;
+use tunnel_tests::env::{Agent, TestEnv, WAIT_TIMEOUT};
+use tunnel_tests::eventually::eventually;
+use tunnel_tests::metrics::{meta_page, value};
 use tunnel_tests::scripted::enroll;
 
 fn csr() -> Result<Vec<u8>> {
@@ -71,6 +73,30 @@ async fn t04_thousand_bad_tokens_from_one_address_do_not_stop_200_good_ones() ->
         refused + limited == 1000 && limited > 0,
         "{refused} and {limited}"
     );
+    Ok(())
+}
+
+/// The agent ends the handshake with a server that has not the CA of its token. A request with any
+/// token would count as refused.
+#[tokio::test(flavor = "multi_thread")]
+async fn agent_with_a_token_of_another_ca_is_counted_as_a_failed_handshake() -> Result<()> {
+    let (env, other) = (TestEnv::start().await?, TestEnv::start().await?);
+    let config = other.agent_config_with("worker-1", |settings| {
+        settings.server = vec![env.bound().agents.to_string()];
+    })?;
+    let _agent = Agent::start(config).await?;
+    let all = "tunnel_server_enrollments_total";
+    let failed = "tunnel_server_enrollments_total{result=\"handshake_failed\"}";
+    eventually("the count of the server", WAIT_TIMEOUT, async || {
+        let page = meta_page(env.meta(), "/metrics").await?;
+        let counts = [all, failed].map(|series| value(&page, series));
+        // The agent tries again.
+        let [all, failed] = counts;
+        ensure!(all >= Some(1) && all == failed, "{counts:?}");
+        anyhow::Ok(())
+    })
+    .await;
+    ensure!(env.nodes().snapshot().is_empty());
     Ok(())
 }
 
