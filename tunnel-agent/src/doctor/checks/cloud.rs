@@ -5,6 +5,7 @@ use std::net::SocketAddr;
 
 use tunnel_doctor::{Fault, Severity, conditions};
 
+use super::names::DNS_TARGET;
 use crate::doctor::cloud::{ListenerAnswer, ListenerFacts, RuleTable};
 use crate::doctor::facts::{AgentAnswer, Facts};
 use crate::ingress::listeners::CONDITION;
@@ -66,14 +67,17 @@ pub(super) fn address(facts: &Facts) -> Result<Vec<Fault>, String> {
     let missing = missing.filter(|listener| listener.is_on_interface == Some(false));
     let faults = missing.map(|listener| {
         let ip = listener.listener.address.ip();
+        let (clients, unit) = match listener.listener.target.as_str() {
+            DNS_TARGET => ("the cache of this node does", "culvert-node-dns"),
+            _ => ("pods do", "culvert-edge-apiserver"),
+        };
         Fault {
             severity: Severity::Error,
             place: ip.to_string(),
-            what: "no interface of this host has the address, so that pods do not reach it"
-                .to_owned(),
-            fix: format!(
-                "systemctl enable --now culvert-edge-apiserver; by hand: tunnel-agent address add {ip}"
+            what: format!(
+                "no interface of this host has the address, so that {clients} not reach it"
             ),
+            fix: format!("systemctl enable --now {unit}; by hand: tunnel-agent address add {ip}"),
         }
     });
     Ok(faults.collect())

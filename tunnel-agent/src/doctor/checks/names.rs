@@ -105,7 +105,7 @@ fn of_pods(resolver: &ResolverFacts, listeners: &[IpAddr], is_wanted: bool) -> O
 }
 
 /// Name of the target in the guide.
-const DNS_TARGET: &str = "dns";
+pub(super) const DNS_TARGET: &str = "dns";
 const DNS_PORT: u16 = 53;
 const RENDER: &str = "tunnel-server render node-local-dns --cluster-dns IP; then the kubelet's \
                       cluster-dns: --part kubelet";

@@ -27,7 +27,17 @@ fn fault_of_a_listener_for_the_cloud_is_found() {
             |facts| pods(facts).is_on_interface = Some(false),
             "D16.address",
             Severity::Error,
-            "no interface",
+            "so that pods do not reach it",
+        ),
+        (
+            |facts| {
+                pods(facts).listener = "dns=169.254.20.11:1053".parse().unwrap();
+                pods(facts).is_on_interface = Some(false);
+                facts.cloud.rules.table = Ok(None);
+            },
+            "D16.address",
+            Severity::Error,
+            "so that the cache of this node does not reach it",
         ),
         (
             |facts| {
