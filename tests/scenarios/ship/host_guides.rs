@@ -73,14 +73,34 @@ impl Host {
         let text = format!("set -uo pipefail\ntrap '{FAILED}' ERR\n{text}\ntrue");
         let bash = bash(&text, self.scratch.path(), &[])?.inside(Some(&self.network));
         let bash = bash.env("ANSIBLE_REMOTE_TMP", self.scratch.path());
+        // This host has no sudo, which root does not need.
+        let bash = bash.env("ANSIBLE_REMOTE_USER", "root");
         bash.run_with(TYPED).await
     }
 
     /// Returns the first settings that the guide has for a server.
     fn settings(&self) -> Result<&str> {
+        self.settings_of("server")
+    }
+
+    fn settings_of(&self, program: &str) -> Result<&str> {
         let mut blocks = self.blocks.iter();
-        let settings = blocks.find(|block| block.language == "yaml" && block.mark == "server");
+        let settings = blocks.find(|block| block.language == "yaml" && block.mark == program);
         Ok(&settings.context("no settings")?.text)
+    }
+
+    /// Starts an sshd on port 22, in which root logs in.
+    async fn sshd(&self) -> Result<Option<Process>> {
+        let (folder, address) = (self.scratch.path(), Ipv4Addr::LOCALHOST.into());
+        ssh::make_keys(folder).await?;
+        let sshd = ssh::configure(&self.network, folder);
+        let sshd = sshd.and_then(|()| ssh::start_sshd(&self.network, address, NODE, folder));
+        let Some(sshd) = or_skip(sshd) else {
+            return Ok(None);
+        };
+        let sshd = sshd?;
+        ssh::wait_for_sshd(&self.network, address).await;
+        Ok(Some(sshd))
     }
 
     fn setup(&self) -> ServerSetup {
@@ -269,19 +289,69 @@ async fn ssh_guide_logs_in_and_ansible_reaches_the_node() -> Result<()> {
     let Some(host) = Host::new(guide, &tools)? else {
         return Ok(());
     };
-    let (folder, address) = (host.scratch.path(), Ipv4Addr::LOCALHOST.into());
-    ssh::make_keys(folder).await?;
-    let sshd = ssh::configure(&host.network, folder);
-    let sshd = sshd.and_then(|()| ssh::start_sshd(&host.network, address, NODE, folder));
-    let Some(sshd) = or_skip(sshd) else {
+    let Some(_sshd) = host.sshd().await? else {
         return Ok(());
     };
-    let _sshd = sshd?;
-    ssh::wait_for_sshd(&host.network, address).await;
     let _site = host.start(host.settings()?, "", EXPORTER).await?;
     ensure_contains(&host.run(0).await?, &["on worker-1"])?;
     let printed = host.run(1).await?;
     ensure_contains(&printed, &["cam-17", "pong", "revoked"])
+}
+
+/// The kubelet's script runs on the node through the tunnel, and doctor says what pods ask.
+#[tokio::test(flavor = "multi_thread")]
+async fn names_guide_changes_a_kubelet_through_the_tunnel() -> Result<()> {
+    let guide = "docs/how-to/node-local-dns.md";
+    let tools = [
+        Tool::Ssh,
+        Tool::SshKeygen,
+        Tool::Sshd,
+        Tool::Ansible,
+        Tool::Dig,
+    ];
+    let Some(host) = Host::new(guide, &tools)? else {
+        return Ok(());
+    };
+    let folder = host.scratch.path().display();
+    let own = host
+        .network
+        .script(&format!("cd '{folder}'\n{OWN_KUBELET}"));
+    if or_skip(own).is_none() {
+        return Ok(());
+    }
+    let Some(_sshd) = host.sshd().await? else {
+        return Ok(());
+    };
+    let cache = SocketAddr::from(([169, 254, 20, 10], 53));
+    let render = "tunnel-agent address add 169.254.20.10\ntunnel-agent address add 169.254.20.11\n\
+                  tunnel-server render node-local-dns --cluster-dns 10.96.0.10 --part kubelet > kubelet-dns.sh";
+    host.bash(render).await?.ok()?;
+    let _cache = fakes::resolver(Some(&host.network), cache, "answers").await?;
+    let settings = format!("{}{SSH}", host.settings()?);
+    let listener = host.settings_of("agent")?;
+    let _site = host.start(&settings, listener, EXPORTER).await?;
+    ensure_contains(
+        &host.run(1).await?,
+        &["10.96.0.10", "not on this node", "no name resolves"],
+    )?;
+    for printed in ["restart kubelet\n", ""] {
+        ensure_contains(&host.run(0).await?, &["worker-1 | CHANGED"])?;
+        let shown =
+            "cat restarted; : > restarted; cat /etc/default/kubelet /var/lib/kubelet/config.yaml";
+        let shown = host.bash(shown).await?.ok()?;
+        let expected =
+            "KUBELET_EXTRA_ARGS=--cluster-dns=169.254.20.10\nclusterDNS: [169.254.20.10]\n";
+        ensure!(shown == format!("{printed}{expected}"), "{shown}");
+    }
+    let checked = host.run(1).await?;
+    ensure_contains(
+        &checked,
+        &[
+            "10.1.0.0",
+            "pods ask 169.254.20.10 on this node",
+            "errors: 0",
+        ],
+    )
 }
 
 #[tokio::test(flavor = "multi_thread")]
@@ -319,6 +389,21 @@ nodeName: worker-1
 nodeIp: 127.0.0.1
 tokenFile: /etc/culvert/tunnel-agent.token
 ";
+
+/// Settings by which ssh reaches nodes.
+const SSH: &str = "ports: [{ number: 22, listeners: [connect] }]\n";
+
+/// The files of a kubelet, and a systemctl that notes what it was asked for.
+const OWN_KUBELET: &str = r#"
+printf '#!/bin/sh\necho "$@" >> "%s"\n' "$PWD/restarted" > systemctl
+chmod 755 systemctl
+at=$(command -v systemctl) || { at=/usr/local/sbin/systemctl; mount -t tmpfs tmpfs /usr/local/sbin; : > "$at"; }
+mount --bind systemctl "$at"
+: > restarted
+mkdir -p /etc/default /var/lib/kubelet
+echo KUBELET_EXTRA_ARGS=--cluster-dns=10.96.0.10 > /etc/default/kubelet
+printf 'clusterDNS:\n- 10.96.0.10\n' > /var/lib/kubelet/config.yaml
+"#;
 
 /// Gives a mount namespace files that commands of a guide may change.
 const OWN_FILES: &str = r#"
