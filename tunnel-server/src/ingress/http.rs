@@ -22,6 +22,7 @@ use std::task::Poll;
 use std::time::Duration;
 
 use futures_util::FutureExt;
+use http::header::CONNECTION;
 use http::{HeaderMap, HeaderValue, Method, Request, Response, StatusCode};
 use hyper::body::{Body as _, Incoming};
 use hyper::server::conn::http1::{Builder, Parts};
@@ -50,7 +51,8 @@ use crate::ingress::http::exchange::{Exchange, Forwarded, ForwardedBody};
 use crate::ingress::http::head_check::size::{CONNECTION_FIELDS, HeadLimits};
 use crate::ingress::http::head_check::{BodyFraming, HeadError};
 use crate::ingress::http::headers::{
-    bearer_token, close_unless_upgraded, requested_upgrade, reviewed_token, unread_token,
+    bearer_token, can_reuse_connection, close_unless_upgraded, requested_upgrade, reviewed_token,
+    unread_token,
 };
 use crate::ingress::http::large_head::{LargeHead, LargeHeadEnd};
 use crate::ingress::http::response::ResponseBody;
@@ -110,6 +112,7 @@ pub(super) async fn serve<S>(
         permit,
         is_connecting: AtomicBool::new(false),
         closes: AtomicBool::new(false),
+        has_large_head: AtomicBool::new(false),
         ingress,
         listener,
         peer,
@@ -141,8 +144,17 @@ pub(super) async fn serve<S>(
                     Ok(head) => large_head = Some(head),
                     Err(end) => break caller.without_head(stream, end).await,
                 }
-                // The buffers of the head are freed with the connection.
-                caller.closes.store(true, Ordering::Relaxed);
+                caller.has_large_head.store(true, Ordering::Relaxed);
+                // The next head waits until hyper's buffers for this one are freed.
+                caller.timeouts.limit_heads(HeadLimits::NO_HEAD);
+            }
+            Ok(DriveEnd::LargeHeadServed(served)) => {
+                stream = served;
+                // hyper's buffers for the head are gone.
+                large_head = None;
+                caller.has_large_head.store(false, Ordering::Relaxed);
+                caller.timeouts.limit_heads(head_limits);
+                stream.release();
             }
             Ok(DriveEnd::Closed) => break Ok(()),
             Err(end) => break Err(end),
@@ -210,6 +222,8 @@ enum DriveEnd<S> {
     Idle(TimedStream<S>),
     /// A head waits that is too large for hyper with the settings of the connection.
     LargeHead(TimedStream<S>),
+    /// The response to a request with a large head is written.
+    LargeHeadServed(TimedStream<S>),
     Closed,
 }
 
@@ -259,7 +273,15 @@ impl Caller {
         let mut idle = pin!(self.timeouts.idle_for(RELEASE_BUFFERS_AFTER));
         let mut stuck = pin!(self.stuck());
         let mut refused = pin!(self.close_mode.ends().notified());
-        let mut larger_head = pin!(self.timeouts.wait_for_large_head());
+        let requests = self.timeouts.requests();
+        let mut other_head = pin!(async {
+            match large_head {
+                Some(_) => self.timeouts.wait_for_end_after(requests).await,
+                None => self.timeouts.wait_for_large_head().await,
+            }
+        });
+        // hyper closes a connection that ends with the response to a large head.
+        let stays = || large_head.is_none() || !self.closes.load(Ordering::Relaxed);
         let (mut draining, mut has_expired, mut evicted) = (false, false, false);
         let mut evict_at = None;
         loop {
@@ -293,8 +315,12 @@ impl Caller {
                     }
                     evict_at = None;
                 }
-                () = larger_head.as_mut(), if !draining && !has_expired && !evicted => {
-                    return Ok(DriveEnd::LargeHead(stream_from_parts(connection.into_parts())));
+                () = other_head.as_mut(), if !draining && !has_expired && !evicted && stays() => {
+                    let stream = stream_from_parts(connection.into_parts());
+                    return Ok(match large_head {
+                        Some(_served) => DriveEnd::LargeHeadServed(stream),
+                        None => DriveEnd::LargeHead(stream),
+                    });
                 }
                 () = idle.as_mut(), if caller_closed.can_wait() && !draining && !has_expired && !evicted => {
                     return Ok(DriveEnd::Idle(stream_from_parts(connection.into_parts())));
@@ -507,6 +533,9 @@ impl Caller {
     fn start(&self, request: &Request<Incoming>) -> (RequestGuard, Option<HeadError>) {
         self.is_connecting
             .store(self.is_connect(request), Ordering::Relaxed);
+        if self.has_large_head.load(Ordering::Relaxed) && !can_reuse_connection(request) {
+            self.closes.store(true, Ordering::Relaxed);
+        }
         let has_body = !request.body().is_end_stream();
         self.timeouts.request(has_body, BodyFraming::of(request))
     }
@@ -582,6 +611,11 @@ impl Caller {
         let is_tunnel = is_connect && response.status().is_success();
         if wanted.is_some() || (closes && !is_tunnel) {
             close_unless_upgraded(&mut response);
+        }
+        if self.has_large_head.load(Ordering::Relaxed)
+            && response.headers().contains_key(CONNECTION)
+        {
+            self.closes.store(true, Ordering::Relaxed);
         }
         unanswered.finish();
         response.map(|body| body.with_request_guard(request_guard))

@@ -57,6 +57,9 @@ pub(in crate::ingress) struct Caller {
     pub(in crate::ingress) is_connecting: AtomicBool,
     /// The connection closes after the next response.
     pub(in crate::ingress) closes: AtomicBool,
+    /// The request in progress has a large head. Its connection to the target has buffers for that
+    /// head, and serves no other request.
+    pub(in crate::ingress) has_large_head: AtomicBool,
     pub(in crate::ingress) timeouts: Arc<ConnTimeouts>,
     /// Permit of the connection from the limiter of callers.
     pub(in crate::ingress) permit: Arc<ConnPermit>,

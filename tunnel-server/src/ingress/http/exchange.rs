@@ -2,6 +2,7 @@
 //! the caller.
 
 use std::sync::Arc;
+use std::sync::atomic::Ordering;
 
 use http::header::{AUTHORIZATION, HOST};
 use http::{HeaderValue, Request, Response};
@@ -68,7 +69,8 @@ impl Exchange<'_> {
         let host = host_field(&target, &request);
         let destination = target.destination;
         access_log.destination(&destination);
-        let is_reusable = can_reuse_connection(&request);
+        let is_reusable =
+            can_reuse_connection(&request) && !caller.has_large_head.load(Ordering::Relaxed);
         rewrite_request(&mut request, host, self.upgrade, !is_reusable);
         let tls_profile = caller.ingress.targets.tls_profile(self.has_delegation);
         let pool_key = is_reusable.then(|| PoolKey {

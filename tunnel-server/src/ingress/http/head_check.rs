@@ -151,6 +151,11 @@ impl HeadCheck {
         }
     }
 
+    /// Sets the limits of the next heads.
+    pub(crate) fn set_limits(&mut self, limits: HeadLimits) {
+        self.limits = limits;
+    }
+
     /// Follows bytes that hyper reads, up to the first head that exceeds a limit.
     pub(crate) fn read(&mut self, data: &[u8]) -> Option<HeadStop> {
         let all = data.len();

@@ -1,6 +1,6 @@
 //! A request head that is larger than the permit of its connection counts for. It is read without
 //! hyper, within memory that is reserved from the buffer pool before the bytes are read, and hyper
-//! gets it when it is complete. The connection closes after its response, which frees the buffers.
+//! gets it when it is complete. After its response hyper is replaced, which frees the buffers.
 
 use std::time::Duration;
 

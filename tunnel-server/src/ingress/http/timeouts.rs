@@ -304,6 +304,24 @@ impl ConnTimeouts {
             }
         })
         .await;
+        self.wait_until_written().await;
+    }
+
+    /// Waits until more than this number of requests have begun, and their responses are written.
+    /// Must be polled by the task of the connection, after hyper. Cancel-safe.
+    pub(crate) async fn wait_for_end_after(&self, requests: u64) {
+        loop {
+            let request_started = self.request_started.notified();
+            if self.requests() > requests {
+                break;
+            }
+            request_started.await;
+        }
+        self.wait_until_written().await;
+    }
+
+    /// Waits until no request is in progress, and all responses are written.
+    async fn wait_until_written(&self) {
         loop {
             if self.is_write_blocked() {
                 self.write_unblocked.notified().await;
@@ -313,6 +331,18 @@ impl ConnTimeouts {
                 return;
             }
         }
+    }
+
+    /// Returns the number of requests that have begun.
+    pub(crate) fn requests(&self) -> u64 {
+        self.state.lock().requests
+    }
+
+    /// Sets the limits of the next heads.
+    pub(crate) fn limit_heads(&self, limits: HeadLimits) {
+        let mut state = self.state.lock();
+        state.has_large_head = false;
+        state.check.set_limits(limits);
     }
 
     /// Starts the timeout of a large head, unless it has begun with the first bytes of the head.

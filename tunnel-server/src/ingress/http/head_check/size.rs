@@ -25,6 +25,12 @@ impl HeadLimits {
         fields: usize::MAX,
     };
 
+    /// The limits while no head may follow.
+    pub(crate) const NO_HEAD: Self = Self {
+        bytes: 0,
+        fields: 0,
+    };
+
     /// Returns the limits on a head for which the permit of the caller's connection counts, if heads
     /// may have `bytes` bytes.
     pub(crate) fn of_connection(bytes: usize) -> Self {
