@@ -48,6 +48,11 @@ async fn agent_that_is_away_is_found_and_a_healthy_pair_has_no_finding() -> Resu
         ensure!(!text.is_empty(), "{field}: {away}");
     }
     ensure!(document["findings"][1].is_null(), "{away}");
+
+    let _agent = server.agent_setup(NODE, &agent_dir).await?.start()?;
+    server.wait_until_connected(&[NODE]).await;
+    let back = doctor(&server, &[]).await?;
+    ensure!(back.code() == Some(0), "{back}");
     Ok(())
 }
 

@@ -425,6 +425,16 @@ async fn check_config_reads_the_files_of_the_settings_as_run_does() -> Result<()
     Ok(())
 }
 
+#[tokio::test]
+async fn check_config_of_the_agent_accepts_a_good_file() -> Result<()> {
+    let scratch = ScratchDir::new()?;
+    let content = "server: [\"cloud:10262\"]\nnodeName: worker-1\nlimits: {keepAlive: 3s}\n";
+    let file = scratch.file("good.yaml", content)?;
+    let check = Program::ours(AGENT)?.args(["check-config", "--settings-only", "--config"]);
+    check.arg(file).run().await?.ok()?;
+    Ok(())
+}
+
 /// The server runs without that port, and tries again.
 #[tokio::test]
 async fn check_config_warns_of_a_proxy_port_that_another_program_has() -> Result<()> {

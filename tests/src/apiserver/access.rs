@@ -236,7 +236,59 @@ const MASTERS: &str = "system:masters";
 mod tests {
     use serde_json::json;
 
+    use super::super::store::Store;
     use super::*;
+
+    #[test]
+    fn role_of_a_namespace_allows_what_it_names_there_and_the_refusal_says_what() {
+        let store = Store::new();
+        let put = |storage: &'static str, object: Value| {
+            let name = object["metadata"]["name"].as_str().unwrap().to_owned();
+            let namespace = "ns".into();
+            store.write(|content| {
+                content.put(
+                    Key {
+                        storage,
+                        namespace,
+                        name,
+                    },
+                    object,
+                )
+            });
+        };
+        let rules = json!([{
+            "apiGroups": [""], "resources": ["configmaps"], "resourceNames": ["mine"], "verbs": ["get"],
+        }]);
+        put(
+            "roles",
+            json!({ "metadata": { "name": "r" }, "rules": rules }),
+        );
+        let subjects = json!([{ "kind": "ServiceAccount", "namespace": "ns", "name": "sa" }]);
+        put(
+            "rolebindings",
+            json!({
+                "metadata": { "name": "b" }, "roleRef": { "kind": "Role", "name": "r" }, "subjects": subjects,
+            }),
+        );
+        let user = User::service_account("ns", "sa");
+        let get = |namespace: &str, name: &str| {
+            let action = Action {
+                verb: "get".into(),
+                group: String::new(),
+                resource: "configmaps".into(),
+                namespace: Some(namespace.into()),
+                name: Some(name.into()),
+            };
+            store.read(|content| check(content, &user, &action))
+        };
+        assert!(get("ns", "mine").is_ok());
+        assert!(get("other", "mine").is_err());
+        assert_eq!(
+            get("ns", "yours").unwrap_err().message,
+            "configmaps \"yours\" is forbidden: User \"system:serviceaccount:ns:sa\" cannot get \
+             resource \"configmaps\" in API group \"\" in the namespace \"ns\""
+        );
+    }
 
     #[test]
     fn rules_match_subresources_and_paths_with_wildcards() {

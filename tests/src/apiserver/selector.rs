@@ -60,3 +60,18 @@ impl Selector {
         self.labels.iter().all(has_label) && self.fields.iter().all(has_field)
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn only_equality_is_a_selector() {
+        for selector in ["zone in (a)", "zone!=a", "zone"] {
+            let refused = Selector::parse(Some(selector), None).unwrap_err();
+            assert_eq!(refused.code, 400, "{selector}");
+        }
+        let selector = Selector::parse(None, Some("metadata.name=worker-1")).unwrap();
+        assert_eq!(selector.only_name(), Some("worker-1"));
+    }
+}

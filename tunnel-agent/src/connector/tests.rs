@@ -292,6 +292,25 @@ async fn drain_with_two_sessions_closes_both_without_loss() {
 }
 
 #[tokio::test(start_paused = true)]
+async fn drain_withdraws_both_current_sessions() {
+    let mut env = TestEnv::start();
+    let (mut one, mut other) = (env.next_of_two().await, env.next_of_two().await);
+    env.until_connected(2).await;
+    let shutdown = env.context.shutdown.clone();
+    shutdown.drain().cancel();
+    for peer in [&mut one, &mut other] {
+        assert_eq!(peer.recv_control().await, Some(ControlMessage::Withdraw));
+    }
+    env.context.graceful_shutdown.cancel();
+    let ended = async {
+        tokio::join!(expect_bye(&mut one), expect_bye(&mut other));
+        env.agent.join_next().await
+    };
+    ended.await.unwrap().unwrap();
+    assert!(env.net.is_quiet());
+}
+
+#[tokio::test(start_paused = true)]
 async fn dropped_connector_cuts_its_sessions() {
     let (mut env, peer) = TestEnv::ready(TransportKind::Quic).await;
     env.agent.shutdown().await;

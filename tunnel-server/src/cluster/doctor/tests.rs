@@ -18,6 +18,23 @@ fn node(name: &str, address: &str, edge: &str) -> NodeObject {
     serde_json::from_value(object).unwrap()
 }
 
+#[test]
+fn host_name_that_is_refused_reaches_doctor() {
+    let object = json!({
+        "metadata": {"name": "a"},
+        "status": {"addresses": [{"type": "Hostname", "address": "-bad-"}]},
+    });
+    let refused = serde_json::from_value(object).unwrap();
+    let facts = facts(
+        ClusterObjects {
+            nodes: Ok(vec![refused]),
+            ..objects()
+        },
+        &[],
+    );
+    assert_eq!(facts.nodes.unwrap().refused.len(), 1);
+}
+
 fn config_map(key: &str, value: &str) -> ConfigMap {
     serde_json::from_value(json!({"data": {key: value}})).unwrap()
 }
