@@ -4,7 +4,7 @@
 use std::fmt::Display;
 
 use tunnel_proto::transport::{StreamCut, find_cause};
-use tunnel_proto::wire::code::{RefusalCode, ResetCode};
+use tunnel_proto::wire::code::RefusalCode;
 use tunnel_proto::wire::header::{Refusal, one_line};
 
 use crate::config::Limit;
@@ -128,14 +128,10 @@ impl ProxyError {
                 _ => failure,
             };
         }
-        let cut = find_cause::<StreamCut>(error).map(|cut| match cut {
-            // The session of the server that forwarded the stream to the agent.
-            StreamCut::Reset(ResetCode::SessionLost)
-            | StreamCut::Stopped(ResetCode::SessionLost) => StreamCut::SessionLost,
-            other => *other,
-        });
+        let cut = find_cause::<StreamCut>(error).copied();
         let outcome = match cut {
             Some(cut) if cut.is_reader_stalled() => Outcome::ReaderStalled,
+            Some(cut) if cut.is_session_lost() => Outcome::AgentLost,
             Some(StreamCut::SessionLost | StreamCut::NoReply) => Outcome::AgentLost,
             Some(StreamCut::ReplyTimeout) => Outcome::AgentTimeout,
             Some(StreamCut::Reset(_) | StreamCut::Stopped(_)) => Outcome::TargetBadResponse,
@@ -144,6 +140,7 @@ impl ProxyError {
         };
         let reason = match cut {
             Some(cut) if cut.is_reader_stalled() => StreamCut::ReaderStalled.to_string(),
+            Some(cut) if cut.is_session_lost() => StreamCut::SessionLost.to_string(),
             Some(StreamCut::Reset(_) | StreamCut::Stopped(_)) => {
                 "the target cut the connection".to_owned()
             }
@@ -239,6 +236,7 @@ mod tests {
     use std::io;
     use std::net::{IpAddr, SocketAddr};
 
+    use tunnel_proto::wire::code::ResetCode;
     use tunnel_proto::wire::name::Port;
 
     use super::*;
@@ -382,7 +380,10 @@ mod tests {
         };
         let lost = ResetCode::SessionLost;
         for cut in [StreamCut::Reset(lost), StreamCut::Stopped(lost)] {
-            assert_eq!(answer(cut), answer(StreamCut::SessionLost));
+            let lost_here = answer(StreamCut::SessionLost);
+            let lost_there = answer(cut);
+            assert_eq!(lost_there.outcome, lost_here.outcome);
+            assert_eq!(lost_there.to_string(), lost_here.to_string());
         }
         let by_target = answer(StreamCut::Reset(ResetCode::Dropped));
         assert_eq!(by_target.outcome, Outcome::TargetBadResponse);

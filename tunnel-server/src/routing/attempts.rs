@@ -91,7 +91,9 @@ impl Attempts {
     }
 
     /// Returns what follows a failure. `via` is what carried the stream or should have, and `None` if
-    /// nothing was left to ask. A request moves once after it was sent, and is sent twice at most.
+    /// nothing was left to ask. After its stream was opened, a request has at most one move after a
+    /// refusal, one repetition after an eviction, and one replay after a loss or an end: no target
+    /// serves it more than twice.
     pub fn next(&mut self, via: Option<&Via>, failure: &Failure<'_>) -> NextAttempt {
         let next = match failure {
             Failure::NotOpened(error) => self.after_open(via, error),
@@ -166,7 +168,7 @@ impl EndedStream {
     /// Returns why the request may be sent a second time, if it may.
     fn resend_cause(&self) -> Option<ResendCause> {
         let cause = match self.cut {
-            Some(StreamCut::SessionLost) => ResendCause::SessionLost,
+            Some(cut) if cut.is_session_lost() => ResendCause::SessionLost,
             // A live session would have delivered a reply, so the agent or its target is slow.
             Some(StreamCut::ReplyTimeout) if self.is_suspect => ResendCause::SessionLost,
             Some(cut @ (StreamCut::Reset(_) | StreamCut::Stopped(_)))
@@ -180,6 +182,7 @@ impl EndedStream {
                 | StreamCut::Reset(_)
                 | StreamCut::Stopped(_)
                 | StreamCut::NoReply
+                | StreamCut::SessionLost
                 | StreamCut::ReaderStalled,
             ) => return None,
         };

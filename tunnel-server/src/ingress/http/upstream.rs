@@ -315,7 +315,7 @@ impl Attempt for SendAttempt<'_> {
 
     async fn run(&mut self, mut opened: OpenStream) -> Result<Self::Output, Failed<ProxyError>> {
         let upstream = self.upstream;
-        // A request moves once.
+        // A request that is sent a second time is not sent again, so it stays with a suspect session.
         let replay = match (self.replay, opened.resent) {
             (Replay::Safe, Some(_)) => Replay::Unserved,
             (replay, _) => replay,
