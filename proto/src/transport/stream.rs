@@ -181,21 +181,22 @@ pub struct Stream {
     is_counted: bool,
     read_monitor: Arc<ReadMonitor>,
     attachment: Option<Box<dyn Send>>,
-    passing: PassingReply,
 }
 
 /// The reply of the peer on a stream whose reads return it ([`Stream::leave_reply`]).
 enum PassingReply {
-    /// There is none, it was not a refusal, or it cannot be decoded.
-    None,
     /// What has passed of it.
     Begun(BytesMut),
     Refused(Refusal),
+    /// It was not a refusal, or it cannot be decoded.
+    Other,
 }
 
 enum ReplyState {
-    /// This end accepted the stream and sends the reply.
+    /// The peer opened the stream, and this end sends the reply.
     Local,
+    /// This end opened the stream, and leaves the reply to the ends of a forwarded stream.
+    Passing(PassingReply),
     /// This end opened the stream, and the reply is not complete yet.
     Pending {
         buffer: BytesMut,
@@ -253,7 +254,6 @@ impl Stream {
             is_counted: true,
             read_monitor,
             attachment: None,
-            passing: PassingReply::None,
         }
     }
 
@@ -299,6 +299,7 @@ impl Stream {
         match &self.reply {
             ReplyState::Accepted { dialed } => Ok(dialed),
             ReplyState::Local
+            | ReplyState::Passing(_)
             | ReplyState::Pending { .. }
             | ReplyState::Refused(_)
             | ReplyState::Failed(_) => Ok(""),
@@ -336,35 +337,47 @@ impl Stream {
     /// Leaves the reply to the ends of a forwarded stream: reads return the peer's reply with the
     /// bytes behind it, and writes begin with the reply to the peer.
     pub(crate) fn leave_reply(&mut self) {
-        if matches!(self.reply, ReplyState::Pending { .. }) {
-            self.passing = PassingReply::Begun(BytesMut::new());
-        }
-        self.reply = ReplyState::Local;
+        self.reply = match self.reply {
+            ReplyState::Pending { .. } => ReplyState::Passing(PassingReply::Begun(BytesMut::new())),
+            ReplyState::Local
+            | ReplyState::Passing(_)
+            | ReplyState::Accepted { .. }
+            | ReplyState::Refused(_)
+            | ReplyState::Failed(_) => ReplyState::Local,
+        };
         self.read_monitor.end_read();
     }
 
     /// Returns the refusal that reads have returned after [`Stream::leave_reply`].
     pub(crate) fn passed_refusal(&self) -> Option<&Refusal> {
-        match &self.passing {
-            PassingReply::Refused(refusal) => Some(refusal),
-            PassingReply::None | PassingReply::Begun(_) => None,
+        match &self.reply {
+            ReplyState::Passing(PassingReply::Refused(refusal)) => Some(refusal),
+            ReplyState::Passing(PassingReply::Begun(_) | PassingReply::Other)
+            | ReplyState::Local
+            | ReplyState::Pending { .. }
+            | ReplyState::Accepted { .. }
+            | ReplyState::Refused(_)
+            | ReplyState::Failed(_) => None,
         }
     }
 
     fn note_reply(&mut self, data: &[u8]) {
-        let PassingReply::Begun(begun) = &mut self.passing else {
+        let ReplyState::Passing(passing) = &mut self.reply else {
+            return;
+        };
+        let PassingReply::Begun(begun) = passing else {
             return;
         };
         // The longest reply has its length in front.
         let room = (STREAM_MESSAGE_MAX + 16).saturating_sub(begun.len());
         begun.extend_from_slice(&data[..data.len().min(room)]);
-        self.passing = match frame::take(begun, STREAM_MESSAGE_MAX) {
+        *passing = match frame::take(begun, STREAM_MESSAGE_MAX) {
             Ok(None) => return,
             Ok(Some(reply)) => match StreamReply::decode(&reply) {
                 Ok(StreamReply::Refused(refusal)) => PassingReply::Refused(refusal),
-                Ok(StreamReply::Accepted { .. }) | Err(_) => PassingReply::None,
+                Ok(StreamReply::Accepted { .. }) | Err(_) => PassingReply::Other,
             },
-            Err(_) => PassingReply::None,
+            Err(_) => PassingReply::Other,
         };
     }
 
@@ -414,9 +427,10 @@ impl Stream {
                     refusal.clone(),
                 )),
                 ReplyState::Failed(cut) => Err((*cut).into()),
-                ReplyState::Local | ReplyState::Accepted { .. } | ReplyState::Pending { .. } => {
-                    Ok(())
-                }
+                ReplyState::Local
+                | ReplyState::Passing(_)
+                | ReplyState::Accepted { .. }
+                | ReplyState::Pending { .. } => Ok(()),
             });
         };
         let outcome = match poll_reply_frame(&mut *self.raw, buffer, cx) {

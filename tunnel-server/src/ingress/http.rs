@@ -230,7 +230,8 @@ enum DriveEnd<S> {
 /// Reason why a caller's connection is dropped without a clean shutdown.
 enum ConnEnd {
     Http(hyper::Error),
-    /// The first request head did not arrive in time.
+    /// The first head, or a large one, did not arrive in time, or the caller takes nothing of
+    /// a response for longer than an idle connection stays.
     TimedOut,
     /// The caller takes nothing of a response whose target has cut its connection, or whose memory
     /// others need.

@@ -4,7 +4,7 @@
 use tokio::sync::Semaphore;
 use tokio::time::{Instant, timeout};
 use tracing::debug;
-use tunnel_process::telemetry::{LineForm, StreamLines};
+use tunnel_process::telemetry::{LineForm, SourceBudget, StreamStage, admits_access};
 use tunnel_proto::open_record::{OpenRecord, RecordSinks};
 use tunnel_proto::stream_record::{RecordedPeer, StreamEnd, StreamRecord};
 use tunnel_proto::stream_server::{Dialed, DialedTarget, Refused, StreamServer, serve_accepted};
@@ -112,10 +112,8 @@ impl StreamServer for PeerStream<'_> {
 }
 
 /// Another server can forward streams that are refused faster than a disk accepts lines.
-static LINES: StreamLines<ReplicaId> = StreamLines::new(
-    "forwarded streams without a header",
-    "access log lines of refused streams of another server",
-);
+static REFUSED_LINES: SourceBudget<ReplicaId> =
+    SourceBudget::new("access log lines of refused streams of another server");
 
 impl RecordSinks for PeerStream<'_> {
     const DROPPED: StreamEnd = StreamEnd::ServerStopping;
@@ -139,8 +137,17 @@ impl RecordSinks for PeerStream<'_> {
         let peers = &self.endpoint.peers;
         peers.count(ForwardDirection::In, forwarded);
         (self.endpoint.on_stream)(record);
-        let (stage, code) = (record.end.stage(), record.end.label());
-        LINES.admit(stage, code, self.replica.clone())
+        let stage = record.end.stage();
+        if !admits_access(stage != StreamStage::Opened { is_ok: true }) {
+            return None;
+        }
+        match stage {
+            // A stream without a header has no record.
+            StreamStage::Refused | StreamStage::Unknown => {
+                REFUSED_LINES.admit(self.replica.clone(), record.end.label())
+            }
+            StreamStage::Opened { .. } => Some(LineForm::Full),
+        }
     }
 }
 
