@@ -6,7 +6,7 @@
 //! - A failed read means that bytes may be missing. The relay ends with [`RelayEnd::Cut`], and the
 //!   caller drops both sides such that each peer sees a cut (a stream resets on drop; a TCP socket
 //!   needs zero linger). The bytes that were read before the cut are written first, as long as the
-//!   reader takes bytes (`CUT_LIMIT`, `CUT_STALL_LIMIT`).
+//!   reader takes bytes ([`CutDeadline`]).
 //! - A reader that takes no bytes does not hide the cut of the other side: while a write is blocked
 //!   for long, the relay asks its input for a cut, without reading ahead.
 //! - A half-close does not hide what happens behind it: a side whose input has ended is watched
@@ -30,7 +30,7 @@ use tokio::time::{Instant, Sleep, sleep_until};
 use tokio_util::io::poll_read_buf;
 
 use crate::buffers::{BUFFER_BYTES, Buffer};
-use crate::transport::{CUT_LIMIT, CUT_STALL_LIMIT, Stream, StreamCut, find_cause};
+use crate::transport::{CUT_LIMIT, CUT_STALL_LIMIT, CutDeadline, Stream, StreamCut, find_cause};
 
 /// A side of a relay: a [`Socket`], or the [`Stream`] of a session.
 pub trait RelayIo {
@@ -447,8 +447,9 @@ pub const CUT_CHECK_INTERVAL: Duration = Duration::from_millis(500);
 #[derive(Default)]
 struct WriteMonitor {
     blocked_since: Option<Instant>,
-    /// When the cut of the input was observed, and its error.
-    cut: Option<(Instant, io::Error)>,
+    /// The cut of the input that was noticed: until when the output gets the bytes before it, and its
+    /// error.
+    cut: Option<(CutDeadline, io::Error)>,
     /// The next check. It stays while bytes flow, so that not each blocked write needs a timer.
     check: Option<Pin<Box<Sleep>>>,
 }
@@ -472,10 +473,10 @@ impl WriteMonitor {
                 && now >= blocked_since + CUT_CHECK_INTERVAL
                 && let Poll::Ready(error) = input.poll_cut(cx)
             {
-                self.cut = Some((now, error));
+                self.cut = Some((CutDeadline::of_cut_at(now), error));
             }
             let next = match &self.cut {
-                Some((seen, _)) => (blocked_since + CUT_STALL_LIMIT).min(*seen + CUT_LIMIT),
+                Some((deadline, _)) => deadline.end(Some(blocked_since)),
                 None => now + CUT_CHECK_INTERVAL,
             };
             if next <= now

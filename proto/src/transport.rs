@@ -50,6 +50,23 @@ pub const CUT_LIMIT: Duration = Duration::from_secs(5);
 /// A reader that takes no byte for this time gets no further bytes before a cut.
 pub const CUT_STALL_LIMIT: Duration = Duration::from_secs(1);
 
+/// The time until which a reader gets the bytes before a cut: [`CUT_LIMIT`] after the cut, and
+/// [`CUT_STALL_LIMIT`] after the last byte that it took.
+#[derive(Debug, Clone, Copy)]
+pub struct CutDeadline(Instant);
+
+impl CutDeadline {
+    /// Creates the deadline of a cut that happened, or was noticed, at this time.
+    pub fn of_cut_at(cut_at: Instant) -> Self {
+        Self(cut_at + CUT_LIMIT)
+    }
+
+    /// Returns the end for a reader that has taken nothing since `stalled_since`, or that takes bytes.
+    pub fn end(self, stalled_since: Option<Instant>) -> Instant {
+        stalled_since.map_or(self.0, |since| self.0.min(since + CUT_STALL_LIMIT))
+    }
+}
+
 /// A multiplexed, authenticated connection to one peer.
 #[async_trait]
 pub trait Session: Send + Sync + std::fmt::Debug + 'static {

@@ -15,7 +15,7 @@ use tokio::time::{Instant, Sleep, sleep_until};
 use super::bulk_queue::{BULK_MIN_BYTES, BulkQueue};
 use super::stream::{BulkState, Output, StreamShared, StreamState};
 use crate::buffers::BUFFER_BYTES;
-use crate::transport::{CUT_LIMIT, CUT_STALL_LIMIT, StreamCut};
+use crate::transport::{CUT_STALL_LIMIT, CutDeadline, StreamCut};
 use crate::wire::code::ResetCode;
 
 /// Offset of our reset codes on the wire, so that they do not collide with HTTP/2's own.
@@ -339,25 +339,24 @@ impl Drop for Pump {
 
 /// The time in which the peer must take the data before a cut.
 struct CutTimer {
-    deadline: Instant,
+    deadline: CutDeadline,
     sleep: Pin<Box<Sleep>>,
 }
 
 impl CutTimer {
     /// Starts the timer at the moment of the cut.
     fn start() -> Box<Self> {
-        let deadline = Instant::now() + CUT_LIMIT;
+        let deadline = CutDeadline::of_cut_at(Instant::now());
         Box::new(Self {
             deadline,
-            sleep: Box::pin(sleep_until(deadline)),
+            sleep: Box::pin(sleep_until(deadline.end(None))),
         })
     }
 
     /// `stalled_since` is the time since which the peer alone has kept the data from being sent.
     fn poll(&mut self, stalled_since: Option<Instant>, cx: &mut Context<'_>) -> Poll<()> {
         let now = Instant::now();
-        let stalled = stalled_since.map(|since| since + CUT_STALL_LIMIT);
-        let due = stalled.map_or(self.deadline, |at| at.min(self.deadline));
+        let due = self.deadline.end(stalled_since);
         if due <= now {
             return Poll::Ready(());
         }

@@ -17,7 +17,7 @@ use tokio::sync::Notify;
 use tokio::time::{Instant, sleep, sleep_until, timeout_at};
 use tunnel_process::conn_limiter::{ConnPermit, InUseGuard};
 use tunnel_proto::relay::{CUT_CHECK_INTERVAL, PollCut};
-use tunnel_proto::transport::{CUT_LIMIT, CUT_STALL_LIMIT, StreamWatch};
+use tunnel_proto::transport::{CutDeadline, StreamWatch};
 
 use super::head_check::size::HeadLimits;
 use super::head_check::{BodyFraming, HeadCheck, HeadError, HeadProgress, HeadStop};
@@ -426,7 +426,7 @@ impl ConnTimeouts {
     /// Checks only while writes are blocked, and not at once, so that fast responses cost nothing.
     /// Cancel-safe, but the time since the cut starts again.
     async fn cut_behind_stalled_caller(&self) {
-        // The number of the request whose target was cut, and when that was observed.
+        // The number of the request whose target was cut, and until when the caller gets its bytes.
         let mut cut = None;
         loop {
             let since = self.blocked_write.lock().as_ref().map(|write| write.since);
@@ -444,32 +444,33 @@ impl ConnTimeouts {
                 continue;
             }
             let request = self.state.lock().requests;
-            let observed_at = match cut {
-                Some((of, at)) if of == request => at,
-                Some(_) | None => now,
+            let deadline = match cut {
+                Some((of, deadline)) if of == request => deadline,
+                Some(_) | None => CutDeadline::of_cut_at(now),
             };
-            cut = Some((request, observed_at));
-            let deadline = (since + CUT_STALL_LIMIT).min(observed_at + CUT_LIMIT);
-            if deadline <= now {
+            cut = Some((request, deadline));
+            let end = deadline.end(Some(since));
+            if end <= now {
                 return;
             }
-            sleep_until(deadline).await;
+            sleep_until(end).await;
         }
     }
 
     /// Waits until hyper has handed the socket all bytes of a response, before the response is cut.
-    /// Gives up when the caller takes no bytes for [`CUT_STALL_LIMIT`], and after [`CUT_LIMIT`].
-    /// Cancel-safe.
+    /// Gives up at the end of the [`CutDeadline`]. Cancel-safe.
     pub(crate) async fn flushed(self: Arc<Self>) {
-        let deadline = Instant::now() + CUT_LIMIT;
+        let deadline = CutDeadline::of_cut_at(Instant::now());
         loop {
             let unblocked = self.write_unblocked.notified();
             let since = self.blocked_write.lock().as_ref().map(|write| write.since);
             let Some(since) = since else {
                 return;
             };
-            let limit = (since + CUT_STALL_LIMIT).min(deadline);
-            if timeout_at(limit, unblocked).await.is_err() {
+            if timeout_at(deadline.end(Some(since)), unblocked)
+                .await
+                .is_err()
+            {
                 return;
             }
         }
