@@ -249,10 +249,10 @@ async fn end_relay(relayed: RelayOutcome, mut stream: Stream, mut socket: Target
         }
         RelayEnd::Cut(RelaySide::Left, cut) => {
             drop(stream);
-            if !cut.is_reader_stalled {
+            if !cut.has_lost_bytes {
                 socket.abort().await;
             }
-            let is_stalled = find_cause(&cut.error).is_some_and(StreamCut::is_reader_stalled);
+            let is_stalled = find_cause(&cut.error).is_some_and(StreamCut::is_for_memory);
             let end = if is_stalled {
                 StreamEnd::ReaderStalled
             } else {
@@ -346,9 +346,7 @@ mod tests {
             let (relayed, _silent) = tokio::join!(relay(&mut left, &mut right), peers);
             let is_right = match (socket_peer, &relayed.end) {
                 (SocketPeer::Target, RelayEnd::ReaderClosed(RelaySide::Right)) => true,
-                (SocketPeer::Client, RelayEnd::Cut(RelaySide::Right, cut)) => {
-                    !cut.is_reader_stalled
-                }
+                (SocketPeer::Client, RelayEnd::Cut(RelaySide::Right, cut)) => !cut.has_lost_bytes,
                 _ => false,
             };
             assert!(is_right, "{socket_peer:?}: {relayed:?}");
@@ -369,7 +367,7 @@ mod tests {
         let RelayEnd::Cut(RelaySide::Right, cut) = relayed.end else {
             panic!("{relayed:?}");
         };
-        assert!(cut.is_reader_stalled);
+        assert!(cut.has_lost_bytes);
     }
 
     #[tokio::test(start_paused = true)]

@@ -27,7 +27,7 @@ pub async fn relay_streams(mut incoming: Stream, mut opened: Stream) -> Relayed 
         RelayEnd::Cut(side, Cut { error, .. }) => {
             let cut = find_cause::<StreamCut>(&error);
             let is_lost = cut == Some(&StreamCut::SessionLost);
-            let (end, code) = if cut.is_some_and(StreamCut::is_reader_stalled) {
+            let (end, code) = if cut.is_some_and(StreamCut::is_for_memory) {
                 (StreamEnd::ReaderStalled, ResetCode::ReaderStalled)
             } else {
                 match side {

@@ -72,11 +72,11 @@ pub trait PollCut {
 
 impl PollCut for Stream {
     fn poll_cut(&mut self, cx: &mut Context<'_>) -> Poll<io::Error> {
-        self.poll_cut(cx)
+        Self::poll_cut(self, cx)
     }
 
     fn poll_gone(&mut self, cx: &mut Context<'_>) -> Poll<io::Error> {
-        self.poll_gone(cx)
+        Self::poll_gone(self, cx)
     }
 }
 
@@ -160,7 +160,7 @@ pub struct Cut {
     /// The error of the side that was cut.
     pub error: io::Error,
     /// Whether the other side took no bytes any more, so that some before the cut are lost.
-    pub is_reader_stalled: bool,
+    pub has_lost_bytes: bool,
 }
 
 /// The totals and the end of a relay.
@@ -202,14 +202,15 @@ pub async fn relay<L: RelayIo, R: RelayIo>(left: &mut L, right: &mut R) -> Relay
             }
             (Poll::Pending, _) | (_, Poll::Pending) => {
                 if !right_to_left.is_done()
-                    && let Poll::Ready(end) = left_to_right.poll_gone(cx, left, RelaySide::Left)
+                    && let Poll::Ready(end) =
+                        left_to_right.poll_finished_input(cx, left, RelaySide::Left)
                 {
                     return Poll::Ready(end);
                 }
                 if left_to_right.is_done() {
                     return Poll::Pending;
                 }
-                right_to_left.poll_gone(cx, right, RelaySide::Right)
+                right_to_left.poll_finished_input(cx, right, RelaySide::Right)
             }
         }
     })
@@ -275,13 +276,13 @@ impl Direction {
 
     /// Watches an input that has ended, or is not read any more. Returns the end of the relay when
     /// its peer is gone. To be polled while the opposite direction is not done.
-    fn poll_gone<I: RelayIo>(
+    fn poll_finished_input<I: RelayIo>(
         &mut self,
         cx: &mut Context<'_>,
         input: &mut I,
         side: RelaySide,
     ) -> Poll<RelayEnd> {
-        let (limit, is_reader_stalled) = match &self.phase {
+        let (limit, is_shutting_down) = match &self.phase {
             Phase::Copying | Phase::Flushing(_) => return Poll::Pending,
             // The output may still take bytes.
             Phase::ShuttingDown => (CUT_LIMIT, true),
@@ -312,16 +313,16 @@ impl Direction {
             Some(cut) => cut.is_of_both_halves(),
             None => gone.error.kind() != io::ErrorKind::BrokenPipe,
         };
-        if is_reader_stalled && !is_of_both_halves {
+        if is_shutting_down && !is_of_both_halves {
             // The end of its complete bytes waits for the reader, however slow that is.
             self.gone = Some(gone);
             return Poll::Pending;
         }
         let error = gone.error;
-        Poll::Ready(if is_of_both_halves || is_reader_stalled {
+        Poll::Ready(if is_of_both_halves || is_shutting_down {
             let cut = Cut {
                 error,
-                is_reader_stalled,
+                has_lost_bytes: is_shutting_down,
             };
             RelayEnd::Cut(side, cut)
         } else {
@@ -357,7 +358,7 @@ impl Direction {
                                 coop.made_progress();
                             }
                             Poll::Ready(Ok(_) | Err(_)) => return self.reader_closed(),
-                            Poll::Pending => return self.poll_stalled(cx, input),
+                            Poll::Pending => return self.poll_wait_for_reader(cx, input),
                         }
                     }
                     match self.unsent.poll_read(cx, input) {
@@ -373,7 +374,7 @@ impl Direction {
                                 match Pin::new(output.io()).poll_flush(cx) {
                                     Poll::Ready(Ok(())) => self.unflushed = false,
                                     Poll::Ready(Err(_)) => return self.reader_closed(),
-                                    Poll::Pending => return self.poll_stalled(cx, input),
+                                    Poll::Pending => return self.poll_wait_for_reader(cx, input),
                                 }
                             }
                             return Poll::Pending;
@@ -382,15 +383,15 @@ impl Direction {
                 }
                 Phase::Flushing(_) => {
                     let flushed = Pin::new(output.io()).poll_flush(cx);
-                    let is_reader_stalled = flushed.is_pending();
-                    if is_reader_stalled {
+                    let has_lost_bytes = flushed.is_pending();
+                    if has_lost_bytes {
                         let write_monitor = self.write_monitor.get_or_insert_with(Box::default);
-                        ready!(write_monitor.poll_cut(cx));
+                        ready!(write_monitor.poll_flush_deadline(cx));
                     }
                     return match std::mem::replace(&mut self.phase, Phase::Done) {
                         Phase::Flushing(error) => Poll::Ready(Err(Cut {
                             error,
-                            is_reader_stalled,
+                            has_lost_bytes,
                         })),
                         Phase::Copying | Phase::ShuttingDown | Phase::Done => Poll::Ready(Ok(())),
                     };
@@ -408,7 +409,7 @@ impl Direction {
 
     /// Waits for the reader. Returns the cut of an input that the reader hides, or the end of a
     /// stream whose memory others need.
-    fn poll_stalled<I: RelayIo>(
+    fn poll_wait_for_reader<I: RelayIo>(
         &mut self,
         cx: &mut Context<'_>,
         input: &mut I,
@@ -426,7 +427,7 @@ impl Direction {
         };
         Poll::Ready(Err(Cut {
             error,
-            is_reader_stalled: true,
+            has_lost_bytes: true,
         }))
     }
 
@@ -490,7 +491,7 @@ impl WriteMonitor {
 
     /// Completes when the output takes no more of the bytes before a cut. To be polled while a flush
     /// is blocked.
-    fn poll_cut(&mut self, cx: &mut Context<'_>) -> Poll<()> {
+    fn poll_flush_deadline(&mut self, cx: &mut Context<'_>) -> Poll<()> {
         loop {
             let now = Instant::now();
             let deadline = *self.blocked_since.get_or_insert(now) + CUT_STALL_LIMIT;

@@ -120,8 +120,8 @@ impl StreamCut {
         }
     }
 
-    /// Returns whether an end cut the stream because its reader was stalled.
-    pub fn is_reader_stalled(&self) -> bool {
+    /// Returns whether an end cut the stream for its memory, because its reader was stalled.
+    pub fn is_for_memory(&self) -> bool {
         match self {
             Self::ReaderStalled => true,
             Self::Reset(code) | Self::Stopped(code) => *code == ResetCode::ReaderStalled,

@@ -383,13 +383,13 @@ pub(super) async fn relay_tunnel<C>(
         RelayEnd::Cut(side, cut) => {
             let Cut {
                 error,
-                is_reader_stalled,
+                has_lost_bytes,
             } = cut;
             debug!(?side, %error, "{} was reset", tunnel.name());
             let access_log = &mut exchange_guard.access_log;
             let cut = find_cause::<StreamCut>(&error);
             match &*tunnel {
-                _ if cut.is_some_and(StreamCut::is_reader_stalled) => {
+                _ if cut.is_some_and(StreamCut::is_for_memory) => {
                     access_log.set_outcome(Outcome::ReaderStalled);
                 }
                 _ if side == RelaySide::Left => access_log.set_outcome(Outcome::CallerGone),
@@ -407,10 +407,10 @@ pub(super) async fn relay_tunnel<C>(
             // Marks the caller's connection as cut, too.
             drop(exchange_guard);
             match side {
-                RelaySide::Left => tunnel.abort(is_reader_stalled).await,
+                RelaySide::Left => tunnel.abort(has_lost_bytes).await,
                 RelaySide::Right => {
                     drop(tunnel);
-                    if !is_reader_stalled {
+                    if !has_lost_bytes {
                         abort_behind(&mut caller).await;
                     }
                 }

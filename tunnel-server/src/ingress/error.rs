@@ -130,7 +130,7 @@ impl ProxyError {
         }
         let cut = find_cause::<StreamCut>(error).copied();
         let outcome = match cut {
-            Some(cut) if cut.is_reader_stalled() => Outcome::ReaderStalled,
+            Some(cut) if cut.is_for_memory() => Outcome::ReaderStalled,
             Some(cut) if cut.is_session_lost() => Outcome::AgentLost,
             Some(StreamCut::SessionLost | StreamCut::NoReply) => Outcome::AgentLost,
             Some(StreamCut::ReplyTimeout) => Outcome::AgentTimeout,
@@ -139,7 +139,7 @@ impl ProxyError {
             None => otherwise,
         };
         let reason = match cut {
-            Some(cut) if cut.is_reader_stalled() => StreamCut::ReaderStalled.to_string(),
+            Some(cut) if cut.is_for_memory() => StreamCut::ReaderStalled.to_string(),
             Some(cut) if cut.is_session_lost() => StreamCut::SessionLost.to_string(),
             Some(StreamCut::Reset(_) | StreamCut::Stopped(_)) => {
                 "the target cut the connection".to_owned()

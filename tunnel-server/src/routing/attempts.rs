@@ -171,9 +171,7 @@ impl EndedStream {
             Some(cut) if cut.is_session_lost() => ResendCause::SessionLost,
             // A live session would have delivered a reply, so the agent or its target is slow.
             Some(StreamCut::ReplyTimeout) if self.is_suspect => ResendCause::SessionLost,
-            Some(cut @ (StreamCut::Reset(_) | StreamCut::Stopped(_)))
-                if !cut.is_reader_stalled() =>
-            {
+            Some(cut @ (StreamCut::Reset(_) | StreamCut::Stopped(_))) if !cut.is_for_memory() => {
                 ResendCause::Reused
             }
             None => ResendCause::Reused,
