@@ -217,7 +217,7 @@ pub async fn relay_socket_until(
         () = stop => None,
     };
     let Some(relayed) = relayed else {
-        stream.reset(code);
+        stream.cut_behind(code);
         drop(socket);
         let (bytes_out, bytes_in) = bytes.read();
         return Relayed {
@@ -261,7 +261,7 @@ async fn end_relay(relayed: RelayOutcome, mut stream: Stream, mut socket: Target
             (end, cut.error.to_string())
         }
         RelayEnd::Cut(RelaySide::Right, cut) => {
-            stream.reset(ResetCode::PeerCut);
+            stream.cut_behind(ResetCode::PeerCut);
             let end = match socket.peer {
                 SocketPeer::Target => StreamEnd::CutByTarget,
                 SocketPeer::Client => StreamEnd::CutByCaller,

@@ -38,8 +38,8 @@ pub async fn relay_streams(mut incoming: Stream, mut opened: Stream) -> Relayed 
                 }
             };
             // Also behind a half that was shut down, which a drop would just not read.
-            incoming.reset(code);
-            opened.reset(code);
+            incoming.cut_behind(code);
+            opened.cut_behind(code);
             (end, error.to_string())
         }
     };

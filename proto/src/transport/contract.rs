@@ -260,7 +260,7 @@ async fn cut_stays_behind_the_bytes_before_it(pair: Pair) {
             };
             let sent = pattern(length);
             writer.write_all(&sent).await.unwrap();
-            writer.reset(ResetCode::PeerCut);
+            writer.cut_behind(ResetCode::PeerCut);
             drop(writer);
             within(poll_fn(|cx| reader.poll_cut(cx))).await;
             let mut got = Vec::new();
@@ -301,7 +301,7 @@ async fn end_of_a_peer_is_seen_behind_its_half_close(pair: Pair) {
             })
             .await;
             if is_cut {
-                ender.reset(ResetCode::PeerCut);
+                ender.cut_behind(ResetCode::PeerCut);
             }
             drop(ender);
             let error = within(poll_fn(|cx| other.poll_gone(cx))).await;
@@ -314,7 +314,7 @@ async fn end_of_a_peer_is_seen_behind_its_half_close(pair: Pair) {
 
 async fn reset_cuts_both_directions_with_its_code(pair: Pair) {
     let (mut opened, mut accepted) = pair.stream().await;
-    accepted.reset(ResetCode::PeerCut);
+    accepted.cut_behind(ResetCode::PeerCut);
     let error = read_all(&mut opened).await.unwrap_err();
     assert_eq!(
         find_cause::<StreamCut>(&error),

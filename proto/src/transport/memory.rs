@@ -449,7 +449,7 @@ impl MemoryStream {
 }
 
 impl RawStream for MemoryStream {
-    fn reset(&mut self, code: ResetCode) {
+    fn cut_now(&mut self, code: ResetCode) {
         let mut outbound = self.outbound.lock();
         if !outbound.drained {
             outbound.reset.get_or_insert(code);
@@ -460,7 +460,7 @@ impl RawStream for MemoryStream {
         self.stop(code);
     }
 
-    fn cut(&mut self, code: ResetCode) {
+    fn cut_behind(&mut self, code: ResetCode) {
         let mut outbound = self.outbound.lock();
         if !outbound.finished {
             outbound.reset.get_or_insert(code);

@@ -36,11 +36,11 @@ pub use watch::{CutSignal, StreamWatch};
 /// [`StreamCut`].
 pub trait RawStream: AsyncRead + AsyncWrite + Send + Unpin {
     /// Cuts both directions at once. The peer may lose bytes that it has not read.
-    fn reset(&mut self, code: ResetCode);
+    fn cut_now(&mut self, code: ResetCode);
     /// Cuts both directions. The peer reads the written bytes before the cut, if it takes them in
     /// time ([`CUT_LIMIT`](super::CUT_LIMIT)). The transport delivers them even after the stream is
     /// dropped.
-    fn cut(&mut self, code: ResetCode);
+    fn cut_behind(&mut self, code: ResetCode);
     /// Completes when the peer has cut the stream or the session was lost, even if bytes before that
     /// are unread. Takes no byte, and never completes after a clean end.
     fn poll_cut(&mut self, cx: &mut Context<'_>) -> Poll<io::Error>;
@@ -272,12 +272,12 @@ impl Stream {
     }
 
     /// Cuts both directions with `code`. The cut stays behind the bytes that were written.
-    pub fn reset(&mut self, code: ResetCode) {
+    pub fn cut_behind(&mut self, code: ResetCode) {
         if self.bytes.read().1 == 0 {
             // There is nothing but a header or a reply, which a cut may overtake.
-            self.raw.reset(code);
+            self.raw.cut_now(code);
         } else {
-            self.raw.cut(code);
+            self.raw.cut_behind(code);
         }
         self.read_monitor.finish();
         self.read_ended = true;
@@ -330,7 +330,7 @@ impl Stream {
     /// then.
     pub(crate) fn poll_stalled(&mut self, cx: &Context<'_>) -> Poll<io::Error> {
         ready!(self.read_monitor.poll_stalled(cx));
-        self.reset(ResetCode::ReaderStalled);
+        self.cut_behind(ResetCode::ReaderStalled);
         Poll::Ready(StreamCut::ReaderStalled.into())
     }
 
@@ -676,7 +676,7 @@ impl Drop for Stream {
                 true => ResetCode::ReaderStalled,
                 false => ResetCode::Dropped,
             };
-            self.reset(code);
+            self.cut_behind(code);
         } else if !self.read_ended {
             self.raw.stop(ResetCode::Dropped);
         }

@@ -218,7 +218,7 @@ async fn cut_of_either_side_is_a_reset_of_the_other() {
     stream.accept("").await.unwrap();
     stream.write_all(b"part").await.unwrap();
     client.read_exact(&mut [0; 4]).await.unwrap();
-    stream.reset(ResetCode::Dropped);
+    stream.cut_behind(ResetCode::Dropped);
     expect_reset(client).await;
     agent.expect_end(StreamEnd::CutByPeer).await;
 

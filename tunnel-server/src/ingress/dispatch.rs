@@ -364,7 +364,7 @@ pub(super) async fn relay_tunnel<C>(
             debug!("{} is refused by the rules in force", tunnel.name());
             // Marks the caller's connection as cut, too.
             drop(exchange_guard);
-            tokio::join!(tunnel.abort(false), abort_behind(&mut caller));
+            tokio::join!(tunnel.cut_behind(false), abort_behind(&mut caller));
             return;
         }
     };
@@ -407,7 +407,7 @@ pub(super) async fn relay_tunnel<C>(
             // Marks the caller's connection as cut, too.
             drop(exchange_guard);
             match side {
-                RelaySide::Left => tunnel.abort(has_lost_bytes).await,
+                RelaySide::Left => tunnel.cut_behind(has_lost_bytes).await,
                 RelaySide::Right => {
                     drop(tunnel);
                     if !has_lost_bytes {

@@ -41,13 +41,13 @@ impl Tunnel {
 
     /// Cuts the connection. The target gets the bytes that were written before, unless it
     /// `is_stalled`.
-    pub(super) async fn abort(self, is_stalled: bool) {
+    pub(super) async fn cut_behind(self, is_stalled: bool) {
         match self {
             // Stays behind the bytes. Without it, a half that was shut down would just not be read.
             Self::Agent(mut stream) | Self::Pending { mut stream, .. } => {
-                stream.reset(ResetCode::PeerCut);
+                stream.cut_behind(ResetCode::PeerCut);
             }
-            Self::Upgraded(target) => target.reset(),
+            Self::Upgraded(target) => target.cut_behind(),
             Self::Direct(socket) if !is_stalled => socket.abort().await,
             Self::Direct(_) => {}
         }

@@ -300,7 +300,10 @@ impl<S: AsyncRead + AsyncWrite + Unpin> Driver<S> {
         if let Err(rejected) = self.incoming.try_send(H2Stream(stream)) {
             debug!("stream dropped: {rejected}");
             let mut stream = rejected.into_inner();
-            crate::transport::RawStream::reset(&mut stream, crate::wire::code::ResetCode::Dropped);
+            crate::transport::RawStream::cut_now(
+                &mut stream,
+                crate::wire::code::ResetCode::Dropped,
+            );
         }
     }
 

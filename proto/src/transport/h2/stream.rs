@@ -382,7 +382,7 @@ impl H2Stream {
 }
 
 impl RawStream for H2Stream {
-    fn reset(&mut self, code: ResetCode) {
+    fn cut_now(&mut self, code: ResetCode) {
         let mut state = self.0.lock();
         if state.output != Output::Flushed || state.input_end.is_none() {
             state.reset.get_or_insert(code);
@@ -390,7 +390,7 @@ impl RawStream for H2Stream {
         self.discard_input(&mut state);
     }
 
-    fn cut(&mut self, code: ResetCode) {
+    fn cut_behind(&mut self, code: ResetCode) {
         let mut state = self.0.lock();
         if state.output == Output::Open && !matches!(state.input_end, Some(Err(_))) {
             state.cut = Some(code);
@@ -398,7 +398,7 @@ impl RawStream for H2Stream {
             return self.discard_input(&mut state);
         }
         drop(state);
-        self.reset(code);
+        self.cut_now(code);
     }
 
     fn poll_cut(&mut self, cx: &mut Context<'_>) -> Poll<io::Error> {

@@ -94,7 +94,7 @@ impl QuicStream {
 }
 
 impl RawStream for QuicStream {
-    fn reset(&mut self, code: ResetCode) {
+    fn cut_now(&mut self, code: ResetCode) {
         self.acknowledged = None;
         if let Some(send) = &mut self.send {
             let _already_ended = send.reset(code.number().into());
@@ -102,11 +102,11 @@ impl RawStream for QuicStream {
         self.stop(code);
     }
 
-    fn cut(&mut self, code: ResetCode) {
+    fn cut_behind(&mut self, code: ResetCode) {
         // A peer that has cut the stream, or has received all of a finished half, waits for nothing.
         let is_open = self.acknowledged.is_none() && self.input_cut.is_none();
         if !is_open || !self.session.can_spawn() {
-            return self.reset(code);
+            return self.cut_now(code);
         }
         if let Some(send) = self.send.take() {
             let connection = self.session.connection.clone();

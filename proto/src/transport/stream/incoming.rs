@@ -50,7 +50,7 @@ impl IncomingStream {
                 Ok((header, self.0))
             }
             Err(error) => {
-                self.0.reset(ResetCode::Protocol);
+                self.0.cut_behind(ResetCode::Protocol);
                 Err(error)
             }
         }

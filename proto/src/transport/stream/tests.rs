@@ -28,8 +28,8 @@ impl NonReadingPeer {
 }
 
 impl RawStream for NonReadingPeer {
-    fn reset(&mut self, _code: ResetCode) {}
-    fn cut(&mut self, _code: ResetCode) {}
+    fn cut_now(&mut self, _code: ResetCode) {}
+    fn cut_behind(&mut self, _code: ResetCode) {}
     fn poll_cut(&mut self, _cx: &mut Context<'_>) -> Poll<io::Error> {
         Poll::Pending
     }

@@ -245,7 +245,7 @@ async fn codes_of_resets_are_ours_and_4096() {
         (ResetCode::Unknown(u32::MAX), u32::MAX),
     ] {
         let (mut stream, id) = opened(&session, &mut raw).await;
-        stream.reset(code);
+        stream.cut_behind(code);
         let reset = within(raw.reader.next_of_kind(RST_STREAM)).await;
         assert_eq!((reset.stream, reset.code()), (id, number));
     }

@@ -23,7 +23,7 @@ async fn loses(agent: &Agent, answer: &str) {
     stream.write_all(answer.as_bytes()).await.unwrap();
     // The paused clock advances when every task waits: the server has read the answer by then.
     sleep(Duration::from_millis(1)).await;
-    stream.reset(ResetCode::SessionLost);
+    stream.cut_behind(ResetCode::SessionLost);
 }
 
 /// Accepts a request over the node's oldest live session and sends `answer`. The session is then
@@ -116,7 +116,7 @@ async fn request_on_a_pooled_connection_is_sent_once_more() {
         head(&mut stream).await;
         stream.write_all(HI.as_bytes()).await.unwrap();
         head(&mut stream).await;
-        stream.reset(ResetCode::SessionLost);
+        stream.cut_behind(ResetCode::SessionLost);
         other.answers().await
     };
     let calls = async {
@@ -210,7 +210,7 @@ async fn other_requests_and_begun_answers_stay_with_a_suspect_session() {
         let target = async {
             let mut stream = becomes_suspect(&fixture, &silent, answer).await;
             assert!(other.is_left_alone().await, "{request:?}");
-            stream.reset(ResetCode::SessionLost);
+            stream.cut_behind(ResetCode::SessionLost);
         };
         let (got, ()) = tokio::join!(fixture.ask(request), target);
         assert!(got.starts_with("HTTP/1.1 502"), "{request:?}: {got}");

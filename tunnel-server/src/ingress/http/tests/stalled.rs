@@ -72,7 +72,7 @@ async fn caller_that_takes_a_byte_now_and_then_hides_no_cut() {
         written.unwrap();
     }
     within(caller.read_u8()).await.unwrap();
-    stream.reset(ResetCode::PeerCut);
+    stream.cut_behind(ResetCode::PeerCut);
     let cut = "tunnel_server_streams_total{result=\"cut\"}";
     assert_eq!(fixture.metric(cut), 0);
     for _ in 0..8 {

@@ -60,7 +60,7 @@ async fn upload_whose_session_is_lost_is_cut() {
     caller.write_all(b"some").await.unwrap();
     within(stream.read_exact(&mut [0; 4])).await.unwrap();
     // As if the session had been lost.
-    stream.reset(ResetCode::SessionLost);
+    stream.cut_behind(ResetCode::SessionLost);
     expect_code(&fixture, "cut").await;
 }
 

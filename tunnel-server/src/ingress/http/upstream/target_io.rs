@@ -154,10 +154,10 @@ impl TargetIo {
     }
 
     /// Cuts the connection. A stream stays behind the bytes that were written.
-    pub(in crate::ingress) fn reset(self) {
+    pub(in crate::ingress) fn cut_behind(self) {
         match self.conn {
-            TargetConn::Stream(mut stream) => stream.reset(ResetCode::PeerCut),
-            TargetConn::Tls(mut tls) => tls.get_mut().0.reset(ResetCode::PeerCut),
+            TargetConn::Stream(mut stream) => stream.cut_behind(ResetCode::PeerCut),
+            TargetConn::Tls(mut tls) => tls.get_mut().0.cut_behind(ResetCode::PeerCut),
             // The drop resets it.
             TargetConn::Direct(_) => {}
         }
