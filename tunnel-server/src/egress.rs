@@ -180,7 +180,7 @@ impl CloudEgress {
     }
 
     async fn serve(&self, incoming: IncomingStream, agent: &AgentSession, is_in_rate: bool) {
-        let ends = Arc::new(Notify::new());
+        let end_signal = Arc::new(Notify::new());
         let _counted = agent.count_stream();
         let _open = self.metrics.cloud_stream();
         let server = CloudStream {
@@ -188,7 +188,7 @@ impl CloudEgress {
             agent,
             is_in_rate,
             decided: OnceLock::new(),
-            ends: ends.clone(),
+            end_signal: end_signal.clone(),
             running: OnceLock::new(),
         };
         let head_timeout = self.limits.load().request_head_timeout;
@@ -196,7 +196,7 @@ impl CloudEgress {
             biased;
             () = stream_server::serve(server, incoming, head_timeout, || {}) => {}
             // Cuts both sides.
-            () = ends.notified() => {}
+            () = end_signal.notified() => {}
         }
     }
 
@@ -243,7 +243,7 @@ struct CloudStream<'a> {
     is_in_rate: bool,
     decided: OnceLock<DecidedStream>,
     /// Notified when the stream has to end.
-    ends: Arc<Notify>,
+    end_signal: Arc<Notify>,
     running: OnceLock<RunningGuard>,
 }
 
@@ -265,7 +265,7 @@ impl CloudStream<'_> {
             let found = targets.load().find(&node, &named);
             found.map(drop).map_err(|refusal| refusal.detail)
         };
-        let mut running = RunningAccess::new(access, self.ends.clone());
+        let mut running = RunningAccess::new(access, self.end_signal.clone());
         running.offered = Some(Box::new(offered));
         self.running
             .get_or_init(|| egress.access.running.begin(running));

@@ -33,7 +33,7 @@ pub struct RunningAccess {
     /// Whether the list `cloud:` still has the target, if it is one of the cloud.
     pub offered: Option<Offered>,
     /// Wakes what carries the access, to end it.
-    pub ends: Arc<Notify>,
+    pub end_signal: Arc<Notify>,
     refused: OnceLock<Refused>,
 }
 
@@ -57,14 +57,14 @@ pub struct RunningGuard {
 }
 
 impl RunningAccess {
-    /// Creates an access. What carries it ends when it is notified by `ends`.
-    pub fn new(access: TargetAccess, ends: Arc<Notify>) -> Self {
+    /// Creates an access. What carries it ends when it is notified by `end_signal`.
+    pub fn new(access: TargetAccess, end_signal: Arc<Notify>) -> Self {
         Self {
             access,
             cluster_user: None,
             method: None,
             offered: None,
-            ends,
+            end_signal,
             refused: OnceLock::new(),
         }
     }
@@ -111,7 +111,7 @@ impl RunningAccesses {
             return false;
         };
         access.refused.get_or_init(|| refused);
-        access.ends.notify_one();
+        access.end_signal.notify_one();
         true
     }
 }
@@ -155,10 +155,10 @@ mod tests {
 
     #[test]
     fn access_ends_while_it_is_in_progress_and_no_later_one_of_its_connection_does() {
-        let (all, ends) = (RunningAccesses::default(), Arc::new(Notify::new()));
+        let (all, end_signal) = (RunningAccesses::default(), Arc::new(Notify::new()));
         let begin = || {
             let access = access_of_agent(&"gw-1".parse().unwrap(), &[]);
-            all.begin(RunningAccess::new(access, ends.clone()))
+            all.begin(RunningAccess::new(access, end_signal.clone()))
         };
         let denied = || Refused::new("rule a denies it", None);
         let first = begin();
@@ -168,7 +168,7 @@ mod tests {
         drop(first);
         let second = begin();
         assert!(!all.end(number, denied()), "it has ended");
-        assert!(ends.notified().now_or_never().is_none());
+        assert!(end_signal.notified().now_or_never().is_none());
         let [(number, _)] = all.all()[..] else {
             panic!("one access");
         };
@@ -176,7 +176,7 @@ mod tests {
         assert!(all.end(number, denied()));
         let reason = &second.refused().unwrap().reason;
         assert!(reason.starts_with("rule a denies it; the rules"));
-        assert!(ends.notified().now_or_never().is_some());
+        assert!(end_signal.notified().now_or_never().is_some());
         drop(second);
         assert!(all.all().is_empty());
     }

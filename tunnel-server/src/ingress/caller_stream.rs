@@ -24,7 +24,7 @@ use tunnel_proto::transport::CUT_LIMIT;
 /// Closing with unread input would reset the connection and lose the end of the response.
 const LINGER_LIMIT: Duration = Duration::from_secs(1);
 
-/// The way in which a caller's connection closes. The socket and the tasks that respond on it share
+/// What determines how a caller's connection closes. The socket and the tasks that respond on it share
 /// this state.
 #[derive(Debug, Default)]
 pub struct CloseMode {
@@ -36,20 +36,28 @@ pub struct CloseMode {
     /// The connection carries an upgraded stream. The server's FIN is then a half-close, and the
     /// caller's input is not discarded.
     upgraded: AtomicBool,
-    /// Notified when what the connection carries is refused, and ends.
-    ends: Arc<Notify>,
+    /// Notified when the rules refuse what the connection carries, which then ends.
+    end_signal: Arc<Notify>,
 }
 
 impl CloseMode {
     /// Returns what is notified when an access of the connection has to end.
-    pub(super) fn ends(&self) -> &Arc<Notify> {
-        &self.ends
+    pub(super) fn end_signal(&self) -> &Arc<Notify> {
+        &self.end_signal
     }
 
     /// Aborts the connection: the server sends no further byte, no close_notify and a TCP reset. The
     /// next write or shutdown waits until the caller has what was written before, and then fails.
-    pub fn cut(&self) {
+    pub fn mark_cut(&self) {
         self.cut.store(true, Ordering::Relaxed);
+    }
+
+    /// Cuts the connection, of which `caller` is the stream or lies above it. Waits until the caller has
+    /// the bytes before the cut. Dropping the stream resets the connection.
+    pub async fn cut_behind<W: AsyncWrite + Unpin>(&self, caller: &mut W) {
+        self.mark_cut();
+        // The error is the cut.
+        let _cut = timeout(2 * CUT_LIMIT, caller.shutdown()).await;
     }
 
     /// Marks the connection as upgraded, so that half-closes are forwarded.
@@ -81,9 +89,9 @@ pub struct ResponseGuard {
 }
 
 impl ResponseGuard {
-    /// Returns what is notified when an access of the connection has to end.
-    pub(super) fn ends(&self) -> &Arc<Notify> {
-        self.close_mode.ends()
+    /// Returns the state of the caller's connection.
+    pub(super) fn close_state(&self) -> &Arc<CloseMode> {
+        &self.close_mode
     }
 
     /// Marks the response or stream as complete.
@@ -95,7 +103,7 @@ impl ResponseGuard {
 impl Drop for ResponseGuard {
     fn drop(&mut self) {
         if !self.finished {
-            self.close_mode.cut();
+            self.close_mode.mark_cut();
         }
         self.close_mode
             .open_responses
@@ -472,12 +480,6 @@ impl Drop for CallerStream {
             debug!(%error, "cannot configure the socket to reset on close");
         }
     }
-}
-
-/// Waits until a caller has the bytes before the cut of its connection, which is then dropped.
-pub async fn abort_behind<W: AsyncWrite + Unpin>(caller: &mut W) {
-    // The error is the cut.
-    let _cut = timeout(2 * CUT_LIMIT, caller.shutdown()).await;
 }
 
 /// Discards a caller's remaining input until its end, for at most 1 s. A close with unread input

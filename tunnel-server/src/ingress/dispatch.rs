@@ -15,7 +15,7 @@ use tunnel_proto::relay::{Cut, PollCut, RelayEnd, RelaySide};
 use tunnel_proto::transport::{StreamCut, find_cause};
 
 use super::access_log::{AccessLog, ExchangeGuard};
-use super::caller_stream::{abort_behind, discard_input};
+use super::caller_stream::discard_input;
 use super::connect::dial::DirectDialer;
 use super::context::IngressContext;
 use super::decide_again::ask_cluster;
@@ -52,7 +52,7 @@ pub(super) struct IngressRequest<'a> {
     /// The account that an unreviewed token claims, if the rules of a dry run name it.
     pub(super) claimed: Option<CallerIdentity>,
     /// Ends what carries the request.
-    pub(super) ends: &'a Arc<Notify>,
+    pub(super) end_signal: &'a Arc<Notify>,
 }
 
 /// The part of a request that names its target.
@@ -154,7 +154,7 @@ pub(super) async fn route(
 
 /// Returns an access that was allowed, with what the cluster is asked about it.
 fn running_access(request: &IngressRequest<'_>, access: TargetAccess) -> RunningAccess {
-    let mut running = RunningAccess::new(access, request.ends.clone());
+    let mut running = RunningAccess::new(access, request.end_signal.clone());
     running.cluster_user = request.cluster_user.cloned();
     running.method = match request.operation {
         RequestedOperation::Http { method, .. } => Some(method.clone()),
@@ -356,15 +356,14 @@ pub(super) async fn relay_tunnel<C>(
 ) where
     C: AsyncRead + AsyncWrite + PollCut + Send + Unpin,
 {
-    let ends = exchange_guard.response_guard.ends().clone();
+    let close_state = exchange_guard.response_guard.close_state().clone();
     let relayed = tokio::select! {
         biased;
         relayed = tunnel.relay(&mut caller) => relayed,
-        () = ends.notified() => {
+        () = close_state.end_signal().notified() => {
             debug!("{} is refused by the rules in force", tunnel.name());
-            // Marks the caller's connection as cut, too.
             drop(exchange_guard);
-            tokio::join!(tunnel.cut_behind(false), abort_behind(&mut caller));
+            tokio::join!(tunnel.cut_behind(false), close_state.cut_behind(&mut caller));
             return;
         }
     };
@@ -404,14 +403,13 @@ pub(super) async fn relay_tunnel<C>(
                     access_log.fail(&ProxyError::from_stream(&error, target_label, Outcome::Cut))
                 }
             }
-            // Marks the caller's connection as cut, too.
             drop(exchange_guard);
             match side {
                 RelaySide::Left => tunnel.cut_behind(has_lost_bytes).await,
                 RelaySide::Right => {
                     drop(tunnel);
                     if !has_lost_bytes {
-                        abort_behind(&mut caller).await;
+                        close_state.cut_behind(&mut caller).await;
                     }
                 }
             }

@@ -41,7 +41,7 @@ use super::connect;
 use super::context::{CallerConn, HttpListener, IngressContext};
 use crate::config::Limit;
 use crate::ingress::access_log::{AccessLog, ExchangeGuard};
-use crate::ingress::caller_stream::{CallerClosed, abort_behind};
+use crate::ingress::caller_stream::CallerClosed;
 use crate::ingress::dispatch::{
     self, IngressRequest, IngressTarget, relay_granted, relay_tunnel, route,
 };
@@ -273,7 +273,7 @@ impl Caller {
         let drain = self.ingress.shutdown.drain();
         let mut idle = pin!(self.timeouts.idle_for(RELEASE_BUFFERS_AFTER));
         let mut stuck = pin!(self.stuck());
-        let mut refused = pin!(self.close_mode.ends().notified());
+        let mut end_signal = pin!(self.close_mode.end_signal().notified());
         let requests = self.timeouts.requests();
         let mut other_head = pin!(async {
             match large_head {
@@ -327,9 +327,9 @@ impl Caller {
                     return Ok(DriveEnd::Idle(stream_from_parts(connection.into_parts())));
                 }
                 end = stuck.as_mut() => return Err(end),
-                () = refused.as_mut() => {
-                    self.close_mode.cut();
-                    abort_behind(&mut stream_from_parts(connection.into_parts())).await;
+                () = end_signal.as_mut() => {
+                    let mut stream = stream_from_parts(connection.into_parts());
+                    self.close_mode.cut_behind(&mut stream).await;
                     return Err(ConnEnd::Refused);
                 }
                 never = expire.as_mut() => match never {},
@@ -380,7 +380,7 @@ impl Caller {
             }
             () = self.timeouts.response_stalled() => ConnEnd::Stalled,
         };
-        self.close_mode.cut();
+        self.close_mode.mark_cut();
         end
     }
 
@@ -408,11 +408,11 @@ impl Caller {
         // hyper has answered a request that it could not parse. If output is still unwritten, the
         // connection is reset so that the caller notices the loss.
         if self.timeouts.is_write_blocked() {
-            self.close_mode.cut();
+            self.close_mode.mark_cut();
         } else if error.is_parse() {
             close_gracefully(stream).await;
         } else if self.close_mode.is_cut() {
-            abort_behind(&mut stream).await;
+            self.close_mode.cut_behind(&mut stream).await;
         }
         ConnEnd::Http(error)
     }
@@ -668,7 +668,7 @@ impl Caller {
             },
             cluster_user: token_user.as_ref().or(self.cluster_user.as_ref()),
             claimed: self.claimed_account(&policy.rules, request.headers()),
-            ends: self.close_mode.ends(),
+            end_signal: self.close_mode.end_signal(),
             target: self.target(&request, has_delegation),
             operation: RequestedOperation::of(&request),
         };

@@ -42,7 +42,7 @@ pub async fn serve(
         &ingress,
         &service,
         peer,
-        close_mode.ends(),
+        close_mode.end_signal(),
         &mut exchange_guard.access_log,
     ));
     match opening.await {
@@ -58,7 +58,7 @@ async fn open(
     ingress: &IngressContext,
     service: &TcpService,
     peer: SocketAddr,
-    ends: &Arc<Notify>,
+    end_signal: &Arc<Notify>,
     access_log: &mut AccessLog,
 ) -> Result<Tunnel, ProxyError> {
     let caller = AccessCaller {
@@ -72,7 +72,7 @@ async fn open(
         target: IngressTarget::TcpService(&service.destination),
         cluster_user: None,
         claimed: None,
-        ends,
+        end_signal,
         operation: RequestedOperation::Connect,
     };
     let route = route(ingress, request, access_log).await?;

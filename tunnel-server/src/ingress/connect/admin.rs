@@ -140,7 +140,7 @@ impl AdminTunnels {
             },
             cluster_user: None,
             claimed: None,
-            ends: close_mode.ends(),
+            end_signal: close_mode.end_signal(),
             operation: RequestedOperation::Connect,
         };
         let route = route(&self.ingress, access, access_log).await?;
