@@ -16,7 +16,7 @@ use tunnel_proto::identity::{caller_name, common_name};
 use tunnel_proto::tcp;
 
 use crate::config::Limit;
-use crate::ingress::caller_stream::{CallerSocket, CallerStream, CloseMode};
+use crate::ingress::caller_stream::{CallerSocket, CallerStream, CloseState};
 use crate::ingress::client_auth::{ListenerTls, has_delegation};
 use crate::ingress::peer::{CallerAddr, CallerIdentity};
 pub use crate::outcome;
@@ -183,13 +183,13 @@ impl IngressContext {
             self.metrics.limit(Limit::HandshakeTimeout);
             return debug!("caller sent no data in time (limits.handshakeTimeout)");
         };
-        let close_mode = Arc::new(CloseMode::default());
-        let socket = CallerStream::new(socket, close_mode.clone());
+        let close_state = Arc::new(CloseState::default());
+        let socket = CallerStream::new(socket, close_state.clone());
         let caller_closed = socket.caller_closed();
         let mut conn = CallerConn {
             peer,
             identity,
-            close_mode,
+            close_state,
             caller_closed,
             permit,
             has_delegation: false,

@@ -27,7 +27,7 @@ const LINGER_LIMIT: Duration = Duration::from_secs(1);
 /// What determines how a caller's connection closes. The socket and the tasks that respond on it share
 /// this state.
 #[derive(Debug, Default)]
-pub struct CloseMode {
+pub struct CloseState {
     cut: AtomicBool,
     /// Responses that have begun and have not ended.
     open_responses: AtomicUsize,
@@ -40,7 +40,7 @@ pub struct CloseMode {
     end_signal: Arc<Notify>,
 }
 
-impl CloseMode {
+impl CloseState {
     /// Returns what is notified when an access of the connection has to end.
     pub(super) fn end_signal(&self) -> &Arc<Notify> {
         &self.end_signal
@@ -71,7 +71,7 @@ impl CloseMode {
         self.has_started.store(true, Ordering::Relaxed);
         self.open_responses.fetch_add(1, Ordering::Relaxed);
         ResponseGuard {
-            close_mode: self.clone(),
+            close_state: self.clone(),
             finished: false,
         }
     }
@@ -81,17 +81,17 @@ impl CloseMode {
     }
 }
 
-/// A response or stream in progress. See [`CloseMode::start`].
+/// A response or stream in progress. See [`CloseState::start`].
 #[derive(Debug)]
 pub struct ResponseGuard {
-    close_mode: Arc<CloseMode>,
+    close_state: Arc<CloseState>,
     finished: bool,
 }
 
 impl ResponseGuard {
     /// Returns the state of the caller's connection.
-    pub(super) fn close_state(&self) -> &Arc<CloseMode> {
-        &self.close_mode
+    pub(super) fn close_state(&self) -> &Arc<CloseState> {
+        &self.close_state
     }
 
     /// Marks the response or stream as complete.
@@ -103,9 +103,9 @@ impl ResponseGuard {
 impl Drop for ResponseGuard {
     fn drop(&mut self) {
         if !self.finished {
-            self.close_mode.mark_cut();
+            self.close_state.mark_cut();
         }
-        self.close_mode
+        self.close_state
             .open_responses
             .fetch_sub(1, Ordering::Relaxed);
     }
@@ -247,7 +247,7 @@ async fn unix_closed(socket: &UnixStream) -> io::Result<()> {
 pub struct CallerStream {
     /// Shared only with [`CallerClosed`], which must not outlive the work on the connection.
     socket: Arc<CallerSocket>,
-    close_mode: Arc<CloseMode>,
+    close_state: Arc<CloseState>,
     fin_sent: bool,
     linger: Option<Pin<Box<Sleep>>>,
     conn_error: ConnError,
@@ -258,10 +258,10 @@ pub struct CallerStream {
 
 impl CallerStream {
     /// Wraps an accepted connection.
-    pub fn new(socket: impl Into<CallerSocket>, close_mode: Arc<CloseMode>) -> Self {
+    pub fn new(socket: impl Into<CallerSocket>, close_state: Arc<CloseState>) -> Self {
         Self {
             socket: Arc::new(socket.into()),
-            close_mode,
+            close_state,
             fin_sent: false,
             linger: None,
             conn_error: ConnError::default(),
@@ -278,7 +278,7 @@ impl CallerStream {
     /// Fails after a cut. Waits until the caller has the bytes before the cut, for at most
     /// [`CUT_LIMIT`], because the connection is dropped after the error.
     fn poll_not_cut(&mut self, cx: &mut Context<'_>) -> Poll<io::Result<()>> {
-        if !self.close_mode.is_cut() {
+        if !self.close_state.is_cut() {
             return Poll::Ready(Ok(()));
         }
         let aborting = self.aborting.get_or_insert_with(|| {
@@ -459,22 +459,25 @@ impl AsyncWrite for CallerStream {
             self.socket.finish()?;
             self.fin_sent = true;
         }
-        if !self.close_mode.upgraded.load(Ordering::Relaxed) {
+        if !self.close_state.upgraded.load(Ordering::Relaxed) {
             ready!(self.poll_linger(cx));
         }
         Poll::Ready(Ok(()))
     }
 }
 
-tunnel_process::partial_debug!(CallerStream { socket, close_mode });
+tunnel_process::partial_debug!(CallerStream {
+    socket,
+    close_state
+});
 
 impl Drop for CallerStream {
     fn drop(&mut self) {
         // Without a FIN, the end of the last response may still be in a buffer. A plain close would
         // then look like the end of a response that is delimited by the close.
-        let open_ended = self.close_mode.has_started.load(Ordering::Relaxed) && !self.fin_sent;
-        let open_responses = self.close_mode.open_responses.load(Ordering::Relaxed) > 0;
-        if (self.close_mode.is_cut() || open_ended || open_responses)
+        let open_ended = self.close_state.has_started.load(Ordering::Relaxed) && !self.fin_sent;
+        let open_responses = self.close_state.open_responses.load(Ordering::Relaxed) > 0;
+        if (self.close_state.is_cut() || open_ended || open_responses)
             && let Err(error) = self.socket.abort_on_close()
         {
             debug!(%error, "cannot configure the socket to reset on close");

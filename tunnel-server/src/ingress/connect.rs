@@ -139,7 +139,7 @@ pub(super) async fn forward(
         },
         cluster_user: None,
         claimed: None,
-        end_signal: caller.close_mode.end_signal(),
+        end_signal: caller.close_state.end_signal(),
         operation: RequestedOperation::of(&request),
     };
     let route = route(&caller.ingress, access, access_log).await?;

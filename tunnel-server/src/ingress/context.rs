@@ -8,7 +8,7 @@ use tunnel_process::shutdown::Shutdown;
 use tunnel_proto::identity::CallerError;
 use tunnel_proto::wire::name::{NodeName, Port};
 
-use super::caller_stream::{CallerClosed, CloseMode};
+use super::caller_stream::{CallerClosed, CloseState};
 use super::client_auth::ListenerTls;
 use super::connect::basic_auth::BasicAuth;
 use super::connect::dial::DirectDialer;
@@ -106,7 +106,7 @@ pub struct ConnectProxy {
 pub(super) struct CallerConn {
     pub(super) peer: CallerAddr,
     pub(super) identity: CallerIdentity,
-    pub(super) close_mode: Arc<CloseMode>,
+    pub(super) close_state: Arc<CloseState>,
     pub(super) caller_closed: CallerClosed,
     /// Permit of the connection from the limiter of callers.
     pub(super) permit: Arc<ConnPermit>,

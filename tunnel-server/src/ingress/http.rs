@@ -89,7 +89,7 @@ pub(super) async fn serve<S>(
     let CallerConn {
         peer,
         identity,
-        close_mode,
+        close_state,
         caller_closed,
         permit,
         has_delegation,
@@ -117,7 +117,7 @@ pub(super) async fn serve<S>(
         listener,
         peer,
         identity,
-        close_mode,
+        close_state,
         had_delegation: has_delegation,
         server_name,
         certificate_error,
@@ -273,7 +273,7 @@ impl Caller {
         let drain = self.ingress.shutdown.drain();
         let mut idle = pin!(self.timeouts.idle_for(RELEASE_BUFFERS_AFTER));
         let mut stuck = pin!(self.stuck());
-        let mut end_signal = pin!(self.close_mode.end_signal().notified());
+        let mut end_signal = pin!(self.close_state.end_signal().notified());
         let requests = self.timeouts.requests();
         let mut other_head = pin!(async {
             match large_head {
@@ -329,7 +329,7 @@ impl Caller {
                 end = stuck.as_mut() => return Err(end),
                 () = end_signal.as_mut() => {
                     let mut stream = stream_from_parts(connection.into_parts());
-                    self.close_mode.cut_behind(&mut stream).await;
+                    self.close_state.cut_behind(&mut stream).await;
                     return Err(ConnEnd::Refused);
                 }
                 never = expire.as_mut() => match never {},
@@ -380,7 +380,7 @@ impl Caller {
             }
             () = self.timeouts.response_stalled() => ConnEnd::Stalled,
         };
-        self.close_mode.mark_cut();
+        self.close_state.mark_cut();
         end
     }
 
@@ -408,11 +408,11 @@ impl Caller {
         // hyper has answered a request that it could not parse. If output is still unwritten, the
         // connection is reset so that the caller notices the loss.
         if self.timeouts.is_write_blocked() {
-            self.close_mode.mark_cut();
+            self.close_state.mark_cut();
         } else if error.is_parse() {
             close_gracefully(stream).await;
-        } else if self.close_mode.is_cut() {
-            self.close_mode.cut_behind(&mut stream).await;
+        } else if self.close_state.is_cut() {
+            self.close_state.cut_behind(&mut stream).await;
         }
         ConnEnd::Http(error)
     }
@@ -567,7 +567,7 @@ impl Caller {
         access_log.ends_with(&self.ingress.shutdown);
         let is_of_kubelet = KubeletPath::of(request.uri().path()) != KubeletPath::Other;
         // A caller that gets no answer gets a reset.
-        let unanswered = self.close_mode.start();
+        let unanswered = self.close_state.start();
         let wanted = requested_upgrade(request.version(), request.headers());
         let wanted = wanted.filter(|_| !is_connect);
         let forwarded = match (self.refusal(head_error), &self.listener.connect) {
@@ -668,7 +668,7 @@ impl Caller {
             },
             cluster_user: token_user.as_ref().or(self.cluster_user.as_ref()),
             claimed: self.claimed_account(&policy.rules, request.headers()),
-            end_signal: self.close_mode.end_signal(),
+            end_signal: self.close_state.end_signal(),
             target: self.target(&request, has_delegation),
             operation: RequestedOperation::of(&request),
         };
@@ -751,7 +751,7 @@ impl ForwardedBody {
         caller: &Caller,
     ) -> Response<ResponseBody> {
         let exchange_guard = ExchangeGuard {
-            response_guard: caller.close_mode.start(),
+            response_guard: caller.close_state.start(),
             access_log,
         };
         let shutdown = &caller.ingress.shutdown;
@@ -768,7 +768,7 @@ impl ForwardedBody {
                 caller: upgrade,
                 target,
             } => {
-                caller.close_mode.upgrade();
+                caller.close_state.upgrade();
                 let exchange_guard = Box::new(exchange_guard);
                 shutdown.spawn_work(async move {
                     let _in_use = in_use;
@@ -779,7 +779,7 @@ impl ForwardedBody {
                 caller: upgrade,
                 tunnel,
             } => {
-                caller.close_mode.upgrade();
+                caller.close_state.upgrade();
                 let exchange_guard = Box::new(exchange_guard);
                 shutdown.spawn_work(async move {
                     let _in_use = in_use;

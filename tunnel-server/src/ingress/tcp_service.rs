@@ -8,7 +8,7 @@ use tokio::net::TcpStream;
 use tokio::sync::Notify;
 
 use super::access_log::{AccessLog, ExchangeGuard};
-use super::caller_stream::{CallerStream, CloseMode};
+use super::caller_stream::{CallerStream, CloseState};
 use super::context::IngressContext;
 use super::dispatch::{
     IngressRequest, IngressTarget, TunnelParams, open_tunnel, relay_tunnel, route,
@@ -28,12 +28,12 @@ pub async fn serve(
     tcp: TcpStream,
     peer: SocketAddr,
 ) {
-    let close_mode = Arc::new(CloseMode::default());
-    close_mode.upgrade();
-    let caller = CallerStream::new(tcp, close_mode.clone());
+    let close_state = Arc::new(CloseState::default());
+    close_state.upgrade();
+    let caller = CallerStream::new(tcp, close_state.clone());
     // Dropped before the socket, so that an end without `finish` is a reset.
     let mut exchange_guard = Box::new(ExchangeGuard {
-        response_guard: close_mode.start(),
+        response_guard: close_state.start(),
         access_log: AccessLog::start("service", peer, &*service.name, &ingress.metrics),
     });
     exchange_guard.access_log.ends_with(&ingress.shutdown);
@@ -42,7 +42,7 @@ pub async fn serve(
         &ingress,
         &service,
         peer,
-        close_mode.end_signal(),
+        close_state.end_signal(),
         &mut exchange_guard.access_log,
     ));
     match opening.await {

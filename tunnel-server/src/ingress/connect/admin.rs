@@ -16,7 +16,7 @@ use super::super::context::{ConnectProxy, IngressContext};
 use super::super::peer::{CallerAddr, CallerIdentity};
 use super::{DirectDialer, subject};
 use crate::ingress::access_log::{AccessLog, ExchangeGuard};
-use crate::ingress::caller_stream::CloseMode;
+use crate::ingress::caller_stream::CloseState;
 use crate::ingress::dispatch::{
     IngressRequest, IngressTarget, TunnelParams, open_tunnel, relay_granted, route,
 };
@@ -79,8 +79,8 @@ impl AdminTunnels {
             &self.ingress.metrics,
         );
         access_log.head(&request);
-        let close_mode = Arc::new(CloseMode::default());
-        let opened = Box::pin(self.open(&request, user, &close_mode, &mut access_log)).await;
+        let close_state = Arc::new(CloseState::default());
+        let opened = Box::pin(self.open(&request, user, &close_state, &mut access_log)).await;
         let (tunnel, permit) = match opened {
             Ok(opened) => opened,
             Err(failure) => {
@@ -100,7 +100,7 @@ impl AdminTunnels {
         }
         let caller = hyper::upgrade::on(&mut request).map_ok(TokioIo::new);
         let exchange_guard = Box::new(ExchangeGuard {
-            response_guard: close_mode.start(),
+            response_guard: close_state.start(),
             access_log,
         });
         self.ingress.shutdown.spawn_work(async move {
@@ -114,7 +114,7 @@ impl AdminTunnels {
         &self,
         request: &Request<Incoming>,
         user: Option<u32>,
-        close_mode: &CloseMode,
+        close_state: &CloseState,
         access_log: &mut AccessLog,
     ) -> Result<(Tunnel, tokio::sync::OwnedSemaphorePermit), ProxyError> {
         let identity = user.map(CallerIdentity::Uid).unwrap_or_default();
@@ -140,7 +140,7 @@ impl AdminTunnels {
             },
             cluster_user: None,
             claimed: None,
-            end_signal: close_mode.end_signal(),
+            end_signal: close_state.end_signal(),
             operation: RequestedOperation::Connect,
         };
         let route = route(&self.ingress, access, access_log).await?;

@@ -14,7 +14,7 @@ use tunnel_routing::policy::Policy;
 
 use super::timeouts::ConnTimeouts;
 use super::upstream::UpstreamPool;
-use crate::ingress::caller_stream::CloseMode;
+use crate::ingress::caller_stream::CloseState;
 use crate::ingress::connect::basic_auth::Credentials;
 use crate::ingress::context::{HttpListener, IngressContext};
 use crate::ingress::peer::{CallerAddr, CallerIdentity};
@@ -41,7 +41,7 @@ pub(in crate::ingress) struct Caller {
     pub(in crate::ingress) listener: Arc<HttpListener>,
     pub(in crate::ingress) peer: CallerAddr,
     pub(in crate::ingress) identity: CallerIdentity,
-    pub(in crate::ingress) close_mode: Arc<CloseMode>,
+    pub(in crate::ingress) close_state: Arc<CloseState>,
     /// The caller had client-certificate delegation in the handshake.
     pub(in crate::ingress) had_delegation: bool,
     /// The server name (SNI) from the TLS handshake. Set only for callers with delegation.

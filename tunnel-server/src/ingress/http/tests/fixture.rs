@@ -278,7 +278,7 @@ impl Fixture {
         let mut line = CallerConn {
             peer: peer.into(),
             identity: CallerIdentity::Anonymous,
-            close_mode: Arc::default(),
+            close_state: Arc::default(),
             caller_closed: CallerClosed::never(),
             permit: Arc::new(self.ingress.callers.acquire(peer.ip()).unwrap()),
             has_delegation: false,
