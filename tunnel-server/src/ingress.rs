@@ -22,7 +22,6 @@ use crate::ingress::peer::{CallerAddr, CallerIdentity};
 pub use crate::outcome;
 use tunnel_routing::destination::TcpService;
 
-pub mod access_log;
 pub mod caller_stream;
 pub mod client_auth;
 pub mod connect;
@@ -36,6 +35,7 @@ pub mod head_memory;
 pub mod http;
 pub mod peer;
 pub mod recent_requests;
+pub mod request_record;
 pub mod target_tls;
 pub mod tcp_service;
 mod tunnel;

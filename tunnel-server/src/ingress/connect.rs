@@ -12,7 +12,6 @@ use http::{Request, Response};
 use hyper::body::Incoming;
 use tunnel_process::conn_limiter::source;
 
-use super::access_log::AccessLog;
 use super::context::ConnectProxy;
 use super::dispatch::{self, IngressRequest, IngressTarget, TunnelParams, open_tunnel, route};
 use super::error::ProxyError;
@@ -21,6 +20,7 @@ use super::http::exchange::{Exchange, Forwarded, ForwardedBody};
 use super::http::headers::{trace_parent, unread_token};
 use super::outcome::Outcome;
 use super::peer::{CallerAddr, CallerIdentity};
+use super::request_record::RequestRecord;
 use tunnel_routing::operation::RequestedOperation;
 use tunnel_routing::policy::{AccessCaller, Denied, Listener, UnreadToken};
 
@@ -117,12 +117,12 @@ pub(super) async fn forward(
     proxy: &ConnectProxy,
     caller: &Caller,
     request: Request<Incoming>,
-    access_log: &mut AccessLog,
+    record: &mut RequestRecord,
 ) -> Result<Forwarded, ProxyError> {
     let policy = caller.ingress.policy.load();
     let has_delegation = caller.has_delegation(&policy);
     let name = proxy.authenticate(caller, &request, has_delegation)?;
-    access_log.caller(&name);
+    record.caller(&name);
     let key = caller.peer.key(&name);
     let proxy_request = ProxyRequest::of(request.method(), request.uri(), request.headers())?;
     // The fields of a CONNECT pass on to nobody.
@@ -142,7 +142,7 @@ pub(super) async fn forward(
         end_signal: caller.close_state.end_signal(),
         operation: RequestedOperation::of(&request),
     };
-    let route = route(&caller.ingress, access, access_log).await?;
+    let route = route(&caller.ingress, access, record).await?;
     match proxy_request.kind {
         RequestKind::Connect => {
             let params = TunnelParams {
@@ -150,7 +150,7 @@ pub(super) async fn forward(
                 trace_parent: trace_parent(request.headers()),
                 awaits_reply: true,
             };
-            let tunnel = open_tunnel(&caller.ingress, route, params, access_log).await?;
+            let tunnel = open_tunnel(&caller.ingress, route, params, record).await?;
             Ok(Forwarded {
                 head: Response::new(()),
                 forwarded_body: ForwardedBody::Tunnel {
@@ -166,7 +166,7 @@ pub(super) async fn forward(
                 has_delegation,
                 upgrade: None,
             };
-            dispatch::forward(&exchange, route, request, access_log).await
+            dispatch::forward(&exchange, route, request, record).await
         }
     }
 }

@@ -1,6 +1,6 @@
 //! The path of a request from its listener to its target: resolve, authorize, open, and relay or
-//! exchange. Each listener turns its bytes into an [`IngressRequest`], and the entry in the access
-//! log that it begins is written when the response or the stream ends.
+//! exchange. Each listener turns its bytes into an [`IngressRequest`], and the record that it begins
+//! ends with the response or the stream.
 
 use std::sync::Arc;
 
@@ -14,7 +14,6 @@ use tunnel_proto::egress::TargetSocket;
 use tunnel_proto::relay::{Cut, PollCut, RelayEnd, RelaySide};
 use tunnel_proto::transport::{StreamCut, find_cause};
 
-use super::access_log::{AccessLog, ExchangeGuard};
 use super::caller_stream::discard_input;
 use super::connect::dial::DirectDialer;
 use super::context::IngressContext;
@@ -23,6 +22,7 @@ use super::error::ProxyError;
 use super::http::exchange::{Exchange, Forwarded, forward_direct};
 use super::http::upstream::{accepted, stream_request};
 use super::outcome::Outcome;
+use super::request_record::{ExchangeGuard, RequestRecord};
 use super::tunnel::Tunnel;
 use crate::routing::access_review::ClusterUser;
 use crate::routing::attempts::Attempts;
@@ -89,30 +89,30 @@ pub(super) struct TunnelParams<'a> {
     pub(super) awaits_reply: bool,
 }
 
-/// Returns the route of a request, if the policy allows one. Records the node and the port in the
-/// access log either way.
+/// Returns the route of a request, if the policy allows one. Records the node and the port either
+/// way.
 ///
 /// # Errors
 /// Returns a [`ProxyError`] with the response for the caller.
 pub(super) async fn route(
     ingress: &IngressContext,
     request: IngressRequest<'_>,
-    access_log: &mut AccessLog,
+    record: &mut RequestRecord,
 ) -> Result<Route<DirectRoute>, ProxyError> {
     if !ingress.routes.are_known() {
         return Err(ProxyError::new(Outcome::Starting, STARTING));
     }
     let destination = resolve(ingress, &request).await?;
-    access_log.record_in(ingress.recent.clone());
+    record.record_in(ingress.recent.clone());
     match &destination {
         RequestedDestination::Node(requested) => {
-            access_log.requested(&requested.node, requested.port.in_request());
+            record.requested(&requested.node, requested.port.in_request());
         }
         RequestedDestination::Configured(destination) => {
-            access_log.requested(&destination.node, destination.target.port());
+            record.requested(&destination.node, destination.target.port());
         }
         RequestedDestination::Direct(direct, port) => {
-            access_log.direct(&direct.request.to_string(), *port);
+            record.direct(&direct.request.to_string(), *port);
         }
     }
     let access = Access {
@@ -123,16 +123,16 @@ pub(super) async fn route(
     let Policy { ports, rules, .. } = request.policy;
     let Located { route, mut access } = locate(ports, access)?;
     let operation = access.facts.operation;
-    access_log.decided(operation, None);
+    record.decided(operation, None);
     let (claimed, routes) = (request.claimed.as_ref(), ingress.routes.load());
     request.policy.admit(&mut access, &routes)?;
     let facts = &access.facts;
     let tried = (ingress.dry_run).compare(rules, facts, claimed, &routes, &ingress.metrics);
-    access_log.dry_run(tried);
+    record.dry_run(tried);
     let granted = authorize(&rules.in_force, facts);
     let rule = granted.as_ref().map(|granted| Some(&granted.rule));
     let rule = rule.unwrap_or_else(|denied| denied.rule());
-    access_log.decided(operation, rule);
+    record.decided(operation, rule);
     let granted = granted?;
     let access = running_access(&request, access);
     if granted.asks_cluster {
@@ -144,11 +144,11 @@ pub(super) async fn route(
     if !std::ptr::eq(request.policy, &raw const *ingress.policy.load()) {
         let decided = Box::pin(ingress.decide_again(running.access())).await;
         if let Err(refused) = decided {
-            access_log.decided(operation, refused.rule.as_ref());
+            record.decided(operation, refused.rule.as_ref());
             return Err(ProxyError::new(Outcome::RefusedByPolicy, refused.reason));
         }
     }
-    access_log.running(running);
+    record.running(running);
     Ok(route)
 }
 
@@ -226,10 +226,10 @@ impl DirectRoute {
     async fn dial(
         &self,
         ingress: &IngressContext,
-        access_log: &mut AccessLog,
+        record: &mut RequestRecord,
     ) -> Result<TargetSocket, ProxyError> {
         let target_label = self.request.to_string();
-        access_log.direct(&target_label, self.request.port);
+        record.direct(&target_label, self.request.port);
         let routes = ingress.routes.load();
         let own_ports = self.dialer.own_ports();
         let claims = AddressClaims {
@@ -252,16 +252,16 @@ pub(super) async fn forward(
     exchange: &Exchange<'_>,
     route: Route<DirectRoute>,
     request: Request<Incoming>,
-    access_log: &mut AccessLog,
+    record: &mut RequestRecord,
 ) -> Result<Forwarded, ProxyError> {
     match route {
-        Route::Agent(target) => exchange.forward(request, target, access_log).await,
+        Route::Agent(target) => exchange.forward(request, target, record).await,
         Route::Direct(direct) => {
             // Only few requests need the memory of a dial.
             let forwarded = async {
-                let socket = direct.dial(&exchange.caller.ingress, access_log).await?;
+                let socket = direct.dial(&exchange.caller.ingress, record).await?;
                 let target_label = direct.request.to_string();
-                forward_direct(exchange.caller, socket, request, &target_label, access_log).await
+                forward_direct(exchange.caller, socket, request, &target_label, record).await
             };
             Box::pin(forwarded).await
         }
@@ -276,23 +276,23 @@ pub(super) async fn open_tunnel(
     ingress: &IngressContext,
     route: Route<DirectRoute>,
     params: TunnelParams<'_>,
-    access_log: &mut AccessLog,
+    record: &mut RequestRecord,
 ) -> Result<Tunnel, ProxyError> {
     let destination = match route {
         Route::Agent(target) => target.destination,
         Route::Direct(direct) => {
-            let socket = direct.dial(ingress, access_log).await?;
-            access_log.dialed(socket.bytes());
+            let socket = direct.dial(ingress, record).await?;
+            record.dialed(socket.bytes());
             return Ok(Tunnel::Direct(socket));
         }
     };
-    access_log.destination(&destination);
+    record.destination(&destination);
     let mut request = stream_request(ingress, &destination, params.key, params.trace_parent);
-    access_log.identify(&mut request.header);
+    record.identify(&mut request.header);
     let mut attempt = TunnelAttempt {
         awaits_reply: params.awaits_reply,
         target_label: destination.to_string(),
-        access_log,
+        record,
     };
     let (routing, attempts) = (&ingress.routing, Attempts::default());
     let opened = routing.with_stream(&request, &mut attempt, attempts, None);
@@ -303,7 +303,7 @@ pub(super) async fn open_tunnel(
 struct TunnelAttempt<'a> {
     awaits_reply: bool,
     target_label: String,
-    access_log: &'a mut AccessLog,
+    record: &'a mut RequestRecord,
 }
 
 impl Attempt for TunnelAttempt<'_> {
@@ -311,7 +311,7 @@ impl Attempt for TunnelAttempt<'_> {
     type Error = ProxyError;
 
     async fn run(&mut self, mut opened: OpenStream) -> Result<Tunnel, Failed<ProxyError>> {
-        self.access_log.opened(&opened);
+        self.record.opened(&opened);
         // Another server may have lost the node, and nothing of the caller must be sent before that
         // is known.
         if self.awaits_reply || opened.via.replica().is_some() {
@@ -374,7 +374,7 @@ pub(super) async fn relay_tunnel<C>(
         }
         RelayEnd::ReaderClosed(side) => {
             debug!(?side, "{} ended with unread bytes", tunnel.name());
-            exchange_guard.access_log.set_outcome(Outcome::Cut);
+            exchange_guard.record.set_outcome(Outcome::Cut);
             tunnel.finish();
             discard_input(&mut caller).await;
             exchange_guard.response_guard.finish();
@@ -385,22 +385,22 @@ pub(super) async fn relay_tunnel<C>(
                 has_lost_bytes,
             } = cut;
             debug!(?side, %error, "{} was reset", tunnel.name());
-            let access_log = &mut exchange_guard.access_log;
+            let record = &mut exchange_guard.record;
             let cut = find_cause::<StreamCut>(&error);
             match &*tunnel {
                 _ if cut.is_some_and(StreamCut::is_for_memory) => {
-                    access_log.set_outcome(Outcome::ReaderStalled);
+                    record.set_outcome(Outcome::ReaderStalled);
                 }
-                _ if side == RelaySide::Left => access_log.set_outcome(Outcome::CallerGone),
+                _ if side == RelaySide::Left => record.set_outcome(Outcome::CallerGone),
                 Tunnel::Agent(_) | Tunnel::Direct(_) | Tunnel::Upgraded(_) => {
-                    access_log.set_outcome(Outcome::Cut);
+                    record.set_outcome(Outcome::Cut);
                 }
                 Tunnel::Pending { stream, .. } if stream.is_accepted() => {
-                    access_log.set_outcome(Outcome::Cut);
+                    record.set_outcome(Outcome::Cut);
                 }
                 // The error can be the agent's refusal.
                 Tunnel::Pending { target_label, .. } => {
-                    access_log.fail(&ProxyError::from_stream(&error, target_label, Outcome::Cut))
+                    record.fail(&ProxyError::from_stream(&error, target_label, Outcome::Cut))
                 }
             }
             drop(exchange_guard);

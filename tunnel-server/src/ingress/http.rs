@@ -40,7 +40,6 @@ use tunnel_proto::relay::PollCut;
 use super::connect;
 use super::context::{CallerConn, HttpListener, IngressContext};
 use crate::config::Limit;
-use crate::ingress::access_log::{AccessLog, ExchangeGuard};
 use crate::ingress::caller_stream::CallerClosed;
 use crate::ingress::dispatch::{
     self, IngressRequest, IngressTarget, relay_granted, relay_tunnel, route,
@@ -62,6 +61,7 @@ use crate::ingress::http::timeouts::{
 use crate::ingress::http::upstream::{TargetIo, UpstreamPool};
 use crate::ingress::outcome::Outcome;
 use crate::ingress::peer::CallerIdentity;
+use crate::ingress::request_record::{ExchangeGuard, RequestRecord};
 use crate::ingress::tunnel::Tunnel;
 use crate::routing::access_review::{ClusterUser, account_name, claimed_account};
 use tunnel_routing::decision::RequestFacts;
@@ -448,11 +448,11 @@ impl Caller {
         match end {
             ConnEnd::Http(error) if error.is_parse() => {
                 // hyper has already answered with 400, 414 or 431.
-                let mut access_log =
-                    AccessLog::start(self.listener.name, peer, "unparsable request", metrics);
-                access_log.unreadable();
+                let mut record =
+                    RequestRecord::start(self.listener.name, peer, "unparsable request", metrics);
+                record.unreadable();
                 let failure = ProxyError::new(Outcome::BadRequest, error.to_string());
-                access_log.fail(&if error.is_parse_too_large() {
+                record.fail(&if error.is_parse_too_large() {
                     failure.with_limit(Limit::RequestHeadBytes)
                 } else {
                     failure
@@ -556,15 +556,15 @@ impl Caller {
             Some(_) => connect::subject(&request),
             None => [request.method().as_str(), request.uri().path()].join(" "),
         };
-        let mut access_log = AccessLog::start(
+        let mut record = RequestRecord::start(
             self.listener.name,
             self.peer,
             subject,
             &self.ingress.metrics,
         );
-        access_log.head(&request);
-        access_log.caller(&self.identity);
-        access_log.ends_with(&self.ingress.shutdown);
+        record.head(&request);
+        record.caller(&self.identity);
+        record.ends_with(&self.ingress.shutdown);
         let is_of_kubelet = KubeletPath::of(request.uri().path()) != KubeletPath::Other;
         // A caller that gets no answer gets a reset.
         let unanswered = self.close_state.start();
@@ -573,23 +573,20 @@ impl Caller {
         let forwarded = match (self.refusal(head_error), &self.listener.connect) {
             (Some(failure), _) => Err(failure),
             (None, Some(proxy)) => {
-                Box::pin(connect::forward(proxy, self, request, &mut access_log)).await
+                Box::pin(connect::forward(proxy, self, request, &mut record)).await
             }
-            (None, None) => {
-                self.forward(request, wanted.as_ref(), &mut access_log)
-                    .await
-            }
+            (None, None) => self.forward(request, wanted.as_ref(), &mut record).await,
         };
         let mut response = match forwarded {
             Ok(Forwarded {
                 head,
                 forwarded_body,
             }) => {
-                access_log.status(head.status());
-                forwarded_body.into_response(head, access_log, self)
+                record.status(head.status());
+                forwarded_body.into_response(head, record, self)
             }
             Err(failure) => {
-                access_log.fail(&failure);
+                record.fail(&failure);
                 // hyper takes up to 16 requests that have arrived before it lets another task run.
                 // A refusal waits for nothing, so a caller that sends many would delay all others.
                 yield_now().await;
@@ -601,7 +598,7 @@ impl Caller {
                 if is_of_kubelet && response.status() == StatusCode::SERVICE_UNAVAILABLE {
                     *response.status_mut() = UNAVAILABLE_OF_KUBELET;
                 }
-                access_log.status(response.status());
+                record.status(response.status());
                 response
             }
         };
@@ -636,7 +633,7 @@ impl Caller {
         &self,
         request: Request<Incoming>,
         upgrade: Option<&HeaderValue>,
-        access_log: &mut AccessLog,
+        record: &mut RequestRecord,
     ) -> Result<Forwarded, ProxyError> {
         let policy = self.ingress.policy.load();
         // Few requests need the memory of a review.
@@ -649,7 +646,7 @@ impl Caller {
         let account = account.map(|account| CallerIdentity::ServiceAccount(account.into()));
         let identity = account.as_ref().unwrap_or(&self.identity);
         if account.is_some() {
-            access_log.caller(identity);
+            record.caller(identity);
         }
         let token = match account {
             Some(_) => reviewed_token(request.headers()),
@@ -672,14 +669,14 @@ impl Caller {
             target: self.target(&request, has_delegation),
             operation: RequestedOperation::of(&request),
         };
-        let route = route(&self.ingress, access, access_log).await?;
+        let route = route(&self.ingress, access, record).await?;
         let exchange = Exchange {
             caller: self,
             key: &self.peer.key(identity),
             has_delegation,
             upgrade,
         };
-        dispatch::forward(&exchange, route, request, access_log).await
+        dispatch::forward(&exchange, route, request, record).await
     }
 
     /// Returns the bearer token of a request, if it claims an account that a rule names. The token passes on
@@ -747,12 +744,12 @@ impl ForwardedBody {
     fn into_response(
         self,
         head: Response<()>,
-        access_log: AccessLog,
+        record: RequestRecord,
         caller: &Caller,
     ) -> Response<ResponseBody> {
         let exchange_guard = ExchangeGuard {
             response_guard: caller.close_state.start(),
-            access_log,
+            record,
         };
         let shutdown = &caller.ingress.shutdown;
         let in_use = caller.permit.in_use();
@@ -822,7 +819,7 @@ async fn relay_upgraded(
         (Err(error), _) => debug!(%error, "caller disconnected before the upgrade"),
         (Ok(_caller), Err(error)) => {
             debug!(?error, "target connection failed before the upgrade");
-            exchange_guard.access_log.set_outcome(Outcome::Cut);
+            exchange_guard.record.set_outcome(Outcome::Cut);
             // Dropped before the caller's connection, which therefore ends in a reset.
             drop(exchange_guard);
         }

@@ -7,7 +7,6 @@ use std::sync::Arc;
 use tokio::net::TcpStream;
 use tokio::sync::Notify;
 
-use super::access_log::{AccessLog, ExchangeGuard};
 use super::caller_stream::{CallerStream, CloseState};
 use super::context::IngressContext;
 use super::dispatch::{
@@ -15,6 +14,7 @@ use super::dispatch::{
 };
 use super::error::ProxyError;
 use super::peer::CallerAddr;
+use super::request_record::{ExchangeGuard, RequestRecord};
 use super::tunnel::Tunnel;
 use tunnel_routing::destination::TcpService;
 use tunnel_routing::operation::RequestedOperation;
@@ -34,23 +34,23 @@ pub async fn serve(
     // Dropped before the socket, so that an end without `finish` is a reset.
     let mut exchange_guard = Box::new(ExchangeGuard {
         response_guard: close_state.start(),
-        access_log: AccessLog::start("service", peer, &*service.name, &ingress.metrics),
+        record: RequestRecord::start("service", peer, &*service.name, &ingress.metrics),
     });
-    exchange_guard.access_log.ends_with(&ingress.shutdown);
+    exchange_guard.record.ends_with(&ingress.shutdown);
     // The box is freed before the relay, which lasts as long as the connection.
     let opening = Box::pin(open(
         &ingress,
         &service,
         peer,
         close_state.end_signal(),
-        &mut exchange_guard.access_log,
+        &mut exchange_guard.record,
     ));
     match opening.await {
         Ok(tunnel) => {
-            exchange_guard.access_log.started();
+            exchange_guard.record.started();
             relay_tunnel(caller, Box::new(tunnel), exchange_guard).await;
         }
-        Err(failure) => exchange_guard.access_log.fail(&failure),
+        Err(failure) => exchange_guard.record.fail(&failure),
     }
 }
 
@@ -59,7 +59,7 @@ async fn open(
     service: &TcpService,
     peer: SocketAddr,
     end_signal: &Arc<Notify>,
-    access_log: &mut AccessLog,
+    record: &mut RequestRecord,
 ) -> Result<Tunnel, ProxyError> {
     let caller = AccessCaller {
         listener: Listener::Service,
@@ -75,11 +75,11 @@ async fn open(
         end_signal,
         operation: RequestedOperation::Connect,
     };
-    let route = route(ingress, request, access_log).await?;
+    let route = route(ingress, request, record).await?;
     let params = TunnelParams {
         key: &CallerAddr::from(peer).key(caller.identity),
         trace_parent: String::new(),
         awaits_reply: false,
     };
-    open_tunnel(ingress, route, params, access_log).await
+    open_tunnel(ingress, route, params, record).await
 }

@@ -3,11 +3,11 @@
 use tokio::io::AsyncWriteExt;
 use tracing::debug;
 
-use super::access_log::AccessLog;
 use super::caller_stream::CallerStream;
 use super::error::ProxyError;
 use super::outcome::Outcome;
 use super::peer::CallerAddr;
+use super::request_record::RequestRecord;
 use crate::metrics::Metrics;
 
 /// Answers 400 without reading the request, and ends the connection.
@@ -18,10 +18,10 @@ pub(super) async fn refuse_http(
     metrics: &Metrics,
 ) {
     let failure = ProxyError::new(Outcome::BadRequest, TEXT);
-    let mut access_log = AccessLog::start(listener, peer, "plain HTTP", metrics);
-    access_log.unreadable();
-    access_log.status(failure.outcome.status());
-    access_log.fail(&failure);
+    let mut record = RequestRecord::start(listener, peer, "plain HTTP", metrics);
+    record.unreadable();
+    record.status(failure.outcome.status());
+    record.fail(&failure);
     let answer = failure.last_answer();
     let answered = async {
         stream.write_all(answer.as_bytes()).await?;

@@ -15,7 +15,6 @@ use tokio::sync::Semaphore;
 use super::super::context::{ConnectProxy, IngressContext};
 use super::super::peer::{CallerAddr, CallerIdentity};
 use super::{DirectDialer, subject};
-use crate::ingress::access_log::{AccessLog, ExchangeGuard};
 use crate::ingress::caller_stream::CloseState;
 use crate::ingress::dispatch::{
     IngressRequest, IngressTarget, TunnelParams, open_tunnel, relay_granted, route,
@@ -23,6 +22,7 @@ use crate::ingress::dispatch::{
 use crate::ingress::error::ProxyError;
 use crate::ingress::http::headers::trace_parent;
 use crate::ingress::outcome::Outcome;
+use crate::ingress::request_record::{ExchangeGuard, RequestRecord};
 use crate::ingress::tunnel::Tunnel;
 use crate::routing::registry::CallerKey;
 use tunnel_routing::decision::proxy::{ProxyRequest, RequestKind};
@@ -72,28 +72,28 @@ impl AdminTunnels {
         mut request: Request<Incoming>,
         user: Option<u32>,
     ) -> Response<Full<Bytes>> {
-        let mut access_log = AccessLog::start(
+        let mut record = RequestRecord::start(
             "admin",
             CallerAddr::Unix,
             subject(&request),
             &self.ingress.metrics,
         );
-        access_log.head(&request);
+        record.head(&request);
         let close_state = Arc::new(CloseState::default());
-        let opened = Box::pin(self.open(&request, user, &close_state, &mut access_log)).await;
+        let opened = Box::pin(self.open(&request, user, &close_state, &mut record)).await;
         let (tunnel, permit) = match opened {
             Ok(opened) => opened,
             Err(failure) => {
-                access_log.fail(&failure);
-                access_log.status(failure.outcome.status());
+                record.fail(&failure);
+                record.status(failure.outcome.status());
                 let mut response = Response::new(Full::from(format!("{failure}\n")));
                 *response.status_mut() = failure.outcome.status();
                 return response;
             }
         };
-        access_log.status(http::StatusCode::OK);
+        record.status(http::StatusCode::OK);
         let mut granted = Response::default();
-        if let Some(replica) = access_log.via()
+        if let Some(replica) = record.via()
             && let Ok(name) = HeaderValue::from_str(replica.as_str())
         {
             granted.headers_mut().insert(VIA_HEADER, name);
@@ -101,7 +101,7 @@ impl AdminTunnels {
         let caller = hyper::upgrade::on(&mut request).map_ok(TokioIo::new);
         let exchange_guard = Box::new(ExchangeGuard {
             response_guard: close_state.start(),
-            access_log,
+            record,
         });
         self.ingress.shutdown.spawn_work(async move {
             let _permit = permit;
@@ -115,10 +115,10 @@ impl AdminTunnels {
         request: &Request<Incoming>,
         user: Option<u32>,
         close_state: &CloseState,
-        access_log: &mut AccessLog,
+        record: &mut RequestRecord,
     ) -> Result<(Tunnel, tokio::sync::OwnedSemaphorePermit), ProxyError> {
         let identity = user.map(CallerIdentity::Uid).unwrap_or_default();
-        access_log.caller(&identity);
+        record.caller(&identity);
         let proxy_request = ProxyRequest::of(request.method(), request.uri(), request.headers())?;
         let permit = self.permits.clone().try_acquire_owned().map_err(|_full| {
             let text = format!("the limit of {TUNNELS_MAX} tunnels on the admin socket is reached; close one and retry");
@@ -143,7 +143,7 @@ impl AdminTunnels {
             end_signal: close_state.end_signal(),
             operation: RequestedOperation::Connect,
         };
-        let route = route(&self.ingress, access, access_log).await?;
+        let route = route(&self.ingress, access, record).await?;
         let params = TunnelParams {
             // A caller that has access to this socket can also stop the server, so it counts as a
             // caller with a certificate.
@@ -151,7 +151,7 @@ impl AdminTunnels {
             trace_parent: trace_parent(request.headers()),
             awaits_reply: true,
         };
-        let tunnel = open_tunnel(&self.ingress, route, params, access_log).await?;
+        let tunnel = open_tunnel(&self.ingress, route, params, record).await?;
         Ok((tunnel, permit))
     }
 }

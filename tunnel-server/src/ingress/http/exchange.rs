@@ -17,9 +17,9 @@ use super::headers::{
 };
 use super::request_body::{RequestBody, Upload, UploadHandle};
 use super::upstream::{PoolKey, UpstreamBodyGuard, UpstreamRequest, exchange_direct};
-use crate::ingress::access_log::AccessLog;
 use crate::ingress::error::ProxyError;
 use crate::ingress::outcome::Outcome;
+use crate::ingress::request_record::RequestRecord;
 use crate::ingress::tunnel::Tunnel;
 use crate::routing::registry::CallerKey;
 use tunnel_routing::destination::AgentTarget;
@@ -63,12 +63,12 @@ impl Exchange<'_> {
         &self,
         mut request: Request<Incoming>,
         target: AgentTarget,
-        access_log: &mut AccessLog,
+        record: &mut RequestRecord,
     ) -> Result<Forwarded, ProxyError> {
         let caller = self.caller;
         let host = host_field(&target, &request);
         let destination = target.destination;
-        access_log.destination(&destination);
+        record.destination(&destination);
         let is_reusable =
             can_reuse_connection(&request) && !caller.has_large_head.load(Ordering::Relaxed);
         rewrite_request(&mut request, host, self.upgrade, !is_reusable);
@@ -90,7 +90,7 @@ impl Exchange<'_> {
         };
         let (request, upload) = with_upload(request);
         // Boxed, so that it is not copied with each of the futures that wait for it.
-        let exchanged = Box::pin(upstream_request.exchange(request, access_log));
+        let exchanged = Box::pin(upstream_request.exchange(request, record));
         let (mut response, mut upstream) = exchanged.await?;
         let upload = upload.map(|handle| upstream.outlast(handle));
         let switches = check_response(self.upgrade, &response, &destination)?;
@@ -127,10 +127,10 @@ pub(in crate::ingress) async fn forward_direct(
     mut socket: TargetSocket,
     mut request: Request<Incoming>,
     target_label: &str,
-    access_log: &mut AccessLog,
+    record: &mut RequestRecord,
 ) -> Result<Forwarded, ProxyError> {
     rewrite_request(&mut request, target_label.to_owned(), None, true);
-    access_log.dialed(socket.bytes());
+    record.dialed(socket.bytes());
     // The framing of the request marks its end.
     socket.finish();
     let (request, upload) = with_upload(request);

@@ -14,10 +14,10 @@ use super::head_check::HeadPhase;
 use super::head_check::size::{FIELDS_MAX, HeadExcess, HeadLimits, HeadSize, TARGET_MAX_BYTES};
 use super::timeouts::{TimedStream, TimeoutKind};
 use crate::config::{CONNECTION_HEAD_BYTES, Limit};
-use crate::ingress::access_log::AccessLog;
 use crate::ingress::error::ProxyError;
 use crate::ingress::head_memory::HeadPermit;
 use crate::ingress::outcome::Outcome;
+use crate::ingress::request_record::RequestRecord;
 
 /// Memory of a head, in percent of its bytes: the buffer of hyper, and the copy for the target, which
 /// both can be twice as large as their content, and the copy for a second attempt.
@@ -112,12 +112,12 @@ impl Caller {
         failure: &ProxyError,
     ) {
         let metrics = &self.ingress.metrics;
-        let mut access_log =
-            AccessLog::start(self.listener.name, self.peer, "large request head", metrics);
-        access_log.unreadable();
-        access_log.caller(&self.identity);
-        access_log.status(failure.outcome.status());
-        access_log.fail(failure);
+        let mut record =
+            RequestRecord::start(self.listener.name, self.peer, "large request head", metrics);
+        record.unreadable();
+        record.caller(&self.identity);
+        record.status(failure.outcome.status());
+        record.fail(failure);
         let answer = failure.last_answer();
         let answered = async {
             stream.write_all(answer.as_bytes()).await?;

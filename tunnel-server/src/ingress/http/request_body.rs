@@ -17,8 +17,8 @@ use tokio::time::sleep;
 use super::headers::rewrite_frame;
 use super::timeouts::RequestGuard;
 use super::upload_queue::UploadQueue;
-use crate::ingress::access_log::{AccessLog, ExchangeGuard};
 use crate::ingress::outcome::Outcome;
+use crate::ingress::request_record::{ExchangeGuard, RequestRecord};
 
 /// The end of a request body.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -47,7 +47,7 @@ struct UploadState {
     end: Option<UploadEnd>,
     /// The connection to the target has ended.
     is_closed: bool,
-    access_log: Option<AccessLog>,
+    record: Option<RequestRecord>,
     request_guard: Option<RequestGuard>,
 }
 
@@ -57,17 +57,17 @@ impl Upload {
     pub(crate) fn answered(&self, exchange_guard: ExchangeGuard) {
         let ExchangeGuard {
             response_guard,
-            mut access_log,
+            mut record,
         } = exchange_guard;
-        access_log.set_outcome(Outcome::Ok);
+        record.set_outcome(Outcome::Ok);
         response_guard.finish();
         let mut state = self.state.lock();
         if state.is_closed {
             let end = state.end;
             drop(state);
-            record_end(&mut access_log, end);
+            record_end(&mut record, end);
         } else {
-            state.access_log = Some(access_log);
+            state.record = Some(record);
         }
     }
 
@@ -83,18 +83,14 @@ impl Upload {
 
     /// Ends the exchange, because the connection to the target has ended.
     pub(crate) fn close(&self) {
-        let (access_log, end, request_guard) = {
+        let (record, end, request_guard) = {
             let mut state = self.state.lock();
             state.is_closed = true;
-            (
-                state.access_log.take(),
-                state.end,
-                state.request_guard.take(),
-            )
+            (state.record.take(), state.end, state.request_guard.take())
         };
         drop(request_guard);
-        if let Some(mut access_log) = access_log {
-            record_end(&mut access_log, end);
+        if let Some(mut record) = record {
+            record_end(&mut record, end);
         }
     }
 
@@ -148,11 +144,11 @@ impl Upload {
 const UPLOAD_IDLE_LIMIT: Duration = Duration::from_secs(10);
 
 /// A target that has answered may leave the rest of a body unread.
-fn record_end(access_log: &mut AccessLog, end: Option<UploadEnd>) {
+fn record_end(record: &mut RequestRecord, end: Option<UploadEnd>) {
     match end {
         Some(UploadEnd::Complete | UploadEnd::TargetClosed) | None => {}
-        Some(UploadEnd::CallerGone) => access_log.set_outcome(Outcome::CallerGone),
-        Some(UploadEnd::Cut) => access_log.set_outcome(Outcome::Cut),
+        Some(UploadEnd::CallerGone) => record.set_outcome(Outcome::CallerGone),
+        Some(UploadEnd::Cut) => record.set_outcome(Outcome::Cut),
     }
 }
 

@@ -17,9 +17,9 @@ use super::headers::{ERROR_HEADER, rewrite_frame};
 use super::request_body::Upload;
 use super::timeouts::RequestGuard;
 use super::upstream::UpstreamBodyGuard;
-use crate::ingress::access_log::ExchangeGuard;
 use crate::ingress::error::ProxyError;
 use crate::ingress::outcome::Outcome;
+use crate::ingress::request_record::ExchangeGuard;
 
 #[derive(Debug)]
 pub struct ResponseBody {
@@ -201,7 +201,7 @@ impl TargetBody {
         // A caller that cuts its body ends the connection to the target, which may be seen first.
         let is_caller_gone = (self.upload.as_ref()).is_some_and(|upload| upload.is_caller_gone());
         if let Some(exchange_guard) = &mut self.exchange_guard {
-            exchange_guard.access_log.set_outcome(if is_stalled {
+            exchange_guard.record.set_outcome(if is_stalled {
                 Outcome::ReaderStalled
             } else if is_caller_gone {
                 Outcome::CallerGone
@@ -218,7 +218,7 @@ impl TargetBody {
             (self.exchange_guard.take(), self.upstream_guard.take())
         {
             drop(exchange_guard.response_guard);
-            upstream_guard.abort(exchange_guard.access_log);
+            upstream_guard.abort(exchange_guard.record);
         }
     }
 

@@ -22,10 +22,10 @@ use tunnel_proto::wire::header::{AuditId, StreamHeader, StreamKind};
 
 use super::request_body::RequestBody;
 use crate::config::Limit;
-use crate::ingress::access_log::AccessLog;
 use crate::ingress::context::IngressContext;
 use crate::ingress::error::ProxyError;
 use crate::ingress::outcome::Outcome;
+use crate::ingress::request_record::RequestRecord;
 use crate::ingress::target_tls::{TlsProfile, server_name};
 use crate::routing::attempts::{Attempts, EndedStream, NextAttempt, Replay, ResendCause};
 use crate::routing::registry::{CallerKey, OpenError, StreamRequest};
@@ -75,7 +75,7 @@ impl UpstreamRequest<'_> {
     pub(crate) async fn exchange(
         &self,
         request: Request<RequestBody>,
-        access_log: &mut AccessLog,
+        record: &mut RequestRecord,
     ) -> Result<(Response<Incoming>, Upstream), ProxyError> {
         let (head, body) = request.into_parts();
         let replay = if !body.is_end_stream() {
@@ -99,7 +99,7 @@ impl UpstreamRequest<'_> {
         {
             let carrier = &upstream.carrier;
             let via = carrier.via.clone();
-            access_log.reused(via.clone(), carrier.bytes.clone(), carrier.audit_id);
+            record.reused(via.clone(), carrier.bytes.clone(), carrier.audit_id);
             // Boxed, since it is the largest part of this future.
             let mut error = match Box::pin(self.send(&mut upstream, sent, replay)).await {
                 Ok(response) => return Ok((response, upstream)),
@@ -122,13 +122,13 @@ impl UpstreamRequest<'_> {
                 self.caller,
                 self.trace_parent.clone(),
             );
-            access_log.identify(&mut stream_request.header);
+            record.identify(&mut stream_request.header);
             let mut attempt = SendAttempt {
                 upstream: self,
                 request,
                 head: sent_head,
                 replay,
-                access_log,
+                record,
             };
             let routing = &self.ingress.routing;
             let exchanged = routing.with_stream(&stream_request, &mut attempt, attempts, failed);
@@ -306,7 +306,7 @@ struct SendAttempt<'a> {
     /// The head of the request after that, unless it has a body.
     head: Option<SentHead>,
     replay: Replay,
-    access_log: &'a mut AccessLog,
+    record: &'a mut RequestRecord,
 }
 
 impl Attempt for SendAttempt<'_> {
@@ -320,7 +320,7 @@ impl Attempt for SendAttempt<'_> {
             (Replay::Safe, Some(_)) => Replay::Unserved,
             (replay, _) => replay,
         };
-        self.access_log.opened(&opened);
+        self.record.opened(&opened);
         // Another server may have lost the node, and a body can be sent only once.
         if replay == Replay::Never && opened.via.replica().is_some() {
             accepted(&mut opened.stream, upstream.destination).await?;
@@ -336,7 +336,7 @@ impl Attempt for SendAttempt<'_> {
         };
         let sent = match request {
             Some(request) => {
-                let audit_id = self.access_log.audit_id();
+                let audit_id = self.record.audit_id();
                 upstream.send_over(opened, request, replay, audit_id).await
             }
             None => Err(SendError::moved(upstream.destination)),
@@ -437,7 +437,7 @@ pub(crate) struct UpstreamBodyGuard {
 impl UpstreamBodyGuard {
     /// Closes the target's side at once. The record is written when the connection has taken its
     /// last byte, which it may do meanwhile, on another thread.
-    pub(crate) fn abort(self, record: AccessLog) {
+    pub(crate) fn abort(self, record: RequestRecord) {
         self.upstream.abort(&self.ingress.drivers, record);
     }
 

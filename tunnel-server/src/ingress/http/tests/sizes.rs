@@ -26,10 +26,8 @@ fn futures_of_a_request_are_small() {
         (
             "exchange",
             of3(
-                |upstream: &'static UpstreamRequest<'static>,
-                 request,
-                 access_log: &'static mut _| {
-                    upstream.exchange(request, access_log)
+                |upstream: &'static UpstreamRequest<'static>, request, record: &'static mut _| {
+                    upstream.exchange(request, record)
                 },
             ),
             3072,

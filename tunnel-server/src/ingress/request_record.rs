@@ -44,7 +44,7 @@ const DESTINATION_CAPACITY: usize = 64;
 
 /// The record of a request or stream in progress. Dropping it ends the record.
 #[derive(Debug)]
-pub struct AccessLog(OpenRecord<IngressSinks, Outcome>);
+pub struct RequestRecord(OpenRecord<IngressSinks, Outcome>);
 
 /// What the record of a caller needs to end.
 #[derive(Debug)]
@@ -102,7 +102,7 @@ impl RecordSinks<Outcome> for IngressSinks {
     }
 }
 
-impl AccessLog {
+impl RequestRecord {
     /// Starts a record with the outcome [`Outcome::CallerGone`].
     pub fn start(
         listener: &'static str,
@@ -286,13 +286,13 @@ pub struct ExchangeGuard {
     /// Resets the caller's connection unless finished.
     pub response_guard: ResponseGuard,
     /// The record, which ends when dropped.
-    pub access_log: AccessLog,
+    pub record: RequestRecord,
 }
 
 impl ExchangeGuard {
     /// Marks the exchange as complete.
     pub fn finish(mut self) {
-        self.access_log.set_outcome(Outcome::Ok);
+        self.record.set_outcome(Outcome::Ok);
         self.response_guard.finish();
     }
 }
