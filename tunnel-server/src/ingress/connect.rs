@@ -13,7 +13,9 @@ use hyper::body::Incoming;
 use tunnel_process::conn_limiter::source;
 
 use super::context::ConnectProxy;
-use super::dispatch::{self, IngressRequest, IngressTarget, TunnelParams, open_tunnel, route};
+use super::dispatch::{
+    self, IngressRequest, IngressTarget, TunnelParams, grant_route, open_tunnel,
+};
 use super::error::ProxyError;
 use super::http::caller::Caller;
 use super::http::exchange::{Exchange, Forwarded, ForwardedBody};
@@ -130,7 +132,7 @@ pub(super) async fn forward(
         RequestKind::Connect => UnreadToken::None,
         RequestKind::Read => unread_token(request.headers(), &policy.rules),
     };
-    let access = IngressRequest {
+    let ingress_request = IngressRequest {
         policy: &policy,
         caller: proxy.access(&name, caller.peer, has_delegation, token),
         target: IngressTarget::Proxy {
@@ -142,7 +144,7 @@ pub(super) async fn forward(
         end_signal: caller.close_state.end_signal(),
         operation: RequestedOperation::of(&request),
     };
-    let route = route(&caller.ingress, access, record).await?;
+    let route = grant_route(&caller.ingress, ingress_request, record).await?;
     match proxy_request.kind {
         RequestKind::Connect => {
             let params = TunnelParams {

@@ -94,7 +94,7 @@ pub(super) struct TunnelParams<'a> {
 ///
 /// # Errors
 /// Returns a [`ProxyError`] with the response for the caller.
-pub(super) async fn route(
+pub(super) async fn grant_route(
     ingress: &IngressContext,
     request: IngressRequest<'_>,
     record: &mut RequestRecord,
@@ -115,13 +115,13 @@ pub(super) async fn route(
             record.direct(&direct.request.to_string(), *port);
         }
     }
-    let access = Access {
+    let Policy { ports, rules, .. } = request.policy;
+    let requested = Access {
         caller: request.caller,
         destination,
         operation: request.operation,
     };
-    let Policy { ports, rules, .. } = request.policy;
-    let Located { route, mut access } = locate(ports, access)?;
+    let Located { route, mut access } = locate(ports, requested)?;
     let operation = access.facts.operation;
     record.decided(operation, None);
     let (claimed, routes) = (request.claimed.as_ref(), ingress.routes.load());
@@ -134,21 +134,21 @@ pub(super) async fn route(
     let rule = rule.unwrap_or_else(|denied| denied.rule());
     record.decided(operation, rule);
     let granted = granted?;
-    let access = running_access(&request, access);
+    let running = running_access(&request, access);
     if granted.asks_cluster {
         // Few requests need the memory of a question.
-        Box::pin(ask_cluster(ingress, &access, &granted)).await?;
+        Box::pin(ask_cluster(ingress, &running, &granted)).await?;
     }
-    let running = ingress.running.begin(access);
+    let guard = ingress.running.begin(running);
     // Those who decide again after a change may have begun before the access was in their list.
     if !std::ptr::eq(request.policy, &raw const *ingress.policy.load()) {
-        let decided = Box::pin(ingress.decide_again(running.access())).await;
+        let decided = Box::pin(ingress.decide_again(guard.access())).await;
         if let Err(refused) = decided {
             record.decided(operation, refused.rule.as_ref());
             return Err(ProxyError::new(Outcome::RefusedByPolicy, refused.reason));
         }
     }
-    record.running(running);
+    record.running(guard);
     Ok(route)
 }
 

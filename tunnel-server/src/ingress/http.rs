@@ -42,7 +42,7 @@ use super::context::{CallerConn, HttpListener, IngressContext};
 use crate::config::Limit;
 use crate::ingress::caller_stream::CallerClosed;
 use crate::ingress::dispatch::{
-    self, IngressRequest, IngressTarget, relay_granted, relay_tunnel, route,
+    self, IngressRequest, IngressTarget, grant_route, relay_granted, relay_tunnel,
 };
 use crate::ingress::error::ProxyError;
 use crate::ingress::http::caller::{Caller, CallerUpgrade};
@@ -653,7 +653,7 @@ impl Caller {
             None => unread_token(request.headers(), &policy.rules),
         };
         let has_delegation = self.has_delegation(&policy);
-        let access = IngressRequest {
+        let ingress_request = IngressRequest {
             policy: &policy,
             caller: AccessCaller {
                 identity,
@@ -669,7 +669,7 @@ impl Caller {
             target: self.target(&request, has_delegation),
             operation: RequestedOperation::of(&request),
         };
-        let route = route(&self.ingress, access, record).await?;
+        let route = grant_route(&self.ingress, ingress_request, record).await?;
         let exchange = Exchange {
             caller: self,
             key: &self.peer.key(identity),

@@ -10,7 +10,7 @@ use tokio::sync::Notify;
 use super::caller_stream::{CallerStream, CloseState};
 use super::context::IngressContext;
 use super::dispatch::{
-    IngressRequest, IngressTarget, TunnelParams, open_tunnel, relay_tunnel, route,
+    IngressRequest, IngressTarget, TunnelParams, grant_route, open_tunnel, relay_tunnel,
 };
 use super::error::ProxyError;
 use super::peer::CallerAddr;
@@ -75,7 +75,7 @@ async fn open(
         end_signal,
         operation: RequestedOperation::Connect,
     };
-    let route = route(ingress, request, record).await?;
+    let route = grant_route(ingress, request, record).await?;
     let params = TunnelParams {
         key: &CallerAddr::from(peer).key(caller.identity),
         trace_parent: String::new(),

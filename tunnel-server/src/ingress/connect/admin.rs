@@ -17,7 +17,7 @@ use super::super::peer::{CallerAddr, CallerIdentity};
 use super::{DirectDialer, subject};
 use crate::ingress::caller_stream::CloseState;
 use crate::ingress::dispatch::{
-    IngressRequest, IngressTarget, TunnelParams, open_tunnel, relay_granted, route,
+    IngressRequest, IngressTarget, TunnelParams, grant_route, open_tunnel, relay_granted,
 };
 use crate::ingress::error::ProxyError;
 use crate::ingress::http::headers::trace_parent;
@@ -129,7 +129,7 @@ impl AdminTunnels {
             RequestKind::Connect,
             "the admin socket accepts CONNECT only"
         );
-        let access = IngressRequest {
+        let ingress_request = IngressRequest {
             policy: &self.ingress.policy.load(),
             caller: self
                 .proxy
@@ -143,7 +143,7 @@ impl AdminTunnels {
             end_signal: close_state.end_signal(),
             operation: RequestedOperation::Connect,
         };
-        let route = route(&self.ingress, access, record).await?;
+        let route = grant_route(&self.ingress, ingress_request, record).await?;
         let params = TunnelParams {
             // A caller that has access to this socket can also stop the server, so it counts as a
             // caller with a certificate.
