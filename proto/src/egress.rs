@@ -10,10 +10,10 @@ use std::task::{Context, Poll, ready};
 use tokio::io::{AsyncRead, AsyncWrite, ReadBuf};
 use tokio::net::TcpStream;
 
-use crate::relay::{PollCut, RelayEnd, RelayOutcome, RelaySide, Socket, relay};
+use crate::relay::{CutSide, PollCut, RelayEnd, RelaySide, Socket, end_cut, relay};
 use crate::stream_record::{Relayed, StreamEnd};
 use crate::tcp::{ConnError, Failed, abort_behind, abort_on_close, configure, failed, finish};
-use crate::transport::{ByteCount, CUT_LIMIT, Stream, StreamCut, find_cause};
+use crate::transport::{ByteCount, CUT_LIMIT, Stream};
 use crate::wire::code::ResetCode;
 
 /// A connection to a target. Dropping it resets the connection unless it was finished and shut
@@ -80,6 +80,14 @@ impl Drop for TargetSocket {
     fn drop(&mut self) {
         if !(self.is_finished && self.is_shut_down) {
             let _gone_anyway = abort_on_close(&self.tcp);
+        }
+    }
+}
+
+impl CutSide for TargetSocket {
+    async fn cut_for_peer(self, _code: ResetCode, takes_none: bool) {
+        if !takes_none {
+            self.abort().await;
         }
     }
 }
@@ -201,15 +209,14 @@ impl AsyncWrite for TargetSocket {
 }
 
 /// Like [`relay_socket`], until `stop` completes because the agent stops: then both the stream, with
-/// `code`, and the socket are reset. The bytes of such a relay are those that the socket has carried.
+/// `code`, and the socket are cut. The bytes of such a relay are those that the socket has carried.
 pub async fn relay_socket_until(
-    stream: Stream,
-    socket: TargetSocket,
+    mut stream: Stream,
+    mut socket: TargetSocket,
     stop: impl Future<Output = ()>,
     code: ResetCode,
 ) -> Relayed {
     let bytes = socket.bytes();
-    let (mut stream, mut socket) = (stream, socket);
     let mut side = Socket(&mut socket);
     let relayed = tokio::select! {
         biased;
@@ -227,17 +234,6 @@ pub async fn relay_socket_until(
             detail: String::new(),
         };
     };
-    end_relay(relayed, stream, socket).await
-}
-
-/// Relays between a stream and a socket until both sides have ended or one was cut. The other side
-/// of a cut gets the bytes before the cut, as far as it takes them in time, and then sees a reset.
-/// Dropping the future resets both.
-pub async fn relay_socket(stream: Stream, socket: TargetSocket) -> Relayed {
-    relay_socket_until(stream, socket, std::future::pending(), ResetCode::Dropped).await
-}
-
-async fn end_relay(relayed: RelayOutcome, mut stream: Stream, mut socket: TargetSocket) -> Relayed {
     let (end, detail) = match relayed.end {
         RelayEnd::Clean => {
             socket.finish();
@@ -247,25 +243,14 @@ async fn end_relay(relayed: RelayOutcome, mut stream: Stream, mut socket: Target
             socket.finish();
             (StreamEnd::ReaderClosed, String::new())
         }
-        RelayEnd::Cut(RelaySide::Left, cut) => {
-            drop(stream);
-            if !cut.has_lost_bytes {
-                socket.abort().await;
-            }
-            let is_stalled = find_cause(&cut.error).is_some_and(StreamCut::is_for_memory);
-            let end = if is_stalled {
-                StreamEnd::ReaderStalled
-            } else {
-                StreamEnd::CutByPeer
+        RelayEnd::Cut(side, cut) => {
+            let end = match (side, socket.peer) {
+                (RelaySide::Left, _) if cut.is_for_memory() => StreamEnd::ReaderStalled,
+                (RelaySide::Left, _) => StreamEnd::CutByPeer,
+                (RelaySide::Right, SocketPeer::Target) => StreamEnd::CutByTarget,
+                (RelaySide::Right, SocketPeer::Client) => StreamEnd::CutByCaller,
             };
-            (end, cut.error.to_string())
-        }
-        RelayEnd::Cut(RelaySide::Right, cut) => {
-            stream.cut_behind(ResetCode::PeerCut);
-            let end = match socket.peer {
-                SocketPeer::Target => StreamEnd::CutByTarget,
-                SocketPeer::Client => StreamEnd::CutByCaller,
-            };
+            end_cut(stream, socket, side, &cut).await;
             (end, cut.error.to_string())
         }
     };
@@ -275,6 +260,13 @@ async fn end_relay(relayed: RelayOutcome, mut stream: Stream, mut socket: Target
         bytes_out: relayed.right_to_left,
         detail,
     }
+}
+
+/// Relays between a stream and a socket until both sides have ended or one was cut. The other side
+/// of a cut gets the bytes before the cut, as far as it takes them in time, and then sees a reset.
+/// Dropping the future resets both.
+pub async fn relay_socket(stream: Stream, socket: TargetSocket) -> Relayed {
+    relay_socket_until(stream, socket, std::future::pending(), ResetCode::Dropped).await
 }
 
 #[cfg(test)]

@@ -1,9 +1,8 @@
 //! Streams as sides of a relay, and relays between two streams.
 
-use crate::relay::{Cut, RelayEnd, RelayIo, RelayOutcome, RelaySide, relay};
+use crate::relay::{RelayEnd, RelayIo, RelayOutcome, RelaySide, end_cut, relay};
 use crate::stream_record::{Relayed, StreamEnd};
-use crate::transport::{Stream, StreamCut, find_cause};
-use crate::wire::code::ResetCode;
+use crate::transport::Stream;
 
 impl RelayIo for Stream {
     type Io = Self;
@@ -21,30 +20,22 @@ impl RelayIo for Stream {
 /// or one was cut. Dropping the future cuts both.
 pub async fn relay_streams(mut incoming: Stream, mut opened: Stream) -> Relayed {
     let relayed = forward(&mut incoming, &mut opened).await;
+    let refusal = opened.passed_refusal().cloned();
     let (end, detail) = match relayed.end {
         RelayEnd::Clean => (StreamEnd::Ok, String::new()),
         RelayEnd::ReaderClosed(_) => (StreamEnd::ReaderClosed, String::new()),
-        RelayEnd::Cut(side, Cut { error, .. }) => {
-            let cut = find_cause::<StreamCut>(&error);
-            let is_lost = cut == Some(&StreamCut::SessionLost);
-            let (end, code) = if cut.is_some_and(StreamCut::is_for_memory) {
-                (StreamEnd::ReaderStalled, ResetCode::ReaderStalled)
-            } else {
-                match side {
-                    RelaySide::Left => (StreamEnd::CutByPeer, ResetCode::PeerCut),
-                    // The caller gets the same answer as from this server.
-                    RelaySide::Right if is_lost => (StreamEnd::CutByTarget, ResetCode::SessionLost),
-                    RelaySide::Right => (StreamEnd::CutByTarget, ResetCode::PeerCut),
-                }
+        RelayEnd::Cut(side, cut) => {
+            end_cut(incoming, opened, side, &cut).await;
+            let end = match side {
+                _ if cut.is_for_memory() => StreamEnd::ReaderStalled,
+                RelaySide::Left => StreamEnd::CutByPeer,
+                RelaySide::Right => StreamEnd::CutByTarget,
             };
-            // Also behind a half that was shut down, which a drop would just not read.
-            incoming.cut_behind(code);
-            opened.cut_behind(code);
-            (end, error.to_string())
+            (end, cut.error.to_string())
         }
     };
-    let (end, detail) = match opened.passed_refusal() {
-        Some(refusal) => (StreamEnd::Refused(refusal.code), refusal.detail.clone()),
+    let (end, detail) = match refusal {
+        Some(refusal) => (StreamEnd::Refused(refusal.code), refusal.detail),
         None => (end, detail),
     };
     Relayed {

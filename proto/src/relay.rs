@@ -3,8 +3,8 @@
 //!
 //! - End of input on one side becomes `shutdown` of the other side. The opposite direction
 //!   continues.
-//! - A failed read means that bytes may be missing. The relay ends with [`RelayEnd::Cut`], and the
-//!   caller drops both sides such that each peer sees a cut (a stream resets on drop; a TCP socket
+//! - A failed read means that bytes may be missing. The relay ends with [`RelayEnd::Cut`], and
+//!   [`end_cut`] ends both sides such that each peer sees a cut (a stream resets on drop; a TCP socket
 //!   needs zero linger). The bytes that were read before the cut are written first, as long as the
 //!   reader takes bytes ([`CutDeadline`]).
 //! - A reader that takes no bytes does not hide the cut of the other side: while a write is blocked
@@ -161,6 +161,53 @@ pub struct Cut {
     pub error: io::Error,
     /// Whether the other side took no bytes any more, so that some before the cut are lost.
     pub has_lost_bytes: bool,
+}
+
+impl Cut {
+    /// Returns whether an end cut its stream for the memory, because the reader was stalled.
+    pub fn is_for_memory(&self) -> bool {
+        find_cause(&self.error).is_some_and(StreamCut::is_for_memory)
+    }
+
+    /// Returns the code with which a stream on the other side is cut.
+    fn code(&self, side: RelaySide) -> ResetCode {
+        match (find_cause::<StreamCut>(&self.error), side) {
+            (Some(cut), _) if cut.is_for_memory() => ResetCode::ReaderStalled,
+            // The caller gets the same answer as from the server that has the session.
+            (Some(StreamCut::SessionLost), RelaySide::Right) => ResetCode::SessionLost,
+            (Some(_) | None, RelaySide::Left | RelaySide::Right) => ResetCode::PeerCut,
+        }
+    }
+}
+
+/// A side of a relay that can be cut for its peer.
+pub trait CutSide {
+    /// Cuts the side, a stream with this code. The peer gets the bytes that were written before, unless
+    /// it `takes_none`.
+    fn cut_for_peer(self, code: ResetCode, takes_none: bool) -> impl Future<Output = ()> + Send;
+}
+
+impl CutSide for Stream {
+    /// Cuts also a half that was shut down, which a drop would just not read.
+    async fn cut_for_peer(mut self, code: ResetCode, _takes_none: bool) {
+        self.cut_behind(code);
+    }
+}
+
+/// Ends both sides after a relay that ended with the cut of `side`: that side is dropped, and the other
+/// one is cut for its peer.
+pub async fn end_cut(left: impl CutSide, right: impl CutSide, side: RelaySide, cut: &Cut) {
+    let (code, takes_none) = (cut.code(side), cut.has_lost_bytes);
+    match side {
+        RelaySide::Left => {
+            drop(left);
+            right.cut_for_peer(code, takes_none).await;
+        }
+        RelaySide::Right => {
+            drop(right);
+            left.cut_for_peer(code, takes_none).await;
+        }
+    }
 }
 
 /// The totals and the end of a relay.

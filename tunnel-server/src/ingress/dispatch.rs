@@ -11,10 +11,10 @@ use tokio::sync::Notify;
 use tracing::debug;
 use tunnel_process::host::is_own_address;
 use tunnel_proto::egress::TargetSocket;
-use tunnel_proto::relay::{Cut, PollCut, RelayEnd, RelaySide};
-use tunnel_proto::transport::{StreamCut, find_cause};
+use tunnel_proto::relay::{CutSide, PollCut, RelayEnd, RelaySide, end_cut};
+use tunnel_proto::wire::code::ResetCode;
 
-use super::caller_stream::discard_input;
+use super::caller_stream::{CloseState, discard_input};
 use super::connect::dial::DirectDialer;
 use super::context::IngressContext;
 use super::decide_again::ask_cluster;
@@ -316,9 +316,8 @@ impl Attempt for TunnelAttempt<'_> {
         // is known.
         if self.awaits_reply || opened.via.replica().is_some() {
             accepted(&mut opened.stream, &self.target_label).await?;
-            return Ok(Tunnel::Agent(opened.stream));
         }
-        Ok(Tunnel::Pending {
+        Ok(Tunnel::Agent {
             stream: opened.stream,
             target_label: self.target_label.clone(),
         })
@@ -363,7 +362,8 @@ pub(super) async fn relay_tunnel<C>(
         () = close_state.end_signal().notified() => {
             debug!("{} is refused by the rules in force", tunnel.name());
             drop(exchange_guard);
-            tokio::join!(tunnel.cut_behind(false), close_state.cut_behind(&mut caller));
+            let cut = tunnel.cut_for_peer(ResetCode::PeerCut, false);
+            tokio::join!(cut, close_state.cut_behind(&mut caller));
             return;
         }
     };
@@ -380,39 +380,43 @@ pub(super) async fn relay_tunnel<C>(
             exchange_guard.response_guard.finish();
         }
         RelayEnd::Cut(side, cut) => {
-            let Cut {
-                error,
-                has_lost_bytes,
-            } = cut;
-            debug!(?side, %error, "{} was reset", tunnel.name());
+            debug!(?side, error = %cut.error, "{} was reset", tunnel.name());
             let record = &mut exchange_guard.record;
-            let cut = find_cause::<StreamCut>(&error);
             match &*tunnel {
-                _ if cut.is_some_and(StreamCut::is_for_memory) => {
-                    record.set_outcome(Outcome::ReaderStalled);
-                }
+                _ if cut.is_for_memory() => record.set_outcome(Outcome::ReaderStalled),
                 _ if side == RelaySide::Left => record.set_outcome(Outcome::CallerGone),
-                Tunnel::Agent(_) | Tunnel::Direct(_) | Tunnel::Upgraded(_) => {
-                    record.set_outcome(Outcome::Cut);
-                }
-                Tunnel::Pending { stream, .. } if stream.is_accepted() => {
-                    record.set_outcome(Outcome::Cut);
-                }
                 // The error can be the agent's refusal.
-                Tunnel::Pending { target_label, .. } => {
-                    record.fail(&ProxyError::from_stream(&error, target_label, Outcome::Cut))
+                Tunnel::Agent {
+                    stream,
+                    target_label,
+                } if !stream.is_accepted() => {
+                    let failure = ProxyError::from_stream(&cut.error, target_label, Outcome::Cut);
+                    record.fail(&failure);
+                }
+                Tunnel::Agent { .. } | Tunnel::Direct(_) | Tunnel::Upgraded(_) => {
+                    record.set_outcome(Outcome::Cut);
                 }
             }
             drop(exchange_guard);
-            match side {
-                RelaySide::Left => tunnel.cut_behind(has_lost_bytes).await,
-                RelaySide::Right => {
-                    drop(tunnel);
-                    if !has_lost_bytes {
-                        close_state.cut_behind(&mut caller).await;
-                    }
-                }
-            }
+            let caller = CallerSide {
+                caller,
+                close_state,
+            };
+            Box::pin(end_cut(caller, *tunnel, side, &cut)).await;
+        }
+    }
+}
+
+/// The side of a caller, whose connection is cut with it.
+struct CallerSide<C> {
+    caller: C,
+    close_state: Arc<CloseState>,
+}
+
+impl<C: AsyncWrite + Send + Unpin> CutSide for CallerSide<C> {
+    async fn cut_for_peer(mut self, _code: ResetCode, takes_none: bool) {
+        if !takes_none {
+            self.close_state.cut_behind(&mut self.caller).await;
         }
     }
 }

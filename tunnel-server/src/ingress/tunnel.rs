@@ -2,7 +2,7 @@
 
 use tokio::io::{AsyncRead, AsyncWrite};
 use tunnel_proto::egress::TargetSocket;
-use tunnel_proto::relay::{PollCut, RelayEnd, Socket, relay};
+use tunnel_proto::relay::{CutSide, PollCut, RelayEnd, Socket, relay};
 use tunnel_proto::transport::Stream;
 use tunnel_proto::wire::code::ResetCode;
 
@@ -11,10 +11,8 @@ use super::http::upstream::TargetIo;
 /// An open connection to a target.
 #[derive(Debug)]
 pub(super) enum Tunnel {
-    /// A stream through an agent that has connected to the target.
-    Agent(Stream),
-    /// A stream through an agent that has not replied yet.
-    Pending {
+    /// A stream through an agent. Unless it is accepted, the agent has not replied yet.
+    Agent {
         stream: Stream,
         /// The node and the target, for the error if the agent refuses.
         target_label: String,
@@ -33,23 +31,9 @@ impl Tunnel {
     {
         let caller = &mut Socket(caller);
         match self {
-            Self::Agent(stream) | Self::Pending { stream, .. } => relay(caller, stream).await.end,
+            Self::Agent { stream, .. } => relay(caller, stream).await.end,
             Self::Direct(socket) => relay(caller, &mut Socket(socket)).await.end,
             Self::Upgraded(target) => relay(caller, &mut Socket(&mut **target)).await.end,
-        }
-    }
-
-    /// Cuts the connection. The target gets the bytes that were written before, unless it
-    /// `is_stalled`.
-    pub(super) async fn cut_behind(self, is_stalled: bool) {
-        match self {
-            // Stays behind the bytes. Without it, a half that was shut down would just not be read.
-            Self::Agent(mut stream) | Self::Pending { mut stream, .. } => {
-                stream.cut_behind(ResetCode::PeerCut);
-            }
-            Self::Upgraded(target) => target.cut_behind(),
-            Self::Direct(socket) if !is_stalled => socket.abort().await,
-            Self::Direct(_) => {}
         }
     }
 
@@ -57,7 +41,7 @@ impl Tunnel {
     /// complete when both of their halves have ended.
     pub(super) fn finish(&mut self) {
         match self {
-            Self::Agent(_) | Self::Pending { .. } | Self::Upgraded(_) => {}
+            Self::Agent { .. } | Self::Upgraded(_) => {}
             Self::Direct(socket) => socket.finish(),
         }
     }
@@ -65,9 +49,18 @@ impl Tunnel {
     /// Returns the name of the connection for logs.
     pub(super) fn name(&self) -> &'static str {
         match self {
-            Self::Agent(_) | Self::Direct(_) => "tunnel",
-            Self::Pending { .. } => "service stream",
+            Self::Agent { .. } | Self::Direct(_) => "tunnel",
             Self::Upgraded(_) => "upgraded stream",
+        }
+    }
+}
+
+impl CutSide for Tunnel {
+    async fn cut_for_peer(self, code: ResetCode, takes_none: bool) {
+        match self {
+            Self::Agent { stream, .. } => stream.cut_for_peer(code, takes_none).await,
+            Self::Upgraded(target) => target.cut_behind(),
+            Self::Direct(socket) => socket.cut_for_peer(code, takes_none).await,
         }
     }
 }
