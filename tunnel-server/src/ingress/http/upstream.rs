@@ -18,7 +18,7 @@ use tokio_rustls::TlsConnector;
 use tunnel_proto::egress::TargetSocket;
 use tunnel_proto::tls;
 use tunnel_proto::transport::{Stream, source_number};
-use tunnel_proto::wire::header::{AuditId, StreamHeader, StreamKind};
+use tunnel_proto::wire::header::{StreamHeader, StreamKind};
 
 use super::request_body::RequestBody;
 use crate::config::Limit;
@@ -156,38 +156,6 @@ impl UpstreamRequest<'_> {
             is_suspect: via.is_some_and(|via| routing.is_suspect(node, via)),
             ..EndedStream::default()
         })
-    }
-
-    async fn send_over(
-        &self,
-        opened: OpenStream,
-        request: Request<SentBody>,
-        replay: Replay,
-        audit_id: AuditId,
-    ) -> Result<(Response<Incoming>, Upstream), Box<SendError>> {
-        let via = opened.via.clone();
-        let carrier = Carrier {
-            via: Some(opened.via),
-            bytes: opened.stream.bytes(),
-            watch: Some(opened.stream.watch()),
-            audit_id: Some(audit_id),
-        };
-        let unsent = unsent_for_long(&carrier, true);
-        let connected = tokio::select! {
-            biased;
-            connected = self.connect(opened.stream, carrier) => connected.map_err(Into::into),
-            () = unsent => Err(self.memory_full().into()),
-            () = self.moves(replay, Some(&via)) => Err(SendError::moved(self.destination)),
-        };
-        let mut upstream = match connected {
-            Ok(upstream) => upstream,
-            Err(mut error) => {
-                error.unsent = Some(request);
-                return Err(error);
-            }
-        };
-        let response = self.send(&mut upstream, request, replay).await?;
-        Ok((response, upstream))
     }
 
     async fn send(
@@ -334,19 +302,39 @@ impl Attempt for SendAttempt<'_> {
             }
             (None, None) => None,
         };
-        let sent = match request {
-            Some(request) => {
-                let audit_id = self.record.audit_id();
-                upstream.send_over(opened, request, replay, audit_id).await
-            }
-            None => Err(SendError::moved(upstream.destination)),
+        let Some(request) = request else {
+            let error = SendError::moved(upstream.destination);
+            return Err(upstream.failed(*error, Some(&via), Replay::Never, false));
         };
-        sent.map_err(|mut error| {
-            (self.request, self.head) = (error.unsent.take(), error.head.take());
-            let has_request = self.request.is_some() || self.head.is_some();
-            let replay = if has_request { replay } else { Replay::Never };
-            upstream.failed(*error, Some(&via), replay, false)
-        })
+        let carrier = Carrier {
+            via: Some(opened.via),
+            bytes: opened.stream.bytes(),
+            watch: Some(opened.stream.watch()),
+            audit_id: Some(self.record.audit_id()),
+        };
+        let unsent = unsent_for_long(&carrier, true);
+        let connected = tokio::select! {
+            biased;
+            connected = upstream.connect(opened.stream, carrier) => connected.map_err(Into::into),
+            () = unsent => Err(upstream.memory_full().into()),
+            () = upstream.moves(replay, Some(&via)) => Err(SendError::moved(upstream.destination)),
+        };
+        let mut connection = match connected {
+            Ok(connection) => connection,
+            Err(error) => {
+                self.request = Some(request);
+                return Err(upstream.failed(*error, Some(&via), replay, false));
+            }
+        };
+        match upstream.send(&mut connection, request, replay).await {
+            Ok(response) => Ok((response, connection)),
+            Err(mut error) => {
+                (self.request, self.head) = (error.unsent.take(), error.head.take());
+                let has_request = self.request.is_some() || self.head.is_some();
+                let replay = if has_request { replay } else { Replay::Never };
+                Err(upstream.failed(*error, Some(&via), replay, false))
+            }
+        }
     }
 
     fn not_opened(&self, error: OpenError) -> ProxyError {
