@@ -187,8 +187,23 @@ impl Sessions {
         }
         self.revocations.record_generation(session.peer());
         self.supersede(node, &yielded);
-        let id = registration.session().id;
-        let members = self.send_welcome(session, id, &hello, &mut writer).await?;
+        // Welcome has the current value of the list.
+        let mut members = self.peers.members();
+        let limits = self.limits.load();
+        let welcome = ControlMessage::Welcome(Welcome {
+            version: negotiate_version(hello.versions.0, hello.versions.1).unwrap_or(VERSION_MIN),
+            session: registration.session().id,
+            capabilities: self.capabilities(session, &hello.node_name),
+            streams_per_agent: limits.streams_per_agent,
+            target_dial_timeout: limits.target_dial_timeout,
+            replica_id: self.peers.own().clone(),
+            members: members.borrow_and_update().to_vec(),
+        });
+        let sent = timeout(limits.handshake_timeout, writer.send(&welcome)).await;
+        sent.map_err(|_elapsed| {
+            let detail = "Welcome was not sent in time".to_owned();
+            AdmissionError::Refused(CloseCode::HandshakeTimeout, detail)
+        })??;
         let peer = session.peer();
         self.nodes
             .record_connection(node, peer.not_before + BACKDATED, peer.not_after);
@@ -301,33 +316,6 @@ impl Sessions {
             self.shutdown
                 .spawn_service(async move { old.close_superseded().await });
         }
-    }
-
-    /// Sends Welcome. Returns the list of servers, of which Welcome has the current value.
-    async fn send_welcome(
-        &self,
-        session: &Arc<dyn Session>,
-        id: SessionId,
-        hello: &Hello,
-        writer: &mut ControlWriter,
-    ) -> Result<watch::Receiver<Arc<[Member]>>, AdmissionError> {
-        let mut members = self.peers.members();
-        let welcome = Welcome {
-            version: negotiate_version(hello.versions.0, hello.versions.1).unwrap_or(VERSION_MIN),
-            session: id,
-            capabilities: self.capabilities(session, &hello.node_name),
-            streams_per_agent: self.limits.load().streams_per_agent,
-            target_dial_timeout: self.limits.load().target_dial_timeout,
-            replica_id: self.peers.own().clone(),
-            members: members.borrow_and_update().to_vec(),
-        };
-        let welcome = ControlMessage::Welcome(welcome);
-        let sent = timeout(self.limits.load().handshake_timeout, writer.send(&welcome)).await;
-        sent.map_err(|_elapsed| {
-            let detail = "Welcome was not sent in time".to_owned();
-            AdmissionError::Refused(CloseCode::HandshakeTimeout, detail)
-        })??;
-        Ok(members)
     }
 
     /// Returns what the server does for this agent in addition to version 1.
