@@ -289,7 +289,7 @@ impl Routing {
     /// [`Registry::can_reuse`].
     pub fn can_reuse(&self, node: &NodeName, via: &Via) -> bool {
         match via {
-            Via::Local(_) => self.registry.can_reuse(node, via),
+            Via::Local(session) => self.registry.can_reuse(node, *session),
             Via::Replica(replica) => {
                 self.peers.has_spare(replica)
                     && self.active(node).as_ref() == Some(via)

@@ -447,7 +447,7 @@ impl Registry {
         request: &StreamRequest<'_>,
         except: &[Via],
     ) -> Result<Opened, NotOpened> {
-        let (agent, limiter) = self.admit(request.node, except)?;
+        let (agent, limiter) = self.choose_session(request.node, except)?;
         let permit = self.permit(request.node, request.caller, &limiter).await;
         let permit = permit.map_err(OpenError::TooManyStreams)?;
         let via = Via::Local(agent.id);
@@ -482,15 +482,12 @@ impl Registry {
         active.map(|agent| Via::Local(agent.id))
     }
 
-    /// Returns whether an idle stream over `via` can be kept for another request. New streams must
+    /// Returns whether an idle stream of a session can be kept for another request. New streams must
     /// use the same session, and at most a quarter of the streams of the node's agent may be open.
-    pub fn can_reuse(&self, node: &NodeName, via: &Via) -> bool {
-        let Via::Local(session) = via else {
-            return false;
-        };
+    pub fn can_reuse(&self, node: &NodeName, session: SessionId) -> bool {
         let nodes = self.nodes.lock();
         nodes.get(node).is_some_and(|node| {
-            node.limiter.has_spare() && node.active().is_some_and(|agent| agent.id == *session)
+            node.limiter.has_spare() && node.active().is_some_and(|agent| agent.id == session)
         })
     }
 
@@ -544,7 +541,7 @@ impl Registry {
     }
 
     /// Returns the session for a new stream, and the limiter of the agent's streams.
-    fn admit(
+    fn choose_session(
         &self,
         node: &NodeName,
         except: &[Via],
@@ -553,16 +550,15 @@ impl Registry {
             Some(node) => (node.sessions.clone(), node.limiter.clone()),
             None => return Err(OpenError::NoAgent),
         };
+        let mut untried = by_preference(&sessions)
+            .filter(|agent| !agent.is_withdrawn() && !except.contains(&Via::Local(agent.id)));
         let mut suspect_reason = None;
-        let is_routable = |agent: &&Arc<AgentSession>| {
-            if agent.is_withdrawn() || except.contains(&Via::Local(agent.id)) {
-                return false;
-            }
+        let is_live = |agent: &&Arc<AgentSession>| {
             let reason = agent.suspect_reason();
             suspect_reason = suspect_reason.or(reason);
             reason.is_none()
         };
-        let Some(agent) = by_preference(&sessions).find(is_routable) else {
+        let Some(agent) = untried.find(is_live) else {
             return Err(suspect_reason.map_or(OpenError::Draining, OpenError::Suspect));
         };
         // Trying another session would not help: the buffer pool is global, and the quota is per
