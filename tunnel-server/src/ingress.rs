@@ -16,12 +16,13 @@ use tunnel_proto::identity::{caller_name, common_name};
 use tunnel_proto::tcp;
 
 use crate::config::Limit;
+use crate::ingress::caller_addr::{CallerAddr, CallerIdentity};
 use crate::ingress::caller_stream::{CallerSocket, CallerStream, CloseState};
 use crate::ingress::client_auth::{ListenerTls, has_delegation};
-use crate::ingress::peer::{CallerAddr, CallerIdentity};
 pub use crate::outcome;
 use tunnel_routing::destination::TcpService;
 
+pub mod caller_addr;
 pub mod caller_stream;
 pub mod client_auth;
 pub mod connect;
@@ -33,7 +34,6 @@ pub mod error;
 pub mod fuzz;
 pub mod head_memory;
 pub mod http;
-pub mod peer;
 pub mod recent_requests;
 pub mod request_record;
 pub mod target_tls;
@@ -95,7 +95,7 @@ impl IngressContext {
         }
         let mut accepting = RetryingListener::new(listener, kind.name());
         loop {
-            let (socket, peer) = tokio::select! {
+            let (socket, addr) = tokio::select! {
                 biased;
                 () = self.shutdown.drain().cancelled() => return,
                 accepted = accepting.accept() => accepted,
@@ -104,37 +104,37 @@ impl IngressContext {
             let work: std::pin::Pin<Box<dyn Future<Output = ()> + Send>> = match &kind {
                 ListenerKind::Http(http_listener) => {
                     let (listener, identity) = (http_listener.clone(), CallerIdentity::Anonymous);
-                    Box::pin(ingress.serve(listener, socket.into(), peer.into(), identity))
+                    Box::pin(ingress.serve(listener, socket.into(), addr.into(), identity))
                 }
                 ListenerKind::TcpService(service) => {
                     let service = service.load();
                     Box::pin(async move {
-                        let Some(permit) = ingress.admit(peer.into()) else {
+                        let Some(permit) = ingress.admit(addr.into()) else {
                             return;
                         };
                         // A connection to a TCP service carries a stream for its whole life.
                         let _in_use = permit.in_use();
-                        tcp_service::serve(ingress, service, socket, peer).await;
+                        tcp_service::serve(ingress, service, socket, addr).await;
                     })
                 }
             };
             self.shutdown
-                .spawn_work(work.instrument(info_span!("conn", %peer)));
+                .spawn_work(work.instrument(info_span!("conn", peer = %addr)));
         }
     }
 
     /// Acquires a permit for a caller's connection. Without a permit the connection is refused: the
     /// server drops it.
-    fn admit(&self, peer: CallerAddr) -> Option<Arc<ConnPermit>> {
-        self.count_permit(self.callers.acquire(peer.source()))
+    fn admit(&self, addr: CallerAddr) -> Option<Arc<ConnPermit>> {
+        self.count_permit(self.callers.acquire(addr.source()))
     }
 
     /// Acquires a permit for a caller that can be verified. The returned flag says whether the
     /// permit is one that is reserved for verified callers.
-    fn admit_verifiable(&self, peer: CallerAddr) -> Option<(Arc<ConnPermit>, bool)> {
-        let acquired = self.callers.acquire(peer.source());
+    fn admit_verifiable(&self, addr: CallerAddr) -> Option<(Arc<ConnPermit>, bool)> {
+        let acquired = self.callers.acquire(addr.source());
         let is_reserved = acquired.is_err();
-        let acquired = acquired.or_else(|_full| self.verified_callers.acquire(peer.source()));
+        let acquired = acquired.or_else(|_full| self.verified_callers.acquire(addr.source()));
         self.count_permit(acquired)
             .map(|permit| (permit, is_reserved))
     }
@@ -159,20 +159,20 @@ impl IngressContext {
         self: Arc<Self>,
         http_listener: Arc<HttpListener>,
         socket: CallerSocket,
-        peer: CallerAddr,
+        addr: CallerAddr,
         identity: CallerIdentity,
     ) {
-        let acquired = match peer {
+        let acquired = match addr {
             CallerAddr::Tcp(_) if http_listener.tls.is_none() => {
-                self.admit(peer).map(|permit| (permit, false))
+                self.admit(addr).map(|permit| (permit, false))
             }
-            CallerAddr::Tcp(_) | CallerAddr::Unix => self.admit_verifiable(peer),
+            CallerAddr::Tcp(_) | CallerAddr::Unix => self.admit_verifiable(addr),
         };
         let Some((permit, is_reserved)) = acquired else {
             return;
         };
         // The host controls which users can open a Unix socket.
-        let must_verify = is_reserved && peer != CallerAddr::Unix;
+        let must_verify = is_reserved && addr != CallerAddr::Unix;
         let deadline = Instant::now() + self.limits.load().handshake_timeout;
         let protocol = tokio::select! {
             biased;
@@ -187,7 +187,7 @@ impl IngressContext {
         let socket = CallerStream::new(socket, close_state.clone());
         let caller_closed = socket.caller_closed();
         let mut conn = CallerConn {
-            peer,
+            addr,
             identity,
             close_state,
             caller_closed,
@@ -208,7 +208,7 @@ impl IngressContext {
             }
             CallerProtocol::HttpToTlsPort => {
                 let (name, metrics) = (http_listener.name, &self.metrics);
-                return wrong_scheme::refuse_http(socket, name, peer, metrics).await;
+                return wrong_scheme::refuse_http(socket, name, addr, metrics).await;
             }
         };
         let handshake = TlsAcceptor::from(tls.config()).accept(socket);

@@ -12,6 +12,7 @@ use http::{Request, Response};
 use hyper::body::Incoming;
 use tunnel_process::conn_limiter::source;
 
+use super::caller_addr::{CallerAddr, CallerIdentity};
 use super::context::ConnectProxy;
 use super::dispatch::{
     self, IngressRequest, IngressTarget, TunnelParams, grant_route, open_tunnel,
@@ -21,7 +22,6 @@ use super::http::caller::Caller;
 use super::http::exchange::{Exchange, Forwarded, ForwardedBody};
 use super::http::headers::{trace_parent, unread_token};
 use super::outcome::Outcome;
-use super::peer::{CallerAddr, CallerIdentity};
 use super::request_record::RequestRecord;
 use tunnel_routing::operation::RequestedOperation;
 use tunnel_routing::policy::{AccessCaller, Denied, Listener, UnreadToken};
@@ -49,7 +49,7 @@ impl ConnectProxy {
     ) -> Result<CallerIdentity, ProxyError> {
         let access = self.access(
             &caller.identity,
-            caller.peer,
+            caller.addr,
             has_delegation,
             UnreadToken::None,
         );
@@ -57,7 +57,7 @@ impl ConnectProxy {
         let Some(passwords) = passwords.filter(|_| access.needs_credentials()) else {
             return Ok(caller.identity.clone());
         };
-        let source = source(caller.peer.source());
+        let source = source(caller.addr.source());
         let admitted = passwords.authenticate(
             PROXY_AUTHORIZATION,
             request.headers(),
@@ -76,11 +76,11 @@ impl ConnectProxy {
     fn access<'a>(
         &self,
         identity: &'a CallerIdentity,
-        peer: CallerAddr,
+        addr: CallerAddr,
         has_delegation: bool,
         token: UnreadToken,
     ) -> AccessCaller<'a> {
-        let source = peer.tcp_source();
+        let source = addr.tcp_source();
         AccessCaller {
             identity,
             listener: source.map_or(Listener::Unix, |_| Listener::Connect),
@@ -125,7 +125,7 @@ pub(super) async fn forward(
     let has_delegation = caller.has_delegation(&policy);
     let name = proxy.authenticate(caller, &request, has_delegation)?;
     record.caller(&name);
-    let key = caller.peer.key(&name);
+    let key = caller.addr.key(&name);
     let proxy_request = ProxyRequest::of(request.method(), request.uri(), request.headers())?;
     // The fields of a CONNECT pass on to nobody.
     let token = match proxy_request.kind {
@@ -134,7 +134,7 @@ pub(super) async fn forward(
     };
     let ingress_request = IngressRequest {
         policy: &policy,
-        caller: proxy.access(&name, caller.peer, has_delegation, token),
+        caller: proxy.access(&name, caller.addr, has_delegation, token),
         target: IngressTarget::Proxy {
             request: &proxy_request,
             dialer: &proxy.direct,

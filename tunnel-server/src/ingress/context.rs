@@ -8,12 +8,12 @@ use tunnel_process::shutdown::Shutdown;
 use tunnel_proto::identity::CallerError;
 use tunnel_proto::wire::name::{NodeName, Port};
 
+use super::caller_addr::{CallerAddr, CallerIdentity};
 use super::caller_stream::{CallerClosed, CloseState};
 use super::client_auth::ListenerTls;
 use super::connect::basic_auth::BasicAuth;
 use super::connect::dial::DirectDialer;
 use super::head_memory::HeadMemory;
-use super::peer::{CallerAddr, CallerIdentity};
 use super::recent_requests::RecentRequests;
 use super::target_tls::TargetTls;
 use crate::config::SharedLimits;
@@ -104,7 +104,7 @@ pub struct ConnectProxy {
 /// A caller's connection and the facts about the caller, without the stream.
 #[derive(Debug)]
 pub(super) struct CallerConn {
-    pub(super) peer: CallerAddr,
+    pub(super) addr: CallerAddr,
     pub(super) identity: CallerIdentity,
     pub(super) close_state: Arc<CloseState>,
     pub(super) caller_closed: CallerClosed,

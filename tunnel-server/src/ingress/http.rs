@@ -40,6 +40,7 @@ use tunnel_proto::relay::PollCut;
 use super::connect;
 use super::context::{CallerConn, HttpListener, IngressContext};
 use crate::config::Limit;
+use crate::ingress::caller_addr::CallerIdentity;
 use crate::ingress::caller_stream::CallerClosed;
 use crate::ingress::dispatch::{
     self, IngressRequest, IngressTarget, grant_route, relay_granted, relay_tunnel,
@@ -60,7 +61,6 @@ use crate::ingress::http::timeouts::{
 };
 use crate::ingress::http::upstream::{TargetIo, UpstreamPool};
 use crate::ingress::outcome::Outcome;
-use crate::ingress::peer::CallerIdentity;
 use crate::ingress::request_record::{ExchangeGuard, RequestRecord};
 use crate::ingress::tunnel::Tunnel;
 use crate::routing::access_review::{ClusterUser, account_name, claimed_account};
@@ -87,7 +87,7 @@ pub(super) async fn serve<S>(
     S: AsyncRead + AsyncWrite + PollCut + Send + Unpin + 'static,
 {
     let CallerConn {
-        peer,
+        addr,
         identity,
         close_state,
         caller_closed,
@@ -115,7 +115,7 @@ pub(super) async fn serve<S>(
         has_large_head: AtomicBool::new(false),
         ingress,
         listener,
-        peer,
+        addr,
         identity,
         close_state,
         had_delegation: has_delegation,
@@ -444,12 +444,12 @@ impl Caller {
 
     /// Reports why a connection was dropped without a clean shutdown.
     fn report_end(&self, end: ConnEnd) {
-        let (metrics, peer) = (&self.ingress.metrics, self.peer);
+        let (metrics, addr) = (&self.ingress.metrics, self.addr);
         match end {
             ConnEnd::Http(error) if error.is_parse() => {
                 // hyper has already answered with 400, 414 or 431.
                 let mut record =
-                    RequestRecord::start(self.listener.name, peer, "unparsable request", metrics);
+                    RequestRecord::start(self.listener.name, addr, "unparsable request", metrics);
                 record.unreadable();
                 let failure = ProxyError::new(Outcome::BadRequest, error.to_string());
                 record.fail(&if error.is_parse_too_large() {
@@ -458,11 +458,13 @@ impl Caller {
                     failure
                 });
             }
-            ConnEnd::Http(error) => debug!(%error, %peer, "caller's connection ended"),
+            ConnEnd::Http(error) => debug!(%error, peer = %addr, "caller's connection ended"),
             // The record of the request has the reason.
             ConnEnd::TimedOut | ConnEnd::Refused => {}
-            ConnEnd::Stalled => debug!(%peer, "caller took nothing of a response, which was cut"),
-            ConnEnd::Gone => debug!(%peer, "caller disconnected"),
+            ConnEnd::Stalled => {
+                debug!(peer = %addr, "caller took nothing of a response, which was cut")
+            }
+            ConnEnd::Gone => debug!(peer = %addr, "caller disconnected"),
             ConnEnd::Evicted => metrics.evicted_caller(),
         }
     }
@@ -473,7 +475,7 @@ impl Caller {
             TimeoutKind::Idle => Limit::CallerIdleTimeout,
         };
         self.ingress.metrics.limit(limit);
-        debug!(peer = %self.peer, limit = limit.name(), "caller connection timed out");
+        debug!(peer = %self.addr, limit = limit.name(), "caller connection timed out");
     }
 
     /// Ends a connection whose large head is not served.
@@ -558,7 +560,7 @@ impl Caller {
         };
         let mut record = RequestRecord::start(
             self.listener.name,
-            self.peer,
+            self.addr,
             subject,
             &self.ingress.metrics,
         );
@@ -658,7 +660,7 @@ impl Caller {
             caller: AccessCaller {
                 identity,
                 listener: self.listener.kind(),
-                source: self.peer.tcp_source(),
+                source: self.addr.tcp_source(),
                 must_authenticate: false,
                 has_delegation,
                 token,
@@ -672,7 +674,7 @@ impl Caller {
         let route = grant_route(&self.ingress, ingress_request, record).await?;
         let exchange = Exchange {
             caller: self,
-            key: &self.peer.key(identity),
+            key: &self.addr.key(identity),
             has_delegation,
             upgrade,
         };
@@ -704,7 +706,7 @@ impl Caller {
         let Some(reviewer) = &self.ingress.reviewer else {
             return Ok(None);
         };
-        let reviewed = reviewer.user_of(token, self.peer.source()).await;
+        let reviewed = reviewer.user_of(token, self.addr.source()).await;
         reviewed.map_err(|error| {
             let text = format!("the bearer token cannot be reviewed: {error}");
             ProxyError::new(Outcome::RefusedByPolicy, text)

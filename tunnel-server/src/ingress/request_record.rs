@@ -19,7 +19,7 @@ use tunnel_proto::transport::ByteCount;
 use tunnel_proto::wire::header::{AuditId, StreamHeader, one_line};
 use tunnel_proto::wire::name::{NodeName, Port, ReplicaId};
 
-use super::peer::{CallerAddr, CallerIdentity};
+use super::caller_addr::{CallerAddr, CallerIdentity};
 use crate::ingress::caller_stream::ResponseGuard;
 use crate::ingress::error::{ProxyError, refusal_outcome};
 use crate::ingress::outcome::Outcome;
@@ -106,13 +106,13 @@ impl RequestRecord {
     /// Starts a record with the outcome [`Outcome::CallerGone`].
     pub fn start(
         listener: &'static str,
-        peer: impl Into<CallerAddr>,
+        addr: impl Into<CallerAddr>,
         subject: impl Into<String>,
         metrics: &Metrics,
     ) -> Self {
-        let peer = peer.into();
+        let addr = addr.into();
         let sinks = IngressSinks {
-            source: source(peer.source()),
+            source: source(addr.source()),
             metrics: metrics.clone(),
             open: None,
             has_reached_target: false,
@@ -123,7 +123,7 @@ impl RequestRecord {
         };
         let mut record = OpenRecord::start(Instant::now(), sinks);
         record.listener = Some(listener);
-        record.peer = Some(peer.into());
+        record.peer = Some(addr.into());
         let subject: String = subject.into();
         record.request = one_line(subject);
         let length = beginning(&record.request).len();

@@ -7,13 +7,13 @@ use std::sync::Arc;
 use tokio::net::TcpStream;
 use tokio::sync::Notify;
 
+use super::caller_addr::CallerAddr;
 use super::caller_stream::{CallerStream, CloseState};
 use super::context::IngressContext;
 use super::dispatch::{
     IngressRequest, IngressTarget, TunnelParams, grant_route, open_tunnel, relay_tunnel,
 };
 use super::error::ProxyError;
-use super::peer::CallerAddr;
 use super::request_record::{ExchangeGuard, RequestRecord};
 use super::tunnel::Tunnel;
 use tunnel_routing::destination::TcpService;
@@ -26,7 +26,7 @@ pub async fn serve(
     ingress: Arc<IngressContext>,
     service: Arc<TcpService>,
     tcp: TcpStream,
-    peer: SocketAddr,
+    addr: SocketAddr,
 ) {
     let close_state = Arc::new(CloseState::default());
     close_state.upgrade();
@@ -34,14 +34,14 @@ pub async fn serve(
     // Dropped before the socket, so that an end without `finish` is a reset.
     let mut exchange_guard = Box::new(ExchangeGuard {
         response_guard: close_state.start(),
-        record: RequestRecord::start("service", peer, &*service.name, &ingress.metrics),
+        record: RequestRecord::start("service", addr, &*service.name, &ingress.metrics),
     });
     exchange_guard.record.ends_with(&ingress.shutdown);
     // The box is freed before the relay, which lasts as long as the connection.
     let opening = Box::pin(open(
         &ingress,
         &service,
-        peer,
+        addr,
         close_state.end_signal(),
         &mut exchange_guard.record,
     ));
@@ -57,13 +57,13 @@ pub async fn serve(
 async fn open(
     ingress: &IngressContext,
     service: &TcpService,
-    peer: SocketAddr,
+    addr: SocketAddr,
     end_signal: &Arc<Notify>,
     record: &mut RequestRecord,
 ) -> Result<Tunnel, ProxyError> {
     let caller = AccessCaller {
         listener: Listener::Service,
-        source: Some(peer.ip()),
+        source: Some(addr.ip()),
         ..AccessCaller::ANONYMOUS
     };
     let request = IngressRequest {
@@ -77,7 +77,7 @@ async fn open(
     };
     let route = grant_route(ingress, request, record).await?;
     let params = TunnelParams {
-        key: &CallerAddr::from(peer).key(caller.identity),
+        key: &CallerAddr::from(addr).key(caller.identity),
         trace_parent: String::new(),
         awaits_reply: false,
     };

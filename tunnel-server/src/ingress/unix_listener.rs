@@ -15,8 +15,8 @@ use tracing::{Instrument, info, info_span, warn};
 use tunnel_process::accept::RetryingListener;
 use tunnel_process::unix_socket::{self, SocketFile, SocketPermissions};
 
+use super::caller_addr::{CallerAddr, CallerIdentity};
 use super::context::{HttpListener, IngressContext};
-use super::peer::{CallerAddr, CallerIdentity};
 
 /// Time between two checks whether the path leads to a server.
 const CHECK_INTERVAL: Duration = Duration::from_secs(1);
@@ -123,12 +123,12 @@ impl IngressContext {
                 let identity = caller
                     .peer_cred()
                     .map(|user| CallerIdentity::Uid(user.uid()));
-                let (identity, peer) = (identity.unwrap_or_default(), CallerAddr::Unix);
+                let (identity, addr) = (identity.unwrap_or_default(), CallerAddr::Unix);
                 let serving =
                     self.clone()
-                        .serve(http_listener.clone(), caller.into(), peer, identity);
+                        .serve(http_listener.clone(), caller.into(), addr, identity);
                 self.shutdown
-                    .spawn_work(Box::pin(serving).instrument(info_span!("conn", %peer)));
+                    .spawn_work(Box::pin(serving).instrument(info_span!("conn", peer = %addr)));
             }
         }
     }

@@ -3,10 +3,10 @@
 use tokio::io::AsyncWriteExt;
 use tracing::debug;
 
+use super::caller_addr::CallerAddr;
 use super::caller_stream::CallerStream;
 use super::error::ProxyError;
 use super::outcome::Outcome;
-use super::peer::CallerAddr;
 use super::request_record::RequestRecord;
 use crate::metrics::Metrics;
 
@@ -14,11 +14,11 @@ use crate::metrics::Metrics;
 pub(super) async fn refuse_http(
     mut stream: CallerStream,
     listener: &'static str,
-    peer: CallerAddr,
+    addr: CallerAddr,
     metrics: &Metrics,
 ) {
     let failure = ProxyError::new(Outcome::BadRequest, TEXT);
-    let mut record = RequestRecord::start(listener, peer, "plain HTTP", metrics);
+    let mut record = RequestRecord::start(listener, addr, "plain HTTP", metrics);
     record.unreadable();
     record.status(failure.outcome.status());
     record.fail(&failure);

@@ -12,8 +12,8 @@ use hyper::body::Incoming;
 use hyper_util::rt::TokioIo;
 use tokio::sync::Semaphore;
 
+use super::super::caller_addr::{CallerAddr, CallerIdentity};
 use super::super::context::{ConnectProxy, IngressContext};
-use super::super::peer::{CallerAddr, CallerIdentity};
 use super::{DirectDialer, subject};
 use crate::ingress::caller_stream::CloseState;
 use crate::ingress::dispatch::{

@@ -14,10 +14,10 @@ use tunnel_routing::policy::Policy;
 
 use super::timeouts::ConnTimeouts;
 use super::upstream::UpstreamPool;
+use crate::ingress::caller_addr::{CallerAddr, CallerIdentity};
 use crate::ingress::caller_stream::CloseState;
 use crate::ingress::connect::basic_auth::Credentials;
 use crate::ingress::context::{HttpListener, IngressContext};
-use crate::ingress::peer::{CallerAddr, CallerIdentity};
 use crate::routing::access_review::ClusterUser;
 
 /// A caller's connection that carries a byte stream after an upgrade, such as after a 101.
@@ -39,7 +39,7 @@ impl<S: AsyncRead + AsyncWrite + PollCut + Send + Unpin> CallerIo for S {}
 pub(in crate::ingress) struct Caller {
     pub(in crate::ingress) ingress: Arc<IngressContext>,
     pub(in crate::ingress) listener: Arc<HttpListener>,
-    pub(in crate::ingress) peer: CallerAddr,
+    pub(in crate::ingress) addr: CallerAddr,
     pub(in crate::ingress) identity: CallerIdentity,
     pub(in crate::ingress) close_state: Arc<CloseState>,
     /// The caller had client-certificate delegation in the handshake.

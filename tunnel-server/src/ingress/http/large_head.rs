@@ -80,7 +80,7 @@ impl Caller {
     {
         let ingress = &self.ingress;
         let limits = HeadLimits::with_memory(ingress.limits.load().request_head_bytes);
-        let mut memory = ingress.head_memory.permit(self.peer.source());
+        let mut memory = ingress.head_memory.permit(self.addr.source());
         let mut head = stream.take_large_head();
         loop {
             let data = match stream.read_unchecked().await {
@@ -113,7 +113,7 @@ impl Caller {
     ) {
         let metrics = &self.ingress.metrics;
         let mut record =
-            RequestRecord::start(self.listener.name, self.peer, "large request head", metrics);
+            RequestRecord::start(self.listener.name, self.addr, "large request head", metrics);
         record.unreadable();
         record.caller(&self.identity);
         record.status(failure.outcome.status());

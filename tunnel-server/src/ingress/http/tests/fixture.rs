@@ -20,11 +20,11 @@ use tunnel_proto::wire::name::InstanceId;
 use crate::config::{Limits, SharedLimits};
 use crate::dry_run::DryRunReport;
 use crate::ingress::ListenerKind;
+use crate::ingress::caller_addr::CallerIdentity;
 use crate::ingress::caller_stream::CallerClosed;
 use crate::ingress::context::{CallerConn, ConnectProxy, HttpListener, IngressContext};
 use crate::ingress::head_memory::HeadMemory;
 use crate::ingress::http::serve;
-use crate::ingress::peer::CallerIdentity;
 use crate::ingress::target_tls::TargetTls;
 use crate::metrics::Metrics;
 use crate::routing::Routing;
@@ -262,9 +262,9 @@ impl Fixture {
         from: &str,
         identity: CallerIdentity,
     ) -> DuplexStream {
-        let peer: SocketAddr = from.parse().unwrap();
+        let addr: SocketAddr = from.parse().unwrap();
         self.connect_with(http_listener, |line| {
-            (line.peer, line.identity) = (peer.into(), identity);
+            (line.addr, line.identity) = (addr.into(), identity);
         })
     }
 
@@ -274,13 +274,13 @@ impl Fixture {
         change: impl FnOnce(&mut CallerConn),
     ) -> DuplexStream {
         let (caller, served) = tokio::io::duplex(64 << 10);
-        let peer: SocketAddr = "192.0.2.1:5".parse().unwrap();
+        let addr: SocketAddr = "192.0.2.1:5".parse().unwrap();
         let mut line = CallerConn {
-            peer: peer.into(),
+            addr: addr.into(),
             identity: CallerIdentity::Anonymous,
             close_state: Arc::default(),
             caller_closed: CallerClosed::never(),
-            permit: Arc::new(self.ingress.callers.acquire(peer.ip()).unwrap()),
+            permit: Arc::new(self.ingress.callers.acquire(addr.ip()).unwrap()),
             has_delegation: false,
             server_name: None,
             certificate_error: None,

@@ -15,8 +15,8 @@ use tunnel_proto::transport::{BufferPool, Stream};
 use super::super::RELEASE_BUFFERS_AFTER;
 use super::fixture::{Agent, Fixture, HI, assert_status, expect_hi, get, head, http_listener};
 use crate::config::{Limit, Limits, SharedLimits};
+use crate::ingress::caller_addr::CallerIdentity;
 use crate::ingress::head_memory::HeadMemory;
-use crate::ingress::peer::CallerIdentity;
 use crate::routing::registry::CallerKey;
 use crate::testing::{self, STREAMS, assert_contains, eventually, node, within};
 
