@@ -35,20 +35,20 @@ const NO_OFFSET: u64 = u64::MAX;
 
 /// The announced cut of the half that the peer sends.
 #[derive(Debug)]
-pub(super) struct PeerCut {
+pub(super) struct AnnouncedCut {
     offset: AtomicU64,
     code: AtomicU32,
     is_lost: AtomicBool,
     reader: AtomicWaker,
 }
 
-impl CutSignal for PeerCut {
+impl CutSignal for AnnouncedCut {
     fn is_cut(&self) -> bool {
         self.is_lost.load(Ordering::Relaxed) || self.announced().is_some()
     }
 }
 
-impl PeerCut {
+impl AnnouncedCut {
     fn new(is_lost: bool) -> Self {
         Self {
             offset: AtomicU64::new(NO_OFFSET),
@@ -88,11 +88,11 @@ impl PeerCut {
 
 /// The cuts that the peer of a session has announced.
 #[derive(Debug, Default)]
-pub(super) struct PeerCuts(Mutex<State>);
+pub(super) struct AnnouncedCuts(Mutex<State>);
 
 #[derive(Debug, Default)]
 struct State {
-    open: HashMap<StreamId, Arc<PeerCut>>,
+    open: HashMap<StreamId, Arc<AnnouncedCut>>,
     /// Announcements that arrived before their stream.
     early: VecDeque<CutAnnouncement>,
     /// The number of streams that this end has accepted.
@@ -101,17 +101,17 @@ struct State {
     is_lost: bool,
 }
 
-impl PeerCuts {
+impl AnnouncedCuts {
     /// Registers a stream that this end has opened.
-    pub(super) fn opened(&self, id: StreamId) -> Arc<PeerCut> {
+    pub(super) fn opened(&self, id: StreamId) -> Arc<AnnouncedCut> {
         let mut state = self.0.lock();
-        let cut = Arc::new(PeerCut::new(state.is_lost));
+        let cut = Arc::new(AnnouncedCut::new(state.is_lost));
         state.open.insert(id, cut.clone());
         cut
     }
 
     /// Registers a stream that this end has accepted, which happens in the order of the ids.
-    pub(super) fn accepted(&self, id: StreamId) -> Arc<PeerCut> {
+    pub(super) fn accepted(&self, id: StreamId) -> Arc<AnnouncedCut> {
         let cut = self.opened(id);
         let mut state = self.0.lock();
         state.accepted = id.index() + 1;
@@ -149,7 +149,7 @@ impl PeerCuts {
 }
 
 /// Cuts all streams of a session when it is dropped, however the task that owns it ends.
-struct LostOnDrop(Arc<PeerCuts>);
+struct LostOnDrop(Arc<AnnouncedCuts>);
 
 impl Drop for LostOnDrop {
     fn drop(&mut self) {
@@ -163,7 +163,7 @@ impl Drop for LostOnDrop {
 
 /// Receives the peer's announcements until the session ends. All streams that the peer has opened
 /// for them are read at once, so that what they hold is bounded whatever the peer sends on them.
-pub(super) async fn receive_cuts(connection: Connection, cuts: Arc<PeerCuts>) {
+pub(super) async fn receive_cuts(connection: Connection, cuts: Arc<AnnouncedCuts>) {
     let cuts = LostOnDrop(cuts);
     let local = connection.side();
     let mut arriving = FuturesUnordered::new();
@@ -233,7 +233,7 @@ mod tests {
 
     #[test]
     fn cut_is_behind_its_bytes() {
-        let cuts = PeerCuts::default();
+        let cuts = AnnouncedCuts::default();
         let id = StreamId::new(Side::Client, Dir::Bi, 3);
         let open = cuts.opened(id);
         assert_eq!((open.announced(), open.after(u64::MAX - 1)), (None, None));
@@ -245,7 +245,7 @@ mod tests {
 
     #[test]
     fn streams_of_a_lost_session_are_cut() {
-        let cuts = Arc::<PeerCuts>::default();
+        let cuts = Arc::<AnnouncedCuts>::default();
         let id = |index| StreamId::new(Side::Client, Dir::Bi, index);
         let before = cuts.opened(id(0));
         assert!(!before.is_cut());
@@ -255,7 +255,7 @@ mod tests {
 
     #[test]
     fn announcement_before_its_stream_is_remembered_and_bounded() {
-        let cuts = PeerCuts::default();
+        let cuts = AnnouncedCuts::default();
         let id = |index| StreamId::new(Side::Server, Dir::Bi, index);
         cuts.accepted(id(0));
         cuts.remove(id(0));

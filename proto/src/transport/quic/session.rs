@@ -14,7 +14,7 @@ use tokio::time::Instant;
 use tokio_util::task::{AbortOnDropHandle, TaskTracker};
 
 use super::connection_id::CONNECTION_ID_BYTES;
-use super::cuts::{PeerCut, receive_cuts};
+use super::cuts::{AnnouncedCut, receive_cuts};
 use super::delivery::DeliveryClock;
 use super::error;
 use super::flood_detector::{FLOOD_REASON, FloodDetector, FrameCounts};
@@ -134,10 +134,10 @@ impl QuicSession {
         let (received, now) = (received_frames(&connection.stats()), Instant::now());
         let streams = StreamSession {
             connection: connection.clone(),
-            peer_cuts: Arc::default(),
+            announced_cuts: Arc::default(),
             flushing: TaskTracker::new(),
         };
-        let receiving_cuts = receive_cuts(connection.clone(), streams.peer_cuts.clone());
+        let receiving_cuts = receive_cuts(connection.clone(), streams.announced_cuts.clone());
         let receiving_reports = receive_reports(connection.clone(), Arc::downgrade(&flow));
         let receiving = async move {
             tokio::join!(receiving_cuts, receiving_reports);
@@ -187,9 +187,14 @@ impl QuicSession {
         &self,
         send: quinn::SendStream,
         recv: quinn::RecvStream,
-        peer_cut: Arc<PeerCut>,
+        announced_cut: Arc<AnnouncedCut>,
     ) -> Box<dyn RawStream> {
-        Box::new(QuicStream::new(send, recv, peer_cut, self.streams.clone()))
+        Box::new(QuicStream::new(
+            send,
+            recv,
+            announced_cut,
+            self.streams.clone(),
+        ))
     }
 
     /// Closes a session whose peer floods it with frames. The check runs whenever the session's
@@ -265,9 +270,9 @@ impl Session for QuicSession {
         let opened = self.connection.open_bi().await;
         let (send, recv) = opened.map_err(|error| self.close_reason(error))?;
         // From this point on, the call is cancel-safe, because dropping the stream resets it.
-        let peer_cut = self.streams.peer_cuts.opened(recv.id());
+        let announced_cut = self.streams.announced_cuts.opened(recv.id());
         let mut stream = Stream::opened(
-            self.stream(send, recv, peer_cut),
+            self.stream(send, recv, announced_cut),
             self.traffic.clone(),
             read_monitor,
             reply_timeout,
@@ -284,9 +289,9 @@ impl Session for QuicSession {
     async fn accept(&self) -> Result<IncomingStream, SessionError> {
         let accepted = self.connection.accept_bi().await;
         let (send, recv) = accepted.map_err(|error| self.close_reason(error))?;
-        let peer_cut = self.streams.peer_cuts.accepted(recv.id());
+        let announced_cut = self.streams.announced_cuts.accepted(recv.id());
         let incoming = IncomingStream::new(
-            self.stream(send, recv, peer_cut),
+            self.stream(send, recv, announced_cut),
             self.traffic.clone(),
             self.flow.accept(),
         );

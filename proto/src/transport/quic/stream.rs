@@ -11,7 +11,7 @@ use quinn::{Connection, ReadError, ResetError, StoppedError, VarInt, WriteError}
 use tokio::io::{AsyncRead, AsyncWrite, ReadBuf};
 use tokio_util::task::TaskTracker;
 
-use super::cuts::{PeerCut, PeerCuts, cut_behind};
+use super::cuts::{AnnouncedCut, AnnouncedCuts, cut_behind};
 use crate::transport::{CutSignal, RawStream, StreamCut};
 use crate::wire::code::ResetCode;
 
@@ -25,7 +25,7 @@ pub(super) struct QuicStream {
     /// Bytes written and read, headers and replies included.
     written: u64,
     read: u64,
-    peer_cut: Arc<PeerCut>,
+    announced_cut: Arc<AnnouncedCut>,
     /// Why the received half ended other than by a clean end.
     input_cut: Option<StreamCut>,
     /// Set when the sent half was finished. Resolves when the peer has received everything.
@@ -39,7 +39,7 @@ pub(super) struct QuicStream {
 #[derive(Clone)]
 pub(super) struct StreamSession {
     pub(super) connection: Connection,
-    pub(super) peer_cuts: Arc<PeerCuts>,
+    pub(super) announced_cuts: Arc<AnnouncedCuts>,
     /// Tasks that wait for what dropped streams had sent.
     pub(super) flushing: TaskTracker,
 }
@@ -54,7 +54,7 @@ impl QuicStream {
     pub(super) fn new(
         send: quinn::SendStream,
         recv: quinn::RecvStream,
-        peer_cut: Arc<PeerCut>,
+        announced_cut: Arc<AnnouncedCut>,
         session: StreamSession,
     ) -> Self {
         Self {
@@ -62,7 +62,7 @@ impl QuicStream {
             recv,
             written: 0,
             read: 0,
-            peer_cut,
+            announced_cut,
             input_cut: None,
             acknowledged: None,
             stopped: None,
@@ -121,8 +121,8 @@ impl RawStream for QuicStream {
     }
 
     fn poll_cut(&mut self, cx: &mut Context<'_>) -> Poll<io::Error> {
-        self.peer_cut.register(cx);
-        if let Some(code) = self.peer_cut.announced() {
+        self.announced_cut.register(cx);
+        if let Some(code) = self.announced_cut.announced() {
             return Poll::Ready(StreamCut::Reset(code).into());
         }
         let reset = ready!(pin!(self.recv.received_reset()).poll(cx));
@@ -152,7 +152,7 @@ impl RawStream for QuicStream {
     }
 
     fn cut_signal(&self) -> Arc<dyn CutSignal> {
-        self.peer_cut.clone()
+        self.announced_cut.clone()
     }
 
     fn poll_send(&mut self, cx: &mut Context<'_>, data: &mut Bytes) -> Poll<io::Result<usize>> {
@@ -182,8 +182,8 @@ impl AsyncRead for QuicStream {
             }
             Poll::Ready(Err(error)) => error,
             Poll::Pending => {
-                this.peer_cut.register(cx);
-                return match this.peer_cut.after(this.read) {
+                this.announced_cut.register(cx);
+                return match this.announced_cut.after(this.read) {
                     Some(code) => Poll::Ready(Err(this.end_input(StreamCut::Reset(code)))),
                     None => Poll::Pending,
                 };
@@ -237,7 +237,7 @@ impl AsyncWrite for QuicStream {
 
 impl Drop for QuicStream {
     fn drop(&mut self) {
-        self.session.peer_cuts.remove(self.recv.id());
+        self.session.announced_cuts.remove(self.recv.id());
         if let Some(acknowledged) = self.acknowledged.take()
             && self.session.can_spawn()
         {
