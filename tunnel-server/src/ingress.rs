@@ -19,7 +19,6 @@ use crate::config::Limit;
 use crate::ingress::caller_addr::{CallerAddr, CallerIdentity};
 use crate::ingress::caller_stream::{CallerSocket, CallerStream, CloseState};
 use crate::ingress::client_auth::{ListenerTls, has_delegation};
-pub use crate::outcome;
 use tunnel_routing::destination::TcpService;
 
 pub mod caller_addr;

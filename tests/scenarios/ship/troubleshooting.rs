@@ -5,7 +5,7 @@ use std::collections::BTreeSet;
 
 use anyhow::{Context, Result, ensure};
 use tunnel_proto::wire::code::{CloseCode, EnrollCode, RefusalCode, ResetCode};
-use tunnel_server::ingress::outcome::Outcome;
+use tunnel_server::outcome::Outcome;
 use tunnel_tests::guides::page;
 
 /// Range that contains all codes. A number without a code has the label `unknown`.

@@ -405,8 +405,8 @@ const NODES_MAX: usize = 1 << 16;
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::ingress::outcome::Outcome;
     use crate::ingress::recent_requests::{RecentRequest, RecentRequestLimits};
+    use crate::outcome::Outcome;
     use crate::testing::{Bench, node};
 
     #[tokio::test(start_paused = true)]

@@ -21,8 +21,8 @@ use super::error::ProxyError;
 use super::http::caller::Caller;
 use super::http::exchange::{Exchange, Forwarded, ForwardedBody};
 use super::http::headers::{trace_parent, unread_token};
-use super::outcome::Outcome;
 use super::request_record::RequestRecord;
+use crate::outcome::Outcome;
 use tunnel_routing::operation::RequestedOperation;
 use tunnel_routing::policy::{AccessCaller, Denied, Listener, UnreadToken};
 

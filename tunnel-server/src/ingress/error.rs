@@ -8,7 +8,7 @@ use tunnel_proto::wire::code::RefusalCode;
 use tunnel_proto::wire::header::{Refusal, one_line};
 
 use crate::config::Limit;
-use crate::ingress::outcome::Outcome;
+use crate::outcome::Outcome;
 use crate::routing::Failed;
 use crate::routing::attempts::{EndedStream, Failure};
 use crate::routing::registry::OpenError;

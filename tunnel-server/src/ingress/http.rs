@@ -60,9 +60,9 @@ use crate::ingress::http::timeouts::{
     Activity, ConnTimeouts, RequestGuard, TimedStream, TimeoutConfig, TimeoutKind,
 };
 use crate::ingress::http::upstream::{TargetIo, UpstreamPool};
-use crate::ingress::outcome::Outcome;
 use crate::ingress::request_record::{ExchangeGuard, RequestRecord};
 use crate::ingress::tunnel::Tunnel;
+use crate::outcome::Outcome;
 use crate::routing::access_review::{ClusterUser, account_name, claimed_account};
 use tunnel_routing::decision::RequestFacts;
 use tunnel_routing::decision::delegated::DelegatedRequest;

@@ -10,7 +10,7 @@ use tunnel_proto::stream_record::{RecordedPeer, StreamRecord};
 use tunnel_proto::wire::name::{NodeName, Port};
 use tunnel_proto::wire::node_row::{FAILING_MAX, FailingRequests};
 
-use super::outcome::Outcome;
+use crate::outcome::Outcome;
 
 /// Longest text of a caller in a record, and of any kind in a recent request, in bytes.
 const FIELD_MAX_BYTES: usize = 256;

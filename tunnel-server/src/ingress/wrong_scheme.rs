@@ -6,9 +6,9 @@ use tracing::debug;
 use super::caller_addr::CallerAddr;
 use super::caller_stream::CallerStream;
 use super::error::ProxyError;
-use super::outcome::Outcome;
 use super::request_record::RequestRecord;
 use crate::metrics::Metrics;
+use crate::outcome::Outcome;
 
 /// Answers 400 without reading the request, and ends the connection.
 pub(super) async fn refuse_http(

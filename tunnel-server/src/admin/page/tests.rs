@@ -12,8 +12,8 @@ use tunnel_proto::wire::name::InstanceId;
 
 use super::*;
 use crate::admin::status::CloseStatus;
-use crate::ingress::outcome::Outcome;
 use crate::ingress::recent_requests::{RecentRequest, RecentRequestLimits};
+use crate::outcome::Outcome;
 use crate::routing::registry::AgentSession;
 use crate::routing::routes::{RouteNode, RouteSource};
 use crate::testing::{Bench, node};

@@ -21,9 +21,9 @@ use crate::ingress::dispatch::{
 };
 use crate::ingress::error::ProxyError;
 use crate::ingress::http::headers::trace_parent;
-use crate::ingress::outcome::Outcome;
 use crate::ingress::request_record::{ExchangeGuard, RequestRecord};
 use crate::ingress::tunnel::Tunnel;
+use crate::outcome::Outcome;
 use crate::routing::registry::CallerKey;
 use tunnel_routing::decision::proxy::{ProxyRequest, RequestKind};
 use tunnel_routing::dial_policy::{DialPolicy, LiveClusterNetworks};

@@ -15,7 +15,7 @@ use tunnel_proto::wire::name::Port;
 
 use crate::config::Limit;
 use crate::ingress::error::ProxyError;
-use crate::ingress::outcome::Outcome;
+use crate::outcome::Outcome;
 use tunnel_routing::destination::DialTarget;
 use tunnel_routing::dial_policy::{AddressClaims, DialPolicy, DialRefusal};
 

@@ -18,9 +18,9 @@ use super::headers::{
 use super::request_body::{RequestBody, Upload, UploadHandle};
 use super::upstream::{PoolKey, UpstreamBodyGuard, UpstreamRequest, exchange_direct};
 use crate::ingress::error::ProxyError;
-use crate::ingress::outcome::Outcome;
 use crate::ingress::request_record::RequestRecord;
 use crate::ingress::tunnel::Tunnel;
+use crate::outcome::Outcome;
 use crate::routing::registry::CallerKey;
 use tunnel_routing::destination::AgentTarget;
 

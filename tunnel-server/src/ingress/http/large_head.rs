@@ -16,8 +16,8 @@ use super::timeouts::{TimedStream, TimeoutKind};
 use crate::config::{CONNECTION_HEAD_BYTES, Limit};
 use crate::ingress::error::ProxyError;
 use crate::ingress::head_memory::HeadPermit;
-use crate::ingress::outcome::Outcome;
 use crate::ingress::request_record::RequestRecord;
+use crate::outcome::Outcome;
 
 /// Memory of a head, in percent of its bytes: the buffer of hyper, and the copy for the target, which
 /// both can be twice as large as their content, and the copy for a second attempt.

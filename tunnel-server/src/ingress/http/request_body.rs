@@ -17,8 +17,8 @@ use tokio::time::sleep;
 use super::headers::rewrite_frame;
 use super::timeouts::RequestGuard;
 use super::upload_queue::UploadQueue;
-use crate::ingress::outcome::Outcome;
 use crate::ingress::request_record::{ExchangeGuard, RequestRecord};
+use crate::outcome::Outcome;
 
 /// The end of a request body.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]

@@ -18,8 +18,8 @@ use super::request_body::Upload;
 use super::timeouts::RequestGuard;
 use super::upstream::UpstreamBodyGuard;
 use crate::ingress::error::ProxyError;
-use crate::ingress::outcome::Outcome;
 use crate::ingress::request_record::ExchangeGuard;
+use crate::outcome::Outcome;
 
 #[derive(Debug)]
 pub struct ResponseBody {

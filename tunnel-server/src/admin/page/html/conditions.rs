@@ -12,7 +12,7 @@ use crate::admin::page::text::{RelativeTime, grouped};
 use crate::admin::page::visible::{VisibleText, beginning_by_words};
 use crate::admin::status::NodeState;
 use crate::failure_code::SHORT_SESSION_CODE;
-use crate::ingress::outcome::Outcome;
+use crate::outcome::Outcome;
 
 /// A condition or a failure as its row shows it.
 #[derive(Debug, Default)]

@@ -10,7 +10,7 @@ use crate::admin::page::html::conditions::{Reason, place};
 use crate::admin::page::text::{Figure, RelativeTime, duration};
 use crate::admin::page::visible::VisibleText;
 use crate::admin::status::{NodeState, NodeStatus};
-use crate::ingress::outcome::Outcome;
+use crate::outcome::Outcome;
 use tunnel_store::data_dir::rfc3339;
 
 /// A fact about a node with its name.

@@ -27,7 +27,7 @@ use crate::ingress::error::ProxyError;
 use crate::ingress::http::head_check::size::FIELDS_MAX;
 use crate::ingress::http::request_body::{RequestBody, Upload, UploadHandle};
 use crate::ingress::http::upload_queue::UploadQueue;
-use crate::ingress::outcome::Outcome;
+use crate::outcome::Outcome;
 use crate::routing::via::Via;
 
 /// Time that a connection to a target has to close after a complete response.

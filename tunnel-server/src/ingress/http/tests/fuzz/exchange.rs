@@ -28,7 +28,7 @@ use crate::ingress::http::headers::{
 use crate::ingress::http::request_body::RequestBody;
 use crate::ingress::http::response::ResponseBody;
 use crate::ingress::http::upstream::connection::client;
-use crate::ingress::outcome::Outcome;
+use crate::outcome::Outcome;
 use crate::routing::routes::RouteTable;
 use tunnel_routing::decision::{RequestFacts, decide};
 use tunnel_routing::destination::{Destination, RequestedDestination, RequestedNode, Scheme};
