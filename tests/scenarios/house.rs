@@ -99,6 +99,34 @@ fn names_that_the_map_puts_into_a_file_are_there() {
     assert!(missing.is_empty(), "{missing:?}");
 }
 
+/// Of the words in the data paths, those of two parts, as `OpenStream`.
+#[test]
+fn types_of_the_data_paths_exist() {
+    let map = std::fs::read_to_string(root().join("ARCHITECTURE.md")).unwrap();
+    let paths = map.split("## Data paths").nth(1).unwrap();
+    let paths = paths.split("```").nth(1).unwrap();
+    let is_type = |word: &&str| {
+        let capitals = word.chars().filter(char::is_ascii_uppercase).count();
+        let is_capital = |first: char| first.is_ascii_uppercase();
+        word.starts_with(is_capital) && (2..word.len()).contains(&capitals)
+    };
+    let words = paths.split(|next: char| !next.is_ascii_alphanumeric());
+    let mut missing: BTreeSet<_> = words.filter(is_type).collect();
+    assert!(missing.len() > 15, "{missing:?}");
+    // Of tokio.
+    missing.remove("TcpStream");
+    for file in sources().unwrap() {
+        let text = std::fs::read_to_string(&file).unwrap();
+        missing.retain(|name| {
+            let kinds = ["struct", "enum", "trait", "type"];
+            !kinds
+                .iter()
+                .any(|kind| text.contains(&format!("{kind} {name}")))
+        });
+    }
+    assert!(missing.is_empty(), "{missing:?}");
+}
+
 #[test]
 fn files_and_folders_of_a_crate_use_each_other_in_no_circle() {
     let Some(mut python) = or_skip(Tool::Python.command()) else {
