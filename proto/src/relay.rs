@@ -428,20 +428,19 @@ impl Direction {
                         }
                     }
                 }
-                Phase::Flushing(_) => {
+                Phase::Flushing(error) => {
                     let flushed = Pin::new(output.io()).poll_flush(cx);
                     let has_lost_bytes = flushed.is_pending();
                     if has_lost_bytes {
                         let write_monitor = self.write_monitor.get_or_insert_with(Box::default);
                         ready!(write_monitor.poll_flush_deadline(cx));
                     }
-                    return match std::mem::replace(&mut self.phase, Phase::Done) {
-                        Phase::Flushing(error) => Poll::Ready(Err(Cut {
-                            error,
-                            has_lost_bytes,
-                        })),
-                        Phase::Copying | Phase::ShuttingDown | Phase::Done => Poll::Ready(Ok(())),
-                    };
+                    let error = std::mem::replace(error, io::ErrorKind::ConnectionReset.into());
+                    self.phase = Phase::Done;
+                    return Poll::Ready(Err(Cut {
+                        error,
+                        has_lost_bytes,
+                    }));
                 }
                 Phase::ShuttingDown => {
                     if ready!(Pin::new(output.io()).poll_shutdown(cx)).is_err() {
