@@ -89,7 +89,7 @@ pub async fn serve<S: StreamServer>(
     let mut record = OpenRecord::start(Instant::now(), server);
     record.is_unread = true;
     match incoming.header(record.began + limit).await {
-        Ok((header, stream)) => serve_accepted(header, stream, record).await,
+        Ok((header, stream)) => serve_with_header(header, stream, record).await,
         Err(error) => {
             if error.kind() == io::ErrorKind::TimedOut {
                 on_late();
@@ -100,7 +100,7 @@ pub async fn serve<S: StreamServer>(
 }
 
 /// Serves a stream whose header was read, to its end. Dropping the future cuts both sides.
-pub async fn serve_accepted<S: StreamServer>(
+pub async fn serve_with_header<S: StreamServer>(
     header: StreamHeader,
     stream: Stream,
     mut record: OpenRecord<S>,

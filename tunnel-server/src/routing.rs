@@ -13,7 +13,7 @@ use tunnel_proto::wire::header::{StreamHeader, StreamKind};
 use tunnel_proto::wire::name::NodeName;
 
 use self::attempts::{Attempts, Failure, NextAttempt, ResendCause};
-use self::forwarded::ForwardedStream;
+use self::forwarded::ForwardedCount;
 use self::peers::{PeerState, Peers};
 use self::registry::{
     CallerKey, IdleStream, NotOpened, OpenError, Opened, Registry, StreamRequest,
@@ -316,7 +316,7 @@ impl Routing {
 
     /// Records that the server which carried a stream has no session with the node. `forwarded` is
     /// [`Opened::forwarded`] of the stream.
-    fn not_here(&self, node: &NodeName, via: &Via, forwarded: Option<ForwardedStream>) {
+    fn not_here(&self, node: &NodeName, via: &Via, forwarded: Option<ForwardedCount>) {
         if let (Via::Replica(replica), Some(forwarded)) = (via, forwarded) {
             let announcement = forwarded.refused_not_here();
             self.peers.not_here(node, replica, announcement);

@@ -3,16 +3,17 @@
 use prometheus_client::metrics::counter::Counter;
 use tunnel_routing::directory::Announcement;
 
-/// A forwarded stream whose answer is not known yet. When dropped, the stream counts as opened.
+/// The count of a forwarded stream whose answer is not known yet. When dropped, the stream counts as
+/// opened.
 #[derive(Debug)]
-pub struct ForwardedStream {
+pub struct ForwardedCount {
     /// What the server that carries the stream had announced about the node.
     announcement: Announcement,
     result: Counter,
     not_here: Counter,
 }
 
-impl ForwardedStream {
+impl ForwardedCount {
     /// Creates the value for a stream that counts in `opened`, or else in `not_here`.
     pub fn new(announcement: Announcement, opened: Counter, not_here: Counter) -> Self {
         Self {
@@ -30,7 +31,7 @@ impl ForwardedStream {
     }
 }
 
-impl Drop for ForwardedStream {
+impl Drop for ForwardedCount {
     fn drop(&mut self) {
         self.result.inc();
     }

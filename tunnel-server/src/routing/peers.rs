@@ -23,7 +23,7 @@ use tunnel_proto::wire::control::Member;
 use tunnel_proto::wire::header::StreamHeader;
 use tunnel_proto::wire::name::{NodeName, ReplicaId, ZoneName};
 
-use crate::routing::forwarded::ForwardedStream;
+use crate::routing::forwarded::ForwardedCount;
 use crate::routing::registry::{NotOpened, OpenError, Opened, StreamRequest};
 use crate::routing::via::Via;
 
@@ -308,7 +308,7 @@ impl Peers {
                 stream.attach(permit);
                 let counter = |result| self.metrics.counter(ForwardDirection::Out, result);
                 let (ok, not_here) = (ForwardResult::Ok, ForwardResult::NotHere);
-                let forwarded = ForwardedStream::new(announcement, counter(ok), counter(not_here));
+                let forwarded = ForwardedCount::new(announcement, counter(ok), counter(not_here));
                 return Ok(Opened {
                     stream,
                     via,

@@ -17,7 +17,7 @@ use tunnel_proto::wire::header::StreamHeader;
 use tunnel_proto::wire::name::{InstanceId, NodeName, SessionId};
 use tunnel_proto::wire::peer::HeldNode;
 
-use crate::routing::forwarded::ForwardedStream;
+use crate::routing::forwarded::ForwardedCount;
 use crate::routing::via::Via;
 
 mod agent_session;
@@ -138,7 +138,7 @@ pub struct Opened {
     /// What carries the stream.
     pub via: Via,
     /// Counts a stream that another server forwards. `None` for a session of this server.
-    pub forwarded: Option<ForwardedStream>,
+    pub forwarded: Option<ForwardedCount>,
 }
 
 /// The sessions of all connected agents. The sessions of a node are ordered from newest to oldest.

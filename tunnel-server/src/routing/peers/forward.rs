@@ -7,7 +7,7 @@ use tracing::debug;
 use tunnel_process::telemetry::{LineForm, SourceBudget, StreamStage, admits_access};
 use tunnel_proto::open_record::{OpenRecord, RecordSinks};
 use tunnel_proto::stream_record::{RecordedPeer, StreamEnd, StreamRecord};
-use tunnel_proto::stream_server::{Dialed, DialedTarget, Refused, StreamServer, serve_accepted};
+use tunnel_proto::stream_server::{Dialed, DialedTarget, Refused, StreamServer, serve_with_header};
 use tunnel_proto::transport::{IncomingStream, Stream};
 use tunnel_proto::wire::code::RefusalCode;
 use tunnel_proto::wire::header::{Refusal, StreamHeader, StreamKind};
@@ -41,7 +41,7 @@ impl PeerStream<'_> {
                 Box::pin(serve_enrollment(endpoint, stream, replica, enrollments)).await;
             }
             Ok((header, stream)) => {
-                serve_accepted(header, stream, OpenRecord::start(began, self)).await;
+                serve_with_header(header, stream, OpenRecord::start(began, self)).await;
             }
             Err(error) => debug!(%error, "stream of another server has no header"),
         }
