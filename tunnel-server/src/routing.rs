@@ -12,7 +12,7 @@ use tunnel_proto::wire::code::RefusalCode;
 use tunnel_proto::wire::header::{StreamHeader, StreamKind};
 use tunnel_proto::wire::name::NodeName;
 
-use self::attempts::{Attempts, Failure, NextAttempt, ResendCause};
+use self::attempts::{AttemptEnd, Attempts, NextAttempt, ResendCause};
 use self::forwarded::ForwardedCount;
 use self::peers::{PeerState, Peers};
 use self::registry::{
@@ -66,7 +66,7 @@ pub trait Attempt: Send {
     fn run(
         &mut self,
         stream: OpenStream,
-    ) -> impl Future<Output = Result<Self::Output, Failed<Self::Error>>> + Send;
+    ) -> impl Future<Output = Result<Self::Output, FailedAttempt<Self::Error>>> + Send;
 
     /// Returns the error of a request without a stream.
     fn not_opened(&self, error: OpenError) -> Self::Error;
@@ -74,8 +74,8 @@ pub trait Attempt: Send {
 
 /// A stream that did not serve its request.
 #[derive(Debug)]
-pub struct Failed<E> {
-    pub failure: Failure<'static>,
+pub struct FailedAttempt<E> {
+    pub end: AttemptEnd<'static>,
     pub error: E,
 }
 
@@ -86,7 +86,7 @@ impl Attempt for OpenAlone {
     type Output = OpenStream;
     type Error = OpenError;
 
-    async fn run(&mut self, stream: OpenStream) -> Result<OpenStream, Failed<OpenError>> {
+    async fn run(&mut self, stream: OpenStream) -> Result<OpenStream, FailedAttempt<OpenError>> {
         Ok(stream)
     }
 
@@ -121,7 +121,7 @@ impl Routing {
             let mut opened = match self.open_once(request, attempts.except(), began).await {
                 Ok(opened) => opened,
                 Err(NotOpened { via, error }) => {
-                    let next = attempts.next(via.as_ref(), &Failure::NotOpened(&error));
+                    let next = attempts.next(via.as_ref(), &AttemptEnd::NotOpened(&error));
                     // What was sent, or asked, says more than that nothing is left to ask.
                     let is_nothing_left = via.is_none()
                         && matches!(
@@ -146,18 +146,18 @@ impl Routing {
                 elapsed: began.elapsed(),
                 resent: attempts.resent(),
             };
-            let Failed { failure, error } = match attempt.run(stream).await {
+            let FailedAttempt { end, error } = match attempt.run(stream).await {
                 Ok(done) => return Ok(done),
                 Err(failed) => failed,
             };
-            if let Failure::Refused {
+            if let AttemptEnd::Refused {
                 code: RefusalCode::NotHere,
                 ..
-            } = failure
+            } = end
             {
                 self.not_here(request.node, &via, forwarded);
             }
-            let has_next = match attempts.next(Some(&via), &failure) {
+            let has_next = match attempts.next(Some(&via), &end) {
                 NextAttempt::Move | NextAttempt::Repeat => true,
                 NextAttempt::RepeatIfEvicted => self.evict_idle(request.node, &via),
                 NextAttempt::GiveUp => false,

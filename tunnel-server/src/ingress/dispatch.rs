@@ -27,7 +27,7 @@ use crate::outcome::Outcome;
 use crate::routing::access_review::ClusterUser;
 use crate::routing::attempts::Attempts;
 use crate::routing::registry::{CallerKey, OpenError};
-use crate::routing::{Attempt, Failed, OpenStream};
+use crate::routing::{Attempt, FailedAttempt, OpenStream};
 use crate::running::RunningAccess;
 use tunnel_routing::decision::delegated::{self, Decision, DelegatedRequest};
 use tunnel_routing::decision::proxy::ProxyRequest;
@@ -310,7 +310,7 @@ impl Attempt for TunnelAttempt<'_> {
     type Output = Tunnel;
     type Error = ProxyError;
 
-    async fn run(&mut self, mut opened: OpenStream) -> Result<Tunnel, Failed<ProxyError>> {
+    async fn run(&mut self, mut opened: OpenStream) -> Result<Tunnel, FailedAttempt<ProxyError>> {
         self.record.opened(&opened);
         // Another server may have lost the node, and nothing of the caller must be sent before that
         // is known.

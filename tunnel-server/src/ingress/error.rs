@@ -9,8 +9,8 @@ use tunnel_proto::wire::header::{Refusal, one_line};
 
 use crate::config::Limit;
 use crate::outcome::Outcome;
-use crate::routing::Failed;
-use crate::routing::attempts::{EndedStream, Failure};
+use crate::routing::FailedAttempt;
+use crate::routing::attempts::{AttemptEnd, EndedStream};
 use crate::routing::registry::OpenError;
 use tunnel_routing::decision::DecisionError;
 use tunnel_routing::dial_policy::DialRefusal;
@@ -54,14 +54,14 @@ impl ProxyError {
     }
 
     /// Returns the failure of an attempt whose stream ended as `end` says, apart from its cut.
-    pub(super) fn of_attempt(self, end: EndedStream) -> Failed<Self> {
+    pub(super) fn of_attempt(self, end: EndedStream) -> FailedAttempt<Self> {
         let (cut, replay) = (self.cut, end.replay);
-        let failure = match self.refusal {
-            Some(code) => Failure::Refused { code, replay },
-            None => Failure::Ended(EndedStream { cut, ..end }),
+        let end = match self.refusal {
+            Some(code) => AttemptEnd::Refused { code, replay },
+            None => AttemptEnd::Ended(EndedStream { cut, ..end }),
         };
         let error = self;
-        Failed { failure, error }
+        FailedAttempt { end, error }
     }
 
     /// Creates a failure from the refusal to dial a target. `target_label` is the target as the

@@ -32,7 +32,7 @@ pub enum ResendCause {
 
 /// How an attempt failed.
 #[derive(Debug, Clone, Copy)]
-pub enum Failure<'a> {
+pub enum AttemptEnd<'a> {
     /// No stream was opened, so nothing was sent.
     NotOpened(&'a OpenError),
     /// The agent, or the server that forwards the stream, refused it.
@@ -94,11 +94,11 @@ impl Attempts {
     /// nothing was left to ask. After its stream was opened, a request has at most one move after a
     /// refusal, one repetition after an eviction, and one replay after a loss or an end: no target
     /// serves it more than twice.
-    pub fn next(&mut self, via: Option<&Via>, failure: &Failure<'_>) -> NextAttempt {
-        let next = match failure {
-            Failure::NotOpened(error) => self.after_open(via, error),
-            Failure::Refused { code, replay } => self.after_refusal(*code, *replay),
-            Failure::Ended(end) => self.after_end(end),
+    pub fn next(&mut self, via: Option<&Via>, end: &AttemptEnd<'_>) -> NextAttempt {
+        let next = match end {
+            AttemptEnd::NotOpened(error) => self.after_open(via, error),
+            AttemptEnd::Refused { code, replay } => self.after_refusal(*code, *replay),
+            AttemptEnd::Ended(end) => self.after_end(end),
         };
         if next == NextAttempt::Move {
             self.except.extend(via.cloned());

@@ -30,7 +30,7 @@ use crate::outcome::Outcome;
 use crate::routing::attempts::{Attempts, EndedStream, NextAttempt, Replay, ResendCause};
 use crate::routing::registry::{CallerKey, OpenError, StreamRequest};
 use crate::routing::via::Via;
-use crate::routing::{Attempt, Failed, OpenStream};
+use crate::routing::{Attempt, FailedAttempt, OpenStream};
 use tunnel_routing::destination::{Destination, Scheme};
 
 pub(crate) mod connection;
@@ -108,8 +108,8 @@ impl UpstreamRequest<'_> {
             (request, sent_head) = (error.unsent.take(), error.head.take());
             if request.is_none() {
                 let replay = sent_head.as_ref().map_or(Replay::Never, |_head| replay);
-                let Failed { failure, error } = self.failed(*error, via.as_ref(), replay, true);
-                if attempts.next(via.as_ref(), &failure) == NextAttempt::GiveUp {
+                let FailedAttempt { end, error } = self.failed(*error, via.as_ref(), replay, true);
+                if attempts.next(via.as_ref(), &end) == NextAttempt::GiveUp {
                     return Err(error);
                 }
                 failed = (attempts.resent() == Some(ResendCause::SessionLost)).then_some(error);
@@ -145,7 +145,7 @@ impl UpstreamRequest<'_> {
         via: Option<&Via>,
         replay: Replay,
         is_reused: bool,
-    ) -> Failed<ProxyError> {
+    ) -> FailedAttempt<ProxyError> {
         let (routing, node) = (&self.ingress.routing, &self.destination.node);
         let is_of_target = error.failure.outcome == Outcome::TargetBadResponse;
         error.failure.of_attempt(EndedStream {
@@ -281,7 +281,10 @@ impl Attempt for SendAttempt<'_> {
     type Output = (Response<Incoming>, Upstream);
     type Error = ProxyError;
 
-    async fn run(&mut self, mut opened: OpenStream) -> Result<Self::Output, Failed<ProxyError>> {
+    async fn run(
+        &mut self,
+        mut opened: OpenStream,
+    ) -> Result<Self::Output, FailedAttempt<ProxyError>> {
         let upstream = self.upstream;
         // A request that is sent a second time is not sent again, so it stays with a suspect session.
         let replay = match (self.replay, opened.resent) {
@@ -372,7 +375,7 @@ pub(in crate::ingress) fn stream_request<'a>(
 pub(in crate::ingress) async fn accepted(
     stream: &mut Stream,
     target_label: impl fmt::Display,
-) -> Result<(), Failed<ProxyError>> {
+) -> Result<(), FailedAttempt<ProxyError>> {
     let accepted = stream.accepted().await;
     accepted.map(|_address| ()).map_err(|error| {
         let failure = ProxyError::from_stream(&error, target_label, Outcome::AgentLost);

@@ -33,7 +33,7 @@ fn letter(next: NextAttempt) -> char {
 }
 
 /// Returns a request that has been through `before`, each over a session of its own.
-fn attempts(before: &[Failure<'_>]) -> Attempts {
+fn attempts(before: &[AttemptEnd<'_>]) -> Attempts {
     let mut attempts = Attempts::default();
     for (number, failure) in (100..).zip(before) {
         let next = attempts.next(Some(&session(number)), failure);
@@ -42,22 +42,22 @@ fn attempts(before: &[Failure<'_>]) -> Attempts {
     attempts
 }
 
-fn refused(code: RefusalCode, replay: Replay) -> Failure<'static> {
-    Failure::Refused { code, replay }
+fn refused(code: RefusalCode, replay: Replay) -> AttemptEnd<'static> {
+    AttemptEnd::Refused { code, replay }
 }
 
 /// A row: the letters for each kind of request, as the first failure, after a refusal, after a loss
 /// of the session, after the end of a reused connection, and after an eviction.
-fn row(failure: impl Fn(Replay) -> Failure<'static>) -> [String; 5] {
-    let lost = Failure::Ended(EndedStream {
+fn row(failure: impl Fn(Replay) -> AttemptEnd<'static>) -> [String; 5] {
+    let lost = AttemptEnd::Ended(EndedStream {
         cut: Some(StreamCut::SessionLost),
         ..STREAM
     });
-    let ended = Failure::Ended(EndedStream {
+    let ended = AttemptEnd::Ended(EndedStream {
         is_reused: true,
         ..STREAM
     });
-    let states: [&[Failure<'_>]; 5] = [
+    let states: [&[AttemptEnd<'_>]; 5] = [
         &[],
         &[refused(RefusalCode::Draining, Replay::Safe)],
         &[lost],
@@ -150,7 +150,7 @@ fn streams_that_end_without_an_answer_are_replayed_once_if_that_is_safe() {
     ] {
         for (has_answer, expected) in [(false, expected), (true, never)] {
             let found = row(|replay| {
-                Failure::Ended(EndedStream {
+                AttemptEnd::Ended(EndedStream {
                     cut,
                     replay,
                     has_answer,
@@ -188,7 +188,7 @@ fn streams_that_are_not_opened_move_unless_time_or_a_limit_is_used_up() {
         let mut attempts = Attempts::default();
         let asked = [Some(session(1)), Some(server("b")), Some(server("c")), None];
         let next =
-            |via: &Option<Via>| letter(attempts.next(via.as_ref(), &Failure::NotOpened(&error)));
+            |via: &Option<Via>| letter(attempts.next(via.as_ref(), &AttemptEnd::NotOpened(&error)));
         let found: String = asked.iter().map(next).collect();
         assert_eq!(found, expected, "{error:?}");
     }
@@ -200,7 +200,7 @@ fn sessions_that_fail_one_after_another_end_the_attempts() {
     let mut attempts = Attempts::default();
     let mut numbers = 0..100;
     let last = numbers.find(|number| {
-        let next = attempts.next(Some(&session(*number)), &Failure::NotOpened(&error));
+        let next = attempts.next(Some(&session(*number)), &AttemptEnd::NotOpened(&error));
         next == NextAttempt::GiveUp
     });
     assert_eq!(last, Some(EXCEPT_MAX as u64));
