@@ -1,14 +1,13 @@
 //! Audit events: the record of a stream in the form of an Event of `audit.k8s.io/v1`. What an Event has
 //! no field for is an annotation `culvert.io/...`.
 
-use std::collections::BTreeMap;
+use std::borrow::Cow;
 use std::io;
 use std::net::IpAddr;
-use std::time::Duration;
+use std::sync::Arc;
 
 use http::header::USER_AGENT;
-use http::{HeaderValue, Request};
-use parking_lot::Mutex;
+use http::{HeaderValue, Method, Request};
 use tokio::time::Instant;
 use tunnel_process::conn_limiter::source;
 use tunnel_process::telemetry::{
@@ -16,16 +15,19 @@ use tunnel_process::telemetry::{
 };
 
 pub use self::event::ANONYMOUS;
-use self::event::{Stage, event};
+use self::event::{Stage, with_event};
+use self::open_streams::OpenStreams;
+pub(crate) use self::open_streams::{OpenStreamGuard, SharedRecord};
 
 use crate::stream_record::{AuditedHead, EndCode, RecordedPeer, StreamRecord};
 use crate::wire::header::one_line;
 
 mod event;
+mod open_streams;
 
 /// Returns what an event has of the head of a request, if there is an audit log: credentials in the
 /// URL are left out, and the query but for the parameters that the settings list.
-pub fn head<B>(request: &Request<B>) -> Option<Box<AuditedHead>> {
+pub fn head<B>(request: &Request<B>) -> Option<AuditedHead> {
     let audit_log = audit_log()?;
     let uri = request.uri();
     let authority = uri.authority().map_or("", |authority| authority.as_str());
@@ -33,11 +35,22 @@ pub fn head<B>(request: &Request<B>) -> Option<Box<AuditedHead>> {
     let query = audit_log.query(uri.query().unwrap_or_default());
     let user_agent = request.headers().get(USER_AGENT);
     let user_agent = user_agent.map_or(&[][..], HeaderValue::as_bytes);
-    Some(Box::new(AuditedHead {
-        method: one_line(request.method().as_str()).into(),
-        uri: one_line([host, uri.path(), &query].concat()).into(),
-        user_agent: one_line(String::from_utf8_lossy(user_agent)).into(),
-    }))
+    let user_agent = String::from_utf8_lossy(user_agent);
+    Some(AuditedHead::new(
+        verb(request.method()),
+        [host, uri.path(), &query],
+        &user_agent,
+    ))
+}
+
+/// Returns the verb of Kubernetes for a method, or the method in lower case.
+fn verb(method: &Method) -> Cow<'static, str> {
+    match method.as_str() {
+        "GET" | "HEAD" => "get".into(),
+        "POST" => "create".into(),
+        "PUT" => "update".into(),
+        other => one_line(other).to_ascii_lowercase().into(),
+    }
 }
 
 /// Starts the audit log of this process, which is `server` or `agent`, unless it is off.
@@ -46,71 +59,26 @@ pub fn head<B>(request: &Request<B>) -> Option<Box<AuditedHead>> {
 /// When its output cannot be opened, or it was started before.
 pub fn start(settings: &AuditSettings, reporter: &'static str) -> io::Result<AuditGuard> {
     start_audit(settings, move |audit_log, is_last| {
-        while let Some(event) = OPEN.take_due(Instant::now()) {
-            audit_log.push(&event);
-        }
+        OPEN.write_due(Instant::now(), &mut |event| audit_log.push(event));
         for left_out in audit_log.take_left_out(is_last) {
-            audit_log.push(&left_out_event(&left_out, reporter));
+            let record = left_out_record(&left_out);
+            let stage = Stage::ResponseComplete;
+            with_event(&record, reporter, stage, |event| audit_log.push(event));
         }
     })
 }
 
-/// Time after which an open stream has an event.
-const STARTED_AFTER: Duration = Duration::from_secs(60);
-
 /// The open streams of this process.
-static OPEN: OpenStreams = OpenStreams(Mutex::new(BTreeMap::new()));
+static OPEN: OpenStreams = OpenStreams::new();
 
-/// Streams whose response has begun, by the time at which they have an event and by a number. Each
-/// has a function that returns the event.
-struct OpenStreams(Mutex<BTreeMap<(Instant, u64), StartedEvent>>);
-
-type StartedEvent = Box<dyn Fn() -> Vec<u8> + Send>;
-
-impl OpenStreams {
-    fn insert(&self, due: Instant, event: StartedEvent) -> (Instant, u64) {
-        let mut open = self.0.lock();
-        let last = open.range((due, 0)..=(due, u64::MAX)).next_back();
-        let key = (due, last.map_or(0, |((_, number), _)| number + 1));
-        open.insert(key, event);
-        key
-    }
-
-    /// Removes a stream that has an event by now. Returns the event.
-    fn take_due(&self, now: Instant) -> Option<Vec<u8>> {
-        let event = {
-            let mut open = self.0.lock();
-            let first = open.first_entry().filter(|first| first.key().0 <= now)?;
-            first.remove()
-        };
-        Some(event())
-    }
-}
-
-/// An open stream, until it is dropped.
-#[derive(Debug)]
-pub(crate) struct OpenStreamGuard((Instant, u64));
-
-impl Drop for OpenStreamGuard {
-    fn drop(&mut self) {
-        OPEN.0.lock().remove(&self.0);
-    }
-}
-
-/// Records that the response of a stream has begun: if the stream is open for more than a minute, it
-/// has an event meanwhile. Returns `None` if there is no audit log.
-pub(crate) fn started<E>(
-    record: &StreamRecord<E>,
-    reporter: &'static str,
-) -> Option<OpenStreamGuard>
+/// Records that the response of a stream, which was accepted at `began`, has begun: if the stream is open
+/// for more than a minute, it has an event meanwhile. Returns `None` if there is no audit log.
+pub(crate) fn started<E>(record: &Arc<SharedRecord<E>>, began: Instant) -> Option<OpenStreamGuard>
 where
     E: EndCode + Send + 'static,
 {
     audit_log()?;
-    let record = record.clone();
-    let due = record.began + STARTED_AFTER;
-    let event = Box::new(move || event(&record, reporter, Stage::ResponseStarted));
-    Some(OpenStreamGuard(OPEN.insert(due, event)))
+    Some(OPEN.insert(began, record.clone()))
 }
 
 /// Writes the event of a stream that has ended, if there is an audit log. A stream that did not say
@@ -126,7 +94,8 @@ pub(crate) fn ended<E: EndCode>(
     };
     let limited = refused_source(record).filter(|_| !has_reached_target);
     if limited.is_none_or(|source| audit_log.admits_refused(source)) {
-        audit_log.push(&event(record, reporter, Stage::ResponseComplete));
+        let stage = Stage::ResponseComplete;
+        with_event(record, reporter, stage, |event| audit_log.push(event));
     }
 }
 
@@ -158,8 +127,8 @@ impl EndCode for LeftOut {
     }
 }
 
-/// Returns the event that says how many events of a source were left out.
-fn left_out_event(left_out: &LeftOutEvents, reporter: &'static str) -> Vec<u8> {
+/// Returns the record whose event says how many events of a source were left out.
+fn left_out_record(left_out: &LeftOutEvents) -> StreamRecord<LeftOut> {
     let mut record = StreamRecord::start(Instant::now(), LeftOut);
     let LeftOutEvents { source, events } = left_out;
     let address = source.parse::<IpAddr>();
@@ -169,12 +138,8 @@ fn left_out_event(left_out: &LeftOutEvents, reporter: &'static str) -> Vec<u8> {
     }
     record.detail =
         format!("{events} events of requests of {source} that reached no target were left out");
-    record.head = Some(Box::new(AuditedHead {
-        method: "summary".into(),
-        uri: "".into(),
-        user_agent: "".into(),
-    }));
-    event(&record, reporter, Stage::ResponseComplete)
+    record.head = Some(AuditedHead::new("summary".into(), [""; 3], ""));
+    record
 }
 
 /// Begins the name of a caller that is an agent.
@@ -203,21 +168,26 @@ mod tests {
             source: "agent:cam-1".to_owned(),
             events: 7,
         };
-        let event = left_out_event(&left_out, "server");
-        let event: serde_json::Value = serde_json::from_slice(&event).unwrap();
-        assert_eq!(event["user"]["username"], "agent:cam-1");
-        assert!(event.get("sourceIPs").is_none());
+        let record = left_out_record(&left_out);
+        with_event(&record, "server", Stage::ResponseComplete, |event| {
+            let event: serde_json::Value = serde_json::from_slice(event).unwrap();
+            assert_eq!(event["verb"], "summary");
+            assert_eq!(event["user"]["username"], "agent:cam-1");
+            assert!(event.get("sourceIPs").is_none());
+        });
     }
 
     #[test]
-    fn stream_that_is_open_for_a_minute_has_one_event_meanwhile() {
-        let (open, start) = (OpenStreams(Mutex::default()), Instant::now());
-        let due = start + STARTED_AFTER;
-        let insert = |name: &'static str| open.insert(due, Box::new(move || name.into()));
-        let (_first, second) = (insert("first"), insert("second"));
-        assert_eq!(open.take_due(start + Duration::from_secs(59)), None);
-        open.0.lock().remove(&second);
-        assert_eq!(open.take_due(due).as_deref(), Some(&b"first"[..]));
-        assert_eq!(open.take_due(due), None);
+    fn verb_of_a_method_is_that_of_kubernetes() {
+        for (method, expected) in [
+            (Method::GET, "get"),
+            (Method::HEAD, "get"),
+            (Method::POST, "create"),
+            (Method::PUT, "update"),
+            (Method::DELETE, "delete"),
+            (Method::CONNECT, "connect"),
+        ] {
+            assert_eq!(verb(&method), expected);
+        }
     }
 }

@@ -1,13 +1,14 @@
 //! The record of a stream in progress, and the only place that passes it to its sinks: metrics and
 //! recent requests, the audit log and the access log.
 
-use std::ops::{Deref, DerefMut};
+use std::sync::Arc;
 
+use parking_lot::MutexGuard;
 use tokio::time::Instant;
 use tracing::info;
 use tunnel_process::telemetry::{ACCESS, LineForm, non_empty};
 
-use crate::audit::{self, OpenStreamGuard};
+use crate::audit::{self, OpenStreamGuard, SharedRecord};
 use crate::stream_record::{EndCode, Relayed, StreamEnd, StreamRecord};
 use crate::transport::ByteCount;
 use crate::wire::name::{NodeName, Port};
@@ -33,7 +34,7 @@ pub trait RecordSinks<E: EndCode = StreamEnd> {
 /// The record of a stream in progress. Dropping it ends the record and passes it to all sinks, once.
 #[derive(Debug)]
 pub struct OpenRecord<S: RecordSinks<E>, E: EndCode = StreamEnd> {
-    record: StreamRecord<E>,
+    record: Arc<SharedRecord<E>>,
     /// What carries the stream, and the bytes that it had carried before.
     bytes: Option<(ByteCount, (u64, u64))>,
     started: Option<OpenStreamGuard>,
@@ -44,12 +45,18 @@ pub struct OpenRecord<S: RecordSinks<E>, E: EndCode = StreamEnd> {
 impl<S: RecordSinks<E>, E: EndCode> OpenRecord<S, E> {
     /// Begins the record of a stream that was accepted at `began`.
     pub fn start(began: Instant, sinks: S) -> Self {
+        let record = StreamRecord::start(began, S::DROPPED);
         Self {
-            record: StreamRecord::start(began, S::DROPPED),
+            record: Arc::new(SharedRecord::new(record, S::REPORTER)),
             bytes: None,
             started: None,
             sinks,
         }
+    }
+
+    /// Returns the record. The audit log reads it, too, when the stream has been open for a minute.
+    pub fn lock(&self) -> MutexGuard<'_, StreamRecord<E>> {
+        self.record.lock()
     }
 
     /// Records what carries the stream from here on.
@@ -62,8 +69,11 @@ impl<S: RecordSinks<E>, E: EndCode> OpenRecord<S, E> {
 impl<S: RecordSinks<E>, E: EndCode + Send + 'static> OpenRecord<S, E> {
     /// Records that the response of the target has begun, or that it has accepted the stream.
     pub fn started(&mut self) {
-        self.sinks.describe(&mut self.record);
-        self.started = audit::started(&self.record, S::REPORTER);
+        let mut record = self.record.lock();
+        self.sinks.describe(&mut record);
+        if self.started.is_none() {
+            self.started = audit::started(&self.record, record.began);
+        }
     }
 }
 
@@ -71,45 +81,33 @@ impl<S: RecordSinks> OpenRecord<S> {
     /// Sets how the relay of the stream ended.
     pub fn relayed(&mut self, relayed: Relayed) {
         self.bytes = None;
-        self.fail(relayed.end, relayed.detail);
-        self.bytes_in = relayed.bytes_in;
-        self.bytes_out = relayed.bytes_out;
-    }
-}
-
-impl<S: RecordSinks<E>, E: EndCode> Deref for OpenRecord<S, E> {
-    type Target = StreamRecord<E>;
-
-    fn deref(&self) -> &StreamRecord<E> {
-        &self.record
-    }
-}
-
-impl<S: RecordSinks<E>, E: EndCode> DerefMut for OpenRecord<S, E> {
-    fn deref_mut(&mut self) -> &mut StreamRecord<E> {
-        &mut self.record
+        let mut record = self.lock();
+        record.fail(relayed.end, relayed.detail);
+        record.bytes_in = relayed.bytes_in;
+        record.bytes_out = relayed.bytes_out;
     }
 }
 
 impl<S: RecordSinks<E>, E: EndCode> Drop for OpenRecord<S, E> {
     fn drop(&mut self) {
         let Self {
-            record,
+            record: shared,
             bytes,
             started,
             sinks,
         } = self;
         drop(started.take());
+        let mut record = shared.end();
         if let Some((bytes, before)) = bytes {
             let (received, sent) = bytes.read();
             record.bytes_in = received.saturating_sub(before.0);
             record.bytes_out = sent.saturating_sub(before.1);
         }
-        sinks.describe(record);
-        let form = sinks.end(record);
-        audit::ended(record, S::REPORTER, sinks.has_reached_target(record));
+        sinks.describe(&mut record);
+        let form = sinks.end(&mut record);
+        audit::ended(&record, S::REPORTER, sinks.has_reached_target(&record));
         if let Some(form) = form {
-            log(record, form);
+            log(&record, form);
         }
     }
 }

@@ -10,7 +10,7 @@ use tokio::time::Instant;
 use tunnel_process::telemetry::StreamStage;
 
 use crate::wire::code::RefusalCode;
-use crate::wire::header::{AuditId, StreamHeader, StreamKind};
+use crate::wire::header::{AuditId, StreamHeader, StreamKind, is_one_line, one_line};
 use crate::wire::name::{NodeName, Port, ReplicaId, SessionId};
 
 /// How a stream ended, in one word for metrics and logs.
@@ -155,12 +155,43 @@ impl Display for RecordedPeer {
 /// What the head of an HTTP request adds to its audit event.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct AuditedHead {
-    /// The method.
-    pub method: Box<str>,
-    /// Host and path, and a part of the query.
-    pub uri: Box<str>,
-    /// `User-Agent`, or empty.
-    pub user_agent: Box<str>,
+    /// The verb of Kubernetes for the method, or the method in lower case.
+    pub verb: Cow<'static, str>,
+    /// The URI, and after it `User-Agent`.
+    texts: String,
+    uri_length: usize,
+}
+
+impl AuditedHead {
+    /// Returns a head with the parts of a URI, that is host, path and a part of the query, and with a
+    /// `User-Agent`, or an empty one.
+    pub fn new(verb: Cow<'static, str>, uri: [&str; 3], user_agent: &str) -> Self {
+        let length = uri.iter().map(|part| part.len()).sum::<usize>() + user_agent.len();
+        let mut texts = String::with_capacity(length);
+        texts.extend(uri);
+        let mut texts = one_line(texts);
+        let uri_length = texts.len();
+        if is_one_line(user_agent) {
+            texts.push_str(user_agent);
+        } else {
+            texts.push_str(&one_line(user_agent));
+        }
+        Self {
+            verb,
+            texts,
+            uri_length,
+        }
+    }
+
+    /// Returns the URI as one line.
+    pub fn uri(&self) -> &str {
+        self.texts.get(..self.uri_length).unwrap_or_default()
+    }
+
+    /// Returns `User-Agent` as one line, or an empty text.
+    pub fn user_agent(&self) -> &str {
+        self.texts.get(self.uri_length..).unwrap_or_default()
+    }
 }
 
 /// All that is known of a stream or request when it ends, as plain data for its sinks.
@@ -185,7 +216,7 @@ pub struct StreamRecord<E = StreamEnd> {
     /// Method and path, or the name of the TCP service, or empty.
     pub request: String,
     /// More of an HTTP request. `None` if there is no audit log.
-    pub head: Option<Box<AuditedHead>>,
+    pub head: Option<AuditedHead>,
     /// What the caller wants to do at the target, as far as the server reads it.
     pub operation: Option<Cow<'static, str>>,
     /// The rule that decided.

@@ -86,15 +86,17 @@ pub async fn serve<S: StreamServer>(
     limit: Duration,
     on_late: impl FnOnce() + Send,
 ) {
-    let mut record = OpenRecord::start(Instant::now(), server);
-    record.is_unread = true;
-    match incoming.header(record.began + limit).await {
+    let began = Instant::now();
+    let record = OpenRecord::start(began, server);
+    record.lock().is_unread = true;
+    match incoming.header(began + limit).await {
         Ok((header, stream)) => serve_with_header(header, stream, record).await,
         Err(error) => {
             if error.kind() == io::ErrorKind::TimedOut {
                 on_late();
             }
-            record.fail(StreamEnd::NoHeader, error.to_string());
+            let detail = error.to_string();
+            record.lock().fail(StreamEnd::NoHeader, detail);
         }
     }
 }
@@ -106,7 +108,7 @@ pub async fn serve_with_header<S: StreamServer>(
     mut record: OpenRecord<S>,
 ) {
     let admitted = record.sinks.admit(&header, &stream);
-    record.asked(&header);
+    record.lock().asked(&header);
     match admitted {
         Ok(admitted) => match record.sinks.dial(&admitted).await {
             Ok(dialed) => relay_dialed(dialed, stream, &mut record).await,
@@ -118,7 +120,8 @@ pub async fn serve_with_header<S: StreamServer>(
 
 async fn refuse<S: RecordSinks>(refused: Refused, stream: Stream, record: &mut OpenRecord<S>) {
     let Refusal { code, detail } = refused.reply;
-    record.fail(StreamEnd::Refused(code), refused.detail);
+    let end = StreamEnd::Refused(code);
+    record.lock().fail(end, refused.detail);
     stream.refuse(code, &detail).await;
 }
 
@@ -133,13 +136,14 @@ async fn relay_dialed<G, S: RecordSinks>(
         address,
         guard: _guard,
     } = dialed;
-    record.dialed = address;
+    record.lock().dialed = address;
     match target {
         DialedTarget::Socket { socket, reply } => {
             record.carried(stream.bytes());
             // The socket resets when it is dropped, as after each cut.
             if let Err(error) = stream.accept(&reply).await {
-                return record.fail(StreamEnd::CutByPeer, error.to_string());
+                let detail = error.to_string();
+                return record.lock().fail(StreamEnd::CutByPeer, detail);
             }
             record.started();
             record.relayed(relay_socket(stream, socket).await);

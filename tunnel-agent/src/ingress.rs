@@ -101,21 +101,26 @@ impl Ingress {
             client: peer.ip(),
         };
         let mut record = OpenRecord::start(Instant::now(), sinks);
-        record.target = target.to_string();
-        record.node = Some(self.node.clone());
-        record.direction = Some("edge");
-        record.peer = Some(RecordedPeer::Tcp(peer));
+        {
+            let mut record = record.lock();
+            record.target = target.to_string();
+            record.node = Some(self.node.clone());
+            record.direction = Some("edge");
+            record.peer = Some(RecordedPeer::Tcp(peer));
+        }
         let open_end = self.loop_detector.accepted(&tcp, peer);
         let socket = TargetSocket::new(tcp, ByteCount::default(), SocketPeer::Client);
         // Without a stream, the socket resets before the line is logged.
         match (self.limiter.acquire(peer.ip()), &open_end) {
             (Ok(_), Ok(None)) => {
                 drop(socket);
-                record.fail(StreamEnd::Refused(RefusalCode::Policy), REDIRECTED);
+                let end = StreamEnd::Refused(RefusalCode::Policy);
+                record.lock().fail(end, REDIRECTED);
             }
             (Ok(_), Err(error)) => {
                 drop(socket);
-                record.fail(StreamEnd::CutByCaller, error.to_string());
+                let detail = error.to_string();
+                record.lock().fail(StreamEnd::CutByCaller, detail);
             }
             (Ok(permit), Ok(Some(_open))) => {
                 let permit = Arc::new(permit);
@@ -132,7 +137,8 @@ impl Ingress {
                         "one address has three quarters of agent's limits.cloudStreams"
                     }
                 };
-                record.fail(StreamEnd::Refused(RefusalCode::TooManyStreams), detail);
+                let end = StreamEnd::Refused(RefusalCode::TooManyStreams);
+                record.lock().fail(end, detail);
             }
         }
     }
@@ -145,21 +151,24 @@ impl Ingress {
         target: &CloudTarget,
         record: &mut OpenRecord<CloudSinks<'_>>,
     ) {
-        match self.open(client, target, record.audit_id).await {
+        let audit_id = record.lock().audit_id;
+        match self.open(client, target, audit_id).await {
             Ok(opened) => {
                 let cut = self.cut.cancelled();
                 let code = ResetCode::AgentStopping;
-                record.session = Some(opened.session);
-                record.dialed = opened.dialed;
+                record.lock().session = Some(opened.session);
+                record.lock().dialed = opened.dialed;
                 record.carried(opened.stream.bytes());
                 record.started();
                 record.relayed(relay_socket_until(opened.stream, socket, cut, code).await);
+                let mut record = record.lock();
                 if record.end == StreamEnd::AgentStopping {
                     STOPPING.clone_into(&mut record.detail);
                 }
             }
             Err((session, error)) => {
                 drop(socket);
+                let mut record = record.lock();
                 record.session = session;
                 record.fail(error.end(), error.to_string());
             }

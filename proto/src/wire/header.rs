@@ -340,13 +340,20 @@ impl StreamReply {
     }
 }
 
+/// Returns whether [`one_line`] leaves a text as it is, except for some texts with other characters than
+/// those of ASCII.
+pub fn is_one_line(text: &str) -> bool {
+    // Without a branch for each of them, the compiler compares many characters at once.
+    let is_printable = |all, byte| all & (b' '..=b'~').contains(&byte);
+    text.len() <= DETAIL_MAX && text.bytes().fold(true, is_printable)
+}
+
 /// Returns one printable line of at most 512 bytes. Control characters become spaces, so that a
 /// peer's text cannot forge log lines or header fields.
 pub fn one_line<'a>(text: impl Into<Cow<'a, str>>) -> String {
     let text = text.into();
     // Nearly all texts need no change.
-    let is_printable = |byte: u8| byte == b' ' || byte.is_ascii_graphic();
-    if text.len() <= DETAIL_MAX && text.bytes().all(is_printable) {
+    if is_one_line(&text) {
         return text.into_owned();
     }
     let mut line = String::with_capacity(text.len().min(DETAIL_MAX));

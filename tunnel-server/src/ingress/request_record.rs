@@ -121,14 +121,16 @@ impl RequestRecord {
             running: None,
             drained: None,
         };
-        let mut record = OpenRecord::start(Instant::now(), sinks);
+        let open = OpenRecord::start(Instant::now(), sinks);
+        let subject: String = subject.into();
+        let mut request = one_line(subject);
+        request.truncate(beginning(&request).len());
+        let mut record = open.lock();
         record.listener = Some(listener);
         record.peer = Some(addr.into());
-        let subject: String = subject.into();
-        record.request = one_line(subject);
-        let length = beginning(&record.request).len();
-        record.request.truncate(length);
-        Self(record)
+        record.request = request;
+        drop(record);
+        Self(open)
     }
 
     /// Makes a cut that happens when a drain has reached its deadline one of the drain:
@@ -139,23 +141,24 @@ impl RequestRecord {
 
     /// Records the caller's identity, as far as the caller has proved it.
     pub fn caller(&mut self, caller: &CallerIdentity) {
-        self.0.caller = one_line(caller.to_string());
+        self.0.lock().caller = one_line(caller.to_string());
     }
 
     /// Records the head of an HTTP request for the audit log.
     pub fn head<B>(&mut self, request: &Request<B>) {
-        self.0.head = audit::head(request);
+        self.0.lock().head = audit::head(request);
     }
 
     /// Records what the caller asked to do, and the rule that decided.
     pub fn decided(&mut self, operation: Operation, rule: Option<&Arc<str>>) {
-        self.0.operation = Some(operation.name().into());
-        self.0.rule = rule.cloned();
+        let mut record = self.0.lock();
+        record.operation = Some(operation.name().into());
+        record.rule = rule.cloned();
     }
 
     /// Records what the rules of a dry run decide otherwise.
     pub fn dry_run(&mut self, decided: Option<Box<str>>) {
-        self.0.dry_run = decided;
+        self.0.lock().dry_run = decided;
     }
 
     /// Records that the access has begun.
@@ -165,15 +168,16 @@ impl RequestRecord {
 
     /// Sets what the records of other ends have in common with this one.
     pub fn identify(&self, header: &mut StreamHeader) {
-        header.audit_id = Some(self.0.audit_id);
-        header.caller = non_empty(&self.0.caller).unwrap_or(ANONYMOUS).to_owned();
-        let operation = self.0.operation.as_deref().unwrap_or_default();
+        let record = self.0.lock();
+        header.audit_id = Some(record.audit_id);
+        header.caller = non_empty(&record.caller).unwrap_or(ANONYMOUS).to_owned();
+        let operation = record.operation.as_deref().unwrap_or_default();
         operation.clone_into(&mut header.operation);
     }
 
     /// Returns what the audit events of the request have in common at all ends.
     pub fn audit_id(&self) -> AuditId {
-        self.0.audit_id
+        self.0.lock().audit_id
     }
 
     /// Records that the tunnel of a TCP service is open.
@@ -190,8 +194,9 @@ impl RequestRecord {
 
     /// Records the node and the port that the caller asks for, also of a request that is refused.
     pub fn requested(&mut self, node: &NodeName, port: Port) {
-        self.0.node = Some(node.clone());
-        self.0.port = Some(port);
+        let mut record = self.0.lock();
+        record.node = Some(node.clone());
+        record.port = Some(port);
     }
 
     /// Records the node and the target of a request.
@@ -202,7 +207,7 @@ impl RequestRecord {
 
     /// Records a target that the server dials itself.
     pub fn direct(&mut self, target_label: &str, port: Port) {
-        self.0.port = Some(port);
+        self.0.lock().port = Some(port);
         self.target(&format_args!("direct {target_label}"));
     }
 
@@ -210,7 +215,7 @@ impl RequestRecord {
         // With space for most texts, since each part of a destination is written separately.
         let mut text = String::with_capacity(DESTINATION_CAPACITY);
         let _never_fails = write!(text, "{target}");
-        self.0.target = text;
+        self.0.lock().target = text;
     }
 
     /// Records that a new stream carries the request.
@@ -218,7 +223,7 @@ impl RequestRecord {
         self.carried(Some(opened.via.clone()), opened.stream.bytes());
         self.0.sinks.metrics.opened(opened.elapsed);
         let is_retried = opened.resent == Some(ResendCause::SessionLost);
-        if is_retried && !std::mem::replace(&mut self.0.is_retried, true) {
+        if is_retried && !std::mem::replace(&mut self.0.lock().is_retried, true) {
             self.0.sinks.metrics.retried();
         }
     }
@@ -226,20 +231,23 @@ impl RequestRecord {
     /// Records the stream of an earlier request, which carries this one.
     pub fn reused(&mut self, via: Option<Via>, bytes: ByteCount, audit_id: Option<AuditId>) {
         self.carried(via, bytes);
-        self.0.stream = audit_id;
+        self.0.lock().stream = audit_id;
     }
 
     /// Returns the other server that forwards the stream of the request.
-    pub fn via(&self) -> Option<&ReplicaId> {
-        self.0.via.as_ref()
+    pub fn via(&self) -> Option<ReplicaId> {
+        self.0.lock().via.clone()
     }
 
     fn carried(&mut self, via: Option<Via>, bytes: ByteCount) {
-        (self.0.session, self.0.via) = match via {
-            Some(Via::Local(session)) => (Some(session), None),
-            Some(Via::Replica(replica)) => (None, Some(replica)),
-            None => (None, None),
-        };
+        {
+            let mut record = self.0.lock();
+            (record.session, record.via) = match via {
+                Some(Via::Local(session)) => (Some(session), None),
+                Some(Via::Replica(replica)) => (None, Some(replica)),
+                None => (None, None),
+            };
+        }
         self.0.carried(bytes);
         self.0.sinks.has_reached_target = true;
         self.0.sinks.open = Some(self.0.sinks.metrics.stream());
@@ -247,19 +255,19 @@ impl RequestRecord {
 
     /// Records the status of the response, which begins.
     pub fn status(&mut self, status: StatusCode) {
-        self.0.status = Some(status.as_u16());
+        self.0.lock().status = Some(status.as_u16());
         self.0.started();
     }
 
     /// Records how the request or stream ended.
     pub fn set_outcome(&mut self, outcome: Outcome) {
-        self.0.end = outcome;
+        self.0.lock().end = outcome;
     }
 
     /// Records that the request cannot be read. Only a sample of such records has a line, and none an
     /// audit event.
     pub fn unreadable(&mut self) {
-        self.0.is_unread = true;
+        self.0.lock().is_unread = true;
     }
 
     /// Records the request in `recent` as well when it ends, if it is one of a node.
@@ -269,7 +277,7 @@ impl RequestRecord {
 
     /// Records a failure that occurred before the target responded.
     pub fn fail(&mut self, failure: &ProxyError) {
-        self.0.fail(failure.outcome, failure.text.as_str());
+        self.0.lock().fail(failure.outcome, failure.text.as_str());
         // Any other failure may be one of a request that the target has executed.
         self.0.sinks.is_refused =
             failure.refusal.is_some() || failure.outcome == Outcome::TargetTls;

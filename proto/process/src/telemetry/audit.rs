@@ -299,6 +299,9 @@ impl AuditLog {
     /// the end of a long text is cut off.
     pub fn query(&self, query: &str) -> String {
         let mut listed = String::new();
+        if query.is_empty() {
+            return listed;
+        }
         for is_command in [true, false] {
             for (name, value) in parameters(query) {
                 if self.settings.has_parameter(name, is_command) {
