@@ -107,12 +107,18 @@ fn cluster_dns(root: &Path) -> Result<Vec<IpAddr>, String> {
     cluster_dns_of(&text).ok_or_else(|| format!("{shown} has no clusterDNS that can be read"))
 }
 
-/// Returns the command line of the kubelet, if one runs.
+/// Returns the command line of the kubelet, if one runs. One in another network, as that of a node in
+/// a container, is not this node's.
 fn kubelet(proc: &Path) -> Option<Vec<String>> {
     let processes = fs::read_dir(proc).ok()?;
+    let network = |process: &Path| fs::read_link(process.join("ns/net")).ok();
+    let own = network(&proc.join("self"));
     processes.flatten().find_map(|process| {
         let name = fs::read_to_string(process.path().join("comm")).ok()?;
         (name.trim() == "kubelet").then_some(())?;
+        // Only root may read that of the kubelet.
+        let other = network(&process.path());
+        (own.is_none() || other.is_none() || own == other).then_some(())?;
         let command = fs::read(process.path().join("cmdline")).ok()?;
         let words = command.split(|byte| *byte == 0);
         Some(
@@ -273,6 +279,12 @@ mod tests {
         }
         fs::write(process.join("cmdline"), "kubelet\0--cluster-dns=a\0").unwrap();
         assert!(read(root).0.unwrap_err().contains("--cluster-dns"));
+        for (process, network) in [("7", "net:[2]"), ("self", "net:[1]")] {
+            let folder = root.join("proc").join(process).join("ns");
+            fs::create_dir_all(&folder).unwrap();
+            std::os::unix::fs::symlink(network, folder.join("net")).unwrap();
+        }
+        assert!(read(root).0.unwrap_err().starts_with("no kubelet runs"));
     }
 
     #[tokio::test]
