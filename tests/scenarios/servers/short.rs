@@ -120,7 +120,7 @@ impl Hop {
         let once = RawRequest::get(&self.servers.host(), "/metrics");
         let again = RawRequest::new("GET", "/metrics", &self.servers.host());
         let mut kept_alive = KeepAliveClient::connect(endpoint).await?;
-        let mut delays = Vec::new();
+        let (mut delays, mut slowest) = (Vec::new(), [Duration::ZERO; 2]);
         for number in 0..REQUESTS {
             let sent = Instant::now();
             let reply = async {
@@ -134,8 +134,14 @@ impl Hop {
             let reply = reply.with_context(|| format!("{what}: no answer to {number}"))??;
             let (status, text) = (reply.status, reply.text());
             ensure!(status == 200, "{what}: {number}: {status} {text}");
+            let slowest = &mut slowest[number % 2];
+            *slowest = sent.elapsed().max(*slowest);
             delays.push(sent.elapsed());
         }
+        let [new, kept] = slowest;
+        report_figure(&format!(
+            "hop, {what}: the slowest {new:.0?} over a new connection, {kept:.0?} over one that is kept"
+        ));
         delays.sort_unstable();
         Ok(percentile(&delays, 0.99))
     }
