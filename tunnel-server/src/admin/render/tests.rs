@@ -203,6 +203,11 @@ fn node_local_dns_differs_from_the_published_objects_in_what_the_guide_lists() {
     let mut expected = PUBLISHED.to_owned();
     for (row, published, here) in [
         ("`forward`", "CLUSTER_DNS {", "169.254.20.11:1053 {"),
+        (
+            "`health_check`",
+            "force_tcp\n",
+            "force_tcp\n    health_check 100ms\n",
+        ),
         ("`cache`", "9984 5\n", "9984 5\n    serve_stale 24h\n"),
         (
             "`cache`",
