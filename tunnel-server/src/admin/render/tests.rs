@@ -206,7 +206,7 @@ fn node_local_dns_differs_from_the_published_objects_in_what_the_guide_lists() {
         (
             "`health_check`",
             "force_tcp\n",
-            "force_tcp\n    health_check 100ms\n",
+            "force_tcp\n    health_check 250ms\n    max_fails 1\n",
         ),
         ("`cache`", "9984 5\n", "9984 5\n    serve_stale 24h\n"),
         (
