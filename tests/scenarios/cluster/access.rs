@@ -141,7 +141,8 @@ impl Site {
         let bearer = format!("Bearer {}", self.prometheus);
         let spdy = RawRequest::new("GET", EXEC, HOST)
             .header("Connection", "Upgrade")
-            .header("Upgrade", "SPDY/3.1");
+            .header("Upgrade", "SPDY/3.1")
+            .header("X-Stream-Protocol-Version", "v4.channel.k8s.io");
         let clients = [
             UpgradeClient::websocket(HOST, EXEC),
             UpgradeClient::spdy(HOST, EXEC),
