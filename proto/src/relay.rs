@@ -31,6 +31,7 @@ use tokio_util::io::poll_read_buf;
 
 use crate::buffers::{BUFFER_BYTES, Buffer};
 use crate::transport::{CUT_LIMIT, CUT_STALL_LIMIT, CutDeadline, Stream, StreamCut, find_cause};
+use crate::wire::code::ResetCode;
 
 /// A side of a relay: a [`Socket`], or the [`Stream`] of a session.
 pub trait RelayIo {
