@@ -11,6 +11,7 @@ pub mod header;
 pub mod label;
 pub mod name;
 pub mod name_pattern;
+pub mod node_certificate;
 pub mod node_row;
 pub mod order;
 pub mod peer;

@@ -33,7 +33,7 @@ use crate::ingress::connect::AdminTunnels;
 use crate::routing::peers::Peers;
 use tunnel_ca::LocalCa;
 use tunnel_ca::revocation::{OrderAction, Revocations};
-use tunnel_ca::rotation::{CaRotator, RotationAction, RotationError, RotationStatus};
+use tunnel_ca::rotation::{CaRotator, OtherAgents, RotationAction, RotationError, RotationStatus};
 use tunnel_ca::tokens::{CreateTokenError, TokenStore};
 use tunnel_store::data_dir::DataDir;
 use tunnel_store::known_nodes::KnownNodes;
@@ -244,12 +244,15 @@ async fn answer(
             value(StatusCode::OK, &blocking(state, page).await?)
         }
         ("GET", ["ca", "rotation"]) => {
-            let status = blocking(state, |state| rotation_status(&state)).await??;
+            let others = other_agents(state, false).await;
+            let status = blocking(state, move |state| rotation_status(&state, &others)).await??;
             value(StatusCode::OK, &status)
         }
         ("POST", ["ca", "rotation"]) => {
             let action = read(request, BODY_MAX_BYTES).await?;
-            let status = blocking(state, move |state| rotate_ca(&state, action)).await??;
+            let others = other_agents(state, true).await;
+            let rotate = move |state: Arc<AdminState>| rotate_ca(&state, action, &others);
+            let status = blocking(state, rotate).await??;
             value(StatusCode::OK, &status)
         }
         ("GET", ["ca"]) => Ok(text(StatusCode::OK, state.ca.root_pem())),
@@ -469,18 +472,37 @@ fn unknown_node(node: &NodeName) -> RequestError {
     RequestError::not_found(format!("no node has the name {node}"))
 }
 
+/// Returns what the other servers know of the certificates of agents, if a stage begins or is in progress.
+async fn other_agents(state: &AdminState, begins: bool) -> OtherAgents {
+    let mut others = OtherAgents::default();
+    if let Ok(rotator) = &state.rotator
+        && (begins || rotator.is_in_progress())
+    {
+        let add = |server, nodes| others.add(server, nodes);
+        state.peers.fetch_certificates(add).await;
+    }
+    others
+}
+
 /// Returns the stage of the rotation of the CA. Blocks the thread.
-fn rotation_status(state: &AdminState) -> Result<RotationStatus, RequestError> {
+fn rotation_status(
+    state: &AdminState,
+    others: &OtherAgents,
+) -> Result<RotationStatus, RequestError> {
     let rotator = state.rotator.as_ref().map_err(RequestError::conflict)?;
     rotator
-        .status()
+        .status(others)
         .map_err(|error| RequestError::internal(&error))
 }
 
 /// Changes the stage of the rotation of the CA. Blocks the thread.
-fn rotate_ca(state: &AdminState, action: RotationAction) -> Result<RotationStatus, RequestError> {
+fn rotate_ca(
+    state: &AdminState,
+    action: RotationAction,
+    others: &OtherAgents,
+) -> Result<RotationStatus, RequestError> {
     let rotator = state.rotator.as_ref().map_err(RequestError::conflict)?;
-    rotator.act(action).map_err(|error| match error {
+    rotator.act(action, others).map_err(|error| match error {
         RotationError::Ca(error) => RequestError::internal(&error),
         RotationError::Changed
         | RotationError::NotInProgress
@@ -491,7 +513,8 @@ fn rotate_ca(state: &AdminState, action: RotationAction) -> Result<RotationStatu
         | RotationError::ServersUnknown(_)
         | RotationError::UnknownStages(_)
         | RotationError::OtherStages(_)
-        | RotationError::OthersNotCounted { .. } => RequestError::conflict(&error),
+        | RotationError::NotCounted(_)
+        | RotationError::AgentsMove(_) => RequestError::conflict(&error),
     })
 }
 

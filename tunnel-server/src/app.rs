@@ -41,6 +41,7 @@ mod records;
 mod reload;
 mod reported;
 mod revocations;
+mod rotation;
 mod services;
 mod serving;
 mod sessions;

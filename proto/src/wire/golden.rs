@@ -16,6 +16,7 @@ use super::frame::{
 };
 use super::header::{AuditId, StreamHeader, StreamKind, StreamReply, Target};
 use super::name::{InstanceId, Port, SessionId};
+use super::node_certificate::{CertificatesPart, NodeCertificate};
 use super::node_row::{FailingRequests, NodeRows, ServerReport};
 use super::order::{NodeOrder, Order};
 use super::peer::{Alive, Ask, HeldNode, Holds, PeerHello, PeerMessage, StateDigest, StatePart};
@@ -269,6 +270,22 @@ fn messages_between_servers_are_as_captured() {
                 }),
             ),
             ("024200", PeerMessage::StateFetch),
+            ("045a020803", PeerMessage::CertificatesFetch(3)),
+            (
+                "17 6215 0803 120f 0a0177 10ac02 18ad02 2001 2801 3001 1801",
+                PeerMessage::CertificatesPart(CertificatesPart {
+                    id: 3,
+                    nodes: vec![NodeCertificate {
+                        node: held_node.node.clone(),
+                        issued: Some(SystemTime::UNIX_EPOCH + Duration::from_secs(300)),
+                        not_after: Some(SystemTime::UNIX_EPOCH + Duration::from_secs(301)),
+                        is_kubelet: true,
+                        is_connected: true,
+                        is_gone: true,
+                    }],
+                    has_more: true,
+                }),
+            ),
             (
                 "0452020801",
                 PeerMessage::NodeRows(NodeRows {

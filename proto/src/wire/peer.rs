@@ -10,6 +10,7 @@ use super::fields::{decode_node, decode_time, since_epoch};
 pub use super::frame::PEER_MESSAGE_MAX;
 use super::frame::{self, FrameError};
 use super::name::{InstanceId, NodeName, ReplicaId, ZoneName};
+use super::node_certificate::{self, CertificatesPart};
 use super::node_row::{self, NodeRows};
 use super::order::{NodeOrder, Order};
 use super::pb;
@@ -35,6 +36,10 @@ pub enum PeerMessage {
     StatePart(StatePart),
     /// Dialing end: asks for rows of nodes. Accepting end: sends them.
     NodeRows(NodeRows),
+    /// Dialing end: asks for the certificates of the agents that the receiver knows, by a number.
+    CertificatesFetch(u64),
+    /// Accepting end: a part of the answer to [`PeerMessage::CertificatesFetch`].
+    CertificatesPart(CertificatesPart),
     /// A message of a later version, which is ignored.
     Unknown,
 }
@@ -177,6 +182,12 @@ impl PeerMessage {
                 more: part.has_more,
             })),
             Self::NodeRows(rows) => Some(Kind::NodeRows(node_row::encode(rows))),
+            Self::CertificatesFetch(id) => {
+                Some(Kind::CertificatesFetch(pb::CertificatesFetch { id: *id }))
+            }
+            Self::CertificatesPart(part) => {
+                Some(Kind::CertificatesPart(node_certificate::encode(part)))
+            }
             Self::Unknown => None,
         };
         frame::encode(&pb::PeerMessage { kind }, PEER_MESSAGE_MAX, out)
@@ -247,6 +258,8 @@ impl PeerMessage {
                 has_more: part.more,
             }),
             Kind::NodeRows(rows) => Self::NodeRows(node_row::decode(rows)?),
+            Kind::CertificatesFetch(fetch) => Self::CertificatesFetch(fetch.id),
+            Kind::CertificatesPart(part) => Self::CertificatesPart(node_certificate::decode(part)?),
         })
     }
 }

@@ -13,6 +13,7 @@ use tunnel_proto::wire::frame::{
 };
 use tunnel_proto::wire::header::{AuditId, StreamHeader, StreamKind, StreamReply, Target};
 use tunnel_proto::wire::name::{InstanceId, Port, SessionId};
+use tunnel_proto::wire::node_certificate::{CertificatesPart, NodeCertificate};
 use tunnel_proto::wire::node_row::{FailingRequests, NodeRow, NodeRows, ServerReport};
 use tunnel_proto::wire::order::{NodeOrder, Order};
 use tunnel_proto::wire::peer::{
@@ -191,6 +192,19 @@ pub(super) fn peers() -> Result<Vec<Vec<u8>>> {
                     reissued_at: 4,
                     ends_at: 6,
                 },
+            }],
+            has_more: true,
+        }),
+        PeerMessage::CertificatesFetch(3),
+        PeerMessage::CertificatesPart(CertificatesPart {
+            id: 3,
+            nodes: vec![NodeCertificate {
+                node: held_node.node.clone(),
+                issued: Some(held_node.since),
+                not_after: Some(held_node.since),
+                is_kubelet: true,
+                is_connected: true,
+                is_gone: true,
             }],
             has_more: true,
         }),

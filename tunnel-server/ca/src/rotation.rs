@@ -26,7 +26,7 @@ use tunnel_process::name_list::NameList;
 use tunnel_proto::wire::enroll::hex;
 use tunnel_proto::wire::name::{NodeName, ReplicaId};
 use tunnel_proto::wire::peer::CaDigest;
-use tunnel_store::data_dir::{DataDir, rfc3339, whole_seconds};
+use tunnel_store::data_dir::{DataDir, whole_seconds};
 use tunnel_store::known_nodes::KnownNodes;
 
 pub use crate::persisted_rotation::Rotation;
@@ -34,11 +34,13 @@ pub use crate::stage::RotationStage;
 use crate::stage::Signer;
 use crate::{CaError, CaMaterial, LocalCa};
 
+mod agents;
 mod status;
 mod store;
 
+pub use agents::{OtherAgents, known_certificates};
+use agents::{is_due, longest_remaining};
 pub use status::{AgentCounts, RotationProgress, RotationStatus};
-use status::{count, is_due, longest_remaining};
 use store::CaFiles;
 pub use store::{CaStore, SharedCa};
 
@@ -75,7 +77,7 @@ pub enum RotationError {
     /// Agents with a valid certificate would be refused.
     #[error(
         "agents without a certificate of this stage, which would be refused: {pending}; wait until --status shows none, forget \
-         nodes that are gone, or add --force"
+         nodes that are gone at each server, or add --force"
     )]
     Pending { pending: usize },
     /// This server cannot say which certificates have expired.
@@ -96,16 +98,19 @@ pub enum RotationError {
          or add --force, which leaves their agents behind"
     )]
     OtherStages(String),
-    /// Agents of other servers may not have renewed yet.
+    /// Agents that only other servers know may not have renewed yet.
     #[error(
-        "agents of the other servers ({others}) are not counted here; wait until {}, when every agent that stays connected \
-         has renewed, or add --force once --status at each server shows no pending agent",
-        rfc3339(*.renewed_by)
+        "it is not known which agents of other servers have renewed, because these servers do not answer: {0}; run the command \
+         again, upgrade or stop them, or add --force, which leaves behind their agents"
     )]
-    OthersNotCounted {
-        others: usize,
-        renewed_by: SystemTime,
-    },
+    NotCounted(String),
+    /// Agents may be on their way from one server to another, so that none has seen their certificate.
+    #[error(
+        "a server was connected or lost a moment ago, and agents may be on their way to another one; run the command again in \
+         {} s, or add --force",
+        .0.as_secs() + 1
+    )]
+    AgentsMove(Duration),
 }
 
 /// What a server observes before it enters a stage: the other servers that share the CA, as far as it
@@ -121,6 +126,10 @@ pub struct Surroundings {
     pub clocks: Vec<String>,
     /// Nodes with a session at this server. Their certificates count whatever the clock says.
     pub connected: BTreeSet<NodeName>,
+    /// Nodes that had a session at a server which is gone, and have none that is known.
+    pub gone: BTreeSet<NodeName>,
+    /// Time until agents that lost a server have a session with another one, if one was lost lately.
+    pub moving: Option<Duration>,
 }
 
 impl Surroundings {
@@ -141,6 +150,12 @@ impl Surroundings {
             Some(names) => Err(RotationError::OtherStages(names)),
             None => Ok(()),
         }
+    }
+
+    /// Returns the servers whose agents are not in `others`.
+    fn not_counted(&self, others: &OtherAgents) -> impl Iterator<Item = &ReplicaId> {
+        let servers = self.cas.keys();
+        servers.filter(|server| !others.has(server))
     }
 }
 
@@ -181,8 +196,7 @@ impl CaRotator {
         }
     }
 
-    /// Creates a rotator of the CA that the servers of a cluster share. Only the agents that this
-    /// server knows are counted.
+    /// Creates a rotator of the CA that the servers of a cluster share.
     pub fn of_secret(ca: Arc<LocalCa>, secret: Arc<dyn CaStore>, nodes: Arc<KnownNodes>) -> Self {
         Self {
             ca,
@@ -209,28 +223,38 @@ impl CaRotator {
         Ok(stored)
     }
 
+    /// Returns whether two CAs are trusted.
+    pub fn is_in_progress(&self) -> bool {
+        self.ca.roots().len() > 1
+    }
+
     /// Returns the stage and what the next one waits for.
     ///
     /// # Errors
     /// Returns a [`CaError`] if the persisted rotation cannot be used.
-    pub fn status(&self) -> Result<RotationStatus, CaError> {
+    pub fn status(&self, others: &OtherAgents) -> Result<RotationStatus, CaError> {
         let stored = self.load()?;
-        self.status_of(stored.rotation.as_ref(), SystemTime::now())
+        self.status_of(stored.rotation.as_ref(), others, SystemTime::now())
     }
 
-    /// Changes the stage.
+    /// Changes the stage. `others` is what the other servers answered a moment ago.
     ///
     /// # Errors
     /// Returns a [`RotationError`]. If a file cannot be written, the stage is unchanged, or the next
     /// start of the server completes the change. If the API server does not answer, the Secret may
     /// have the stage.
-    pub fn act(&self, action: RotationAction) -> Result<RotationStatus, RotationError> {
-        self.act_at(action, SystemTime::now())
+    pub fn act(
+        &self,
+        action: RotationAction,
+        others: &OtherAgents,
+    ) -> Result<RotationStatus, RotationError> {
+        self.act_at(action, others, SystemTime::now())
     }
 
     fn act_at(
         &self,
         action: RotationAction,
+        others: &OtherAgents,
         now: SystemTime,
     ) -> Result<RotationStatus, RotationError> {
         let _changing = self.changing.lock();
@@ -241,10 +265,10 @@ impl CaRotator {
         } = self.load()?;
         let step = decide(action, current.as_ref().map(|rotation| rotation.stage))?;
         if let (RotationAction::Next, Some(rotation)) = (action, &current) {
-            self.check_followed(&material)?;
-            self.check_renewed(rotation, now)?;
+            self.check_followed(&material, others)?;
+            self.check_renewed(rotation, others, now)?;
         }
-        let ended = current.as_ref().map(|ended| self.count(ended, now));
+        let ended = current.as_ref().map(|ended| self.count(ended, others, now));
         let rotation = match (step, current) {
             (StageChange::Begin, _) => {
                 let new = CaMaterial::generate(now)?;
@@ -263,7 +287,7 @@ impl CaRotator {
                 return Err(RotationError::NotInProgress);
             }
         };
-        let mut status = self.status_of(rotation.as_ref(), now)?;
+        let mut status = self.status_of(rotation.as_ref(), others, now)?;
         let is_last = status.in_progress.is_none();
         status.left_behind = ended.filter(|_| is_last || action == RotationAction::ForceNext);
         let stage = rotation.map_or("none", |rotation| rotation.stage.label());
@@ -271,26 +295,41 @@ impl CaRotator {
         Ok(status)
     }
 
-    /// Checks that every other server has the CA of the current stage, and that the clock is right.
-    fn check_followed(&self, current: &CaMaterial) -> Result<(), RotationError> {
+    /// Checks that every other server has the CA of the current stage and has said which agents it knows,
+    /// and that the clock is right.
+    fn check_followed(
+        &self,
+        current: &CaMaterial,
+        others: &OtherAgents,
+    ) -> Result<(), RotationError> {
         let surroundings = (self.observe)();
         if let Some(difference) = surroundings.clocks.first() {
             return Err(RotationError::Clock(difference.clone()));
         }
-        surroundings.check_cas(current.digest())
+        surroundings.check_cas(current.digest())?;
+        let silent: NameList = surroundings.not_counted(others).collect();
+        if silent.is_empty() {
+            Ok(())
+        } else {
+            Err(RotationError::NotCounted(silent.to_string()))
+        }
     }
 
-    /// Checks that the next stage refuses no agent.
-    fn check_renewed(&self, rotation: &Rotation, now: SystemTime) -> Result<(), RotationError> {
-        let pending = self.count(rotation, now).pending;
+    /// Checks that the next stage refuses no agent, and that none is on its way to a server.
+    fn check_renewed(
+        &self,
+        rotation: &Rotation,
+        others: &OtherAgents,
+        now: SystemTime,
+    ) -> Result<(), RotationError> {
+        let pending = self.count(rotation, others, now).pending;
         if pending > 0 {
             return Err(RotationError::Pending { pending });
         }
-        let (others, renewed_by) = (self.other_servers(), rotation.renewed_by());
-        if others > 0 && now < renewed_by {
-            return Err(RotationError::OthersNotCounted { others, renewed_by });
+        match (self.observe)().moving {
+            Some(left) => Err(RotationError::AgentsMove(left)),
+            None => Ok(()),
         }
-        Ok(())
     }
 
     /// Uses both CAs as the stage of `rotation` says, and persists the stage.
@@ -365,7 +404,7 @@ impl CaRotator {
             .replace(own)
             .is_some_and(|before| before != own);
         let is_followed = surroundings.check_cas(own).is_ok();
-        let is_in_progress = self.ca.roots().len() > 1;
+        let is_in_progress = self.is_in_progress();
         // A wrong clock says nothing about times.
         if is_in_progress && (has_changed || !is_followed) && surroundings.clocks.is_empty() {
             followers.lagged = Some(now);
@@ -401,6 +440,7 @@ impl CaRotator {
     fn status_of(
         &self,
         rotation: Option<&Rotation>,
+        others: &OtherAgents,
         now: SystemTime,
     ) -> Result<RotationStatus, CaError> {
         let in_progress = rotation.map(|rotation| {
@@ -414,13 +454,17 @@ impl CaRotator {
                 renewed_by: rotation.renewed_by(),
                 old: spki(Signer::Old)?,
                 new: spki(Signer::New)?,
-                agents: self.count(rotation, now),
+                agents: self.count(rotation, others, now),
             })
         });
+        let surroundings = (self.observe)();
+        let not_counted = surroundings.not_counted(others);
+        let not_counted = not_counted.map(ToString::to_string).collect();
         Ok(RotationStatus {
             signer: hex(&self.ca.spki_sha256()),
             in_progress: in_progress.transpose()?,
-            other_servers: self.other_servers(),
+            other_servers: surroundings.cas.len(),
+            not_counted,
             left_behind: None,
         })
     }
@@ -438,7 +482,7 @@ impl CaRotator {
         &self,
         now: SystemTime,
     ) -> Result<Option<(SystemTime, Vec<NodeName>)>, CaError> {
-        if self.ca.roots().len() == 1 {
+        if !self.is_in_progress() {
             return Ok(None);
         }
         let rotation = self.load()?.rotation;
@@ -454,13 +498,12 @@ impl CaRotator {
         Ok(Some((rotation.since, due.collect())))
     }
 
-    fn other_servers(&self) -> usize {
-        (self.observe)().cas.len()
-    }
-
-    fn count(&self, rotation: &Rotation, now: SystemTime) -> AgentCounts {
-        let connected = (self.observe)().connected;
-        count(&self.nodes.snapshot(), &connected, rotation.since, now)
+    fn count(&self, rotation: &Rotation, others: &OtherAgents, now: SystemTime) -> AgentCounts {
+        let Surroundings {
+            connected, gone, ..
+        } = (self.observe)();
+        let own = known_certificates(&self.nodes.snapshot(), &connected, &gone);
+        others.count(own, rotation.since, now)
     }
 }
 

@@ -7,23 +7,18 @@ use http::StatusCode;
 use prometheus_client::registry::Registry as MetricsRegistry;
 use serde::Serialize;
 use tokio::net::TcpListener;
-use tracing::debug;
 use tunnel_process::meta::{self, EndpointAnswer, EndpointHandler, EndpointRequest, Meta};
-use tunnel_process::timers::sleep_coalesced;
 
 use super::authority::Authority;
-use super::clocks::OtherClocks;
 use super::context::ServerContext;
+use super::rotation::rotator;
 use crate::admin::configuration::RunningConfig;
 use crate::admin::discovery::{self, DiscoveryQuery};
 use crate::admin::json_list::JsonList;
 use crate::admin::node_metrics::{NodeMetrics, observe_rtts};
 use crate::admin::status::{NodeSources, ObservedNode, SessionSources};
-use crate::admin::{self, AdminState, NoRotation};
+use crate::admin::{self, AdminState};
 use crate::ingress::connect::AdminTunnels;
-use crate::routing::registry::Registry;
-use tunnel_ca::CaError;
-use tunnel_ca::rotation::{CaRotator, FOLLOWERS_INTERVAL, Surroundings};
 use tunnel_routing::policy::PortPolicy;
 
 /// What the admin socket has in addition to the state that all parts share.
@@ -79,59 +74,6 @@ pub(super) fn start_meta(
         .with("/nodes", nodes_endpoint(nodes.clone()))
         .with("/sd/prometheus", discovery_endpoint(nodes, context))
         .start(listener, &context.shutdown);
-}
-
-fn rotator(authority: &Authority, context: &ServerContext) -> Result<Arc<CaRotator>, NoRotation> {
-    if context.config.agent_files.is_some() {
-        return Err(NoRotation::OwnCertificates);
-    }
-    let (ca, nodes) = (authority.ca.clone(), context.nodes.clone());
-    let rotator = match &authority.ca_secret {
-        Some(secret) => CaRotator::of_secret(ca, secret.clone(), nodes),
-        None => CaRotator::new(ca, context.data.clone(), nodes),
-    };
-    let (peers, unknown) = (context.peers.clone(), authority.unknown_servers.clone());
-    let (clocks, registry) = (
-        OtherClocks::new(authority, context),
-        context.registry.clone(),
-    );
-    let observe = move || Surroundings {
-        unknown: unknown(),
-        cas: peers.announced_cas(),
-        clocks: clocks.differences(),
-        connected: registry
-            .all()
-            .iter()
-            .map(|agent| agent.node.clone())
-            .collect(),
-    };
-    let rotator = Arc::new(rotator.observing(Arc::new(observe)));
-    let (observing, registry) = (rotator.clone(), context.registry.clone());
-    context.shutdown.spawn_service(async move {
-        loop {
-            sleep_coalesced(FOLLOWERS_INTERVAL).await;
-            let (rotator, registry) = (observing.clone(), registry.clone());
-            let observed = tokio::task::spawn_blocking(move || {
-                rotator.observe_followers()?;
-                ask_to_renew(&rotator, &registry)
-            });
-            if let Ok(Err(error)) = observed.await {
-                debug!(%error, "cannot observe who follows the rotation of the CA");
-            }
-        }
-    });
-    Ok(rotator)
-}
-
-/// Asks the connected agents for which the next stage of the rotation waits to renew their certificates.
-fn ask_to_renew(rotator: &CaRotator, registry: &Registry) -> Result<(), CaError> {
-    let Some((since, nodes)) = rotator.due_agents()? else {
-        return Ok(());
-    };
-    for agent in nodes.iter().flat_map(|node| registry.of_node(node)) {
-        agent.ask_to_renew(since);
-    }
-    Ok(())
 }
 
 fn node_labels(context: &ServerContext) -> Vec<String> {

@@ -15,6 +15,7 @@ use super::context::ServerContext;
 use super::credential_watcher::{CredentialWatcher, read_roots, watch_pair};
 use super::membership::report_unconnected;
 use super::revocations;
+use super::rotation::own_certificates;
 use crate::config::CredentialFiles;
 use crate::ingress::recent_requests::RecentRequests;
 use crate::routing::peers::{
@@ -55,6 +56,7 @@ pub(super) fn start(
         shutdown: context.shutdown.clone(),
         on_orders: revocations::exchange(&authority.revocations, context),
         on_stream: on_stream(context.recent.clone()),
+        known_certificates: own_certificates(context),
         on_enroll: on_enroll(authority, agents, context),
     };
     endpoint.start(listener, membership);

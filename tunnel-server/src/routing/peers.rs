@@ -31,6 +31,7 @@ mod accept;
 mod address;
 mod agreed;
 mod announce;
+mod certificates;
 mod connections;
 mod dial;
 mod endpoint;
@@ -53,7 +54,7 @@ mod yields;
 pub use address::PeerAddress;
 use address::PeerZone;
 use agreed::{AgreedState, AnnouncedState};
-pub use endpoint::{OnEnroll, OnOrders, OnStream, PeerEndpoint, PeerTls};
+pub use endpoint::{KnownCertificates, OnEnroll, OnOrders, OnStream, PeerEndpoint, PeerTls};
 pub use forward_policy::ForwardPolicy;
 use link::Link;
 pub use members::LeftOut;
@@ -148,6 +149,8 @@ struct State {
     used_twice: NamesUsedTwice,
     /// Time of the last connection with each server, in either direction, if it was recent.
     connected_at: BTreeMap<ReplicaId, Instant>,
+    /// Time of the last change of the connections that this server dials.
+    links_changed_at: Option<Instant>,
     /// The connected servers, with what they announced of their CAs.
     announced: BTreeMap<ReplicaId, AnnouncedState>,
 }
@@ -210,6 +213,7 @@ impl Peers {
                 yields: Yields::default(),
                 used_twice: NamesUsedTwice::default(),
                 connected_at: BTreeMap::new(),
+                links_changed_at: None,
                 announced: BTreeMap::new(),
             }),
             members: watch::Sender::new(Arc::default()),

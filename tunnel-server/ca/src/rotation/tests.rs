@@ -6,6 +6,7 @@ use rustls_pki_types::CertificateDer;
 use tunnel_process::files;
 use tunnel_proto::identity::spki_sha256;
 use tunnel_proto::tls::{self, AgentTrust};
+use tunnel_proto::wire::node_certificate::NodeCertificate;
 use tunnel_store::known_nodes::EnrollmentKind;
 use tunnel_store::testing::{Scratch, assert_contains, node};
 
@@ -44,7 +45,7 @@ impl Fixture {
     }
 
     fn progress(&self) -> RotationProgress {
-        self.rotator.status().unwrap().in_progress.unwrap()
+        self.rotator.status_alone().unwrap().in_progress.unwrap()
     }
 
     /// Records an agent whose certificate is issued at this time.
@@ -52,6 +53,17 @@ impl Fixture {
         let not_after = issued + self.rotator.ca.life();
         let nodes = &self.rotator.nodes;
         nodes.record_connection(&node(), issued, not_after);
+    }
+}
+
+impl CaRotator {
+    /// Acts without an answer of another server.
+    fn act_alone(&self, action: RotationAction) -> Result<RotationStatus, RotationError> {
+        self.act(action, &OtherAgents::default())
+    }
+
+    fn status_alone(&self) -> Result<RotationStatus, CaError> {
+        self.status(&OtherAgents::default())
     }
 }
 
@@ -66,7 +78,12 @@ fn each_stage_waits_for_the_agents_and_survives_a_restart() {
     let mut server = Fixture::new();
     let old = server.root();
     server.connect(SystemTime::now());
-    let begun = server.rotator.act(Begin).unwrap().in_progress.unwrap();
+    let begun = server
+        .rotator
+        .act_alone(Begin)
+        .unwrap()
+        .in_progress
+        .unwrap();
     assert_eq!(begun.stage, RotationStage::Announced);
     assert_eq!((server.roots(), server.root()), (4, old.clone()));
     for expected in [RotationStage::Announced, RotationStage::Issuing] {
@@ -74,9 +91,9 @@ fn each_stage_waits_for_the_agents_and_survives_a_restart() {
         assert_eq!(progress.stage, expected);
         assert_eq!((progress.agents.renewed, progress.agents.pending), (0, 1));
         assert_eq!(progress.agents.pending_nodes, ["worker-1"]);
-        let refused = server.rotator.act(Next).unwrap_err();
+        let refused = server.rotator.act_alone(Next).unwrap_err();
         assert_contains(&refused, "--force");
-        let again = server.rotator.act(Begin).unwrap_err();
+        let again = server.rotator.act_alone(Begin).unwrap_err();
         assert!(matches!(again, RotationError::InProgress));
         server.restart();
         assert_eq!(server.progress(), progress);
@@ -89,16 +106,16 @@ fn each_stage_waits_for_the_agents_and_survives_a_restart() {
         assert_eq!((agents.renewed, agents.pending), (0, 1));
         server.connect(progress.since);
         assert_eq!(server.progress().agents.renewed, 1);
-        server.rotator.act(Next).unwrap();
+        server.rotator.act_alone(Next).unwrap();
         assert_ne!(server.root(), old);
         let new = server.root();
         server.restart();
         assert_eq!(server.root(), new);
     }
     assert_eq!(server.roots(), 1);
-    assert_eq!(server.rotator.status().unwrap().in_progress, None);
+    assert_eq!(server.rotator.status_alone().unwrap().in_progress, None);
     assert!(!server.scratch.0.ca_rotation().exists());
-    let ended = server.rotator.act(Next).unwrap_err();
+    let ended = server.rotator.act_alone(Next).unwrap_err();
     assert!(matches!(ended, RotationError::NotInProgress));
 }
 
@@ -115,7 +132,7 @@ fn connected_agents_with_a_certificate_of_before_the_stage_are_due() {
     server.connect(SystemTime::now());
     server.rotator.nodes.record(&"away".parse().unwrap(), &[]);
     assert_eq!(server.rotator.due_agents().unwrap(), None);
-    server.rotator.act(Begin).unwrap();
+    server.rotator.act_alone(Begin).unwrap();
     let since = server.progress().since;
     let due = |at| server.rotator.due_agents_at(at).unwrap();
     let before = since - Duration::from_secs(1);
@@ -142,12 +159,12 @@ fn certificate_of_the_old_ca_is_refused_after_the_last_stage() {
         trust.still_accepts(chain)
     };
     let old = issue();
-    server.rotator.act(Begin).unwrap();
+    server.rotator.act_alone(Begin).unwrap();
     assert!(accepts(&old) && accepts(&issue()));
-    server.rotator.act(Next).unwrap();
+    server.rotator.act_alone(Next).unwrap();
     let new = issue();
     assert!(accepts(&old) && accepts(&new));
-    server.rotator.act(Next).unwrap();
+    server.rotator.act_alone(Next).unwrap();
     assert!(!accepts(&old) && accepts(&new));
 }
 
@@ -155,7 +172,7 @@ fn certificate_of_the_old_ca_is_refused_after_the_last_stage() {
 fn each_ca_signs_the_other_until_the_rotation_ends() {
     let server = Fixture::new();
     let ca = &server.rotator.ca;
-    server.rotator.act(Begin).unwrap();
+    server.rotator.act_alone(Begin).unwrap();
     let roots = ca.roots();
     let [old, new, new_by_old, old_by_new] = &roots[..] else {
         panic!("{} certificates", roots.len())
@@ -168,9 +185,9 @@ fn each_ca_signs_the_other_until_the_rotation_ends() {
     // Programs that read the file find no path through these certificates.
     let name = tunnel_proto::identity::common_name;
     assert_ne!(name(new_by_old), name(new));
-    server.rotator.act(ForceNext).unwrap();
+    server.rotator.act_alone(ForceNext).unwrap();
     assert_eq!(ca.roots(), roots);
-    server.rotator.act(ForceNext).unwrap();
+    server.rotator.act_alone(ForceNext).unwrap();
     assert_eq!(ca.roots().as_slice(), std::slice::from_ref(new));
 }
 
@@ -179,26 +196,26 @@ fn abort_leads_back_to_the_old_ca_from_each_stage() {
     let mut server = Fixture::new();
     let old = server.root();
     server.connect(SystemTime::now());
-    server.rotator.act(Begin).unwrap();
-    assert_eq!(server.rotator.act(Abort).unwrap().in_progress, None);
+    server.rotator.act_alone(Begin).unwrap();
+    assert_eq!(server.rotator.act_alone(Abort).unwrap().in_progress, None);
     assert_eq!((server.roots(), server.root()), (1, old.clone()));
 
-    server.rotator.act(Begin).unwrap();
-    server.rotator.act(ForceNext).unwrap();
+    server.rotator.act_alone(Begin).unwrap();
+    server.rotator.act_alone(ForceNext).unwrap();
     server.connect(server.progress().since);
-    server.rotator.act(Abort).unwrap();
+    server.rotator.act_alone(Abort).unwrap();
     let returning = server.progress();
     assert_eq!(returning.stage, RotationStage::Returning);
     assert_eq!((server.roots(), server.root()), (4, old.clone()));
-    let again = server.rotator.act(Abort).unwrap_err();
+    let again = server.rotator.act_alone(Abort).unwrap_err();
     assert!(matches!(again, RotationError::AlreadyReturning));
     assert!(
-        server.rotator.act(Next).is_err(),
+        server.rotator.act_alone(Next).is_err(),
         "an agent has the new CA's"
     );
     server.restart();
     server.connect(returning.since + DAY);
-    server.rotator.act(Next).unwrap();
+    server.rotator.act_alone(Next).unwrap();
     assert_eq!((server.roots(), server.root()), (1, old));
 }
 
@@ -215,7 +232,7 @@ fn crash_between_the_files_is_repaired_at_the_next_start() {
     };
     for action in [Begin, ForceNext] {
         let before = read();
-        server.rotator.act(action).unwrap();
+        server.rotator.act_alone(action).unwrap();
         let after = read();
         // The process ended after it had persisted the stage.
         write(&before);
@@ -225,7 +242,7 @@ fn crash_between_the_files_is_repaired_at_the_next_start() {
     // The process ended before it removed the rotation.
     let rotation = fs::read(dir.ca_rotation()).unwrap();
     let issuing = server.progress();
-    server.rotator.act(ForceNext).unwrap();
+    server.rotator.act_alone(ForceNext).unwrap();
     files::replace(&dir.ca_rotation(), &rotation).unwrap();
     server.restart();
     assert_eq!(server.progress(), issuing);
@@ -235,7 +252,7 @@ fn crash_between_the_files_is_repaired_at_the_next_start() {
 #[test]
 fn rotation_of_another_ca_or_a_damaged_one_is_refused_by_name() {
     let server = Fixture::new();
-    server.rotator.act(Begin).unwrap();
+    server.rotator.act_alone(Begin).unwrap();
     let dir = &server.scratch.0;
     let message = || LocalCa::load_or_create(dir).unwrap_err().to_string();
     fs::remove_file(dir.ca_key()).unwrap();
@@ -266,7 +283,7 @@ fn counts_are_by_the_issue_time_of_the_certificate_that_was_presented() {
     nodes.record(&"never".parse().unwrap(), &[]);
     known("kubelet", now - DAY, now + life * 12);
     nodes.record_enrollment(&"kubelet".parse().unwrap(), EnrollmentKind::Kubelet);
-    server.rotator.act(Begin).unwrap();
+    server.rotator.act_alone(Begin).unwrap();
     let since = server.progress().since;
     known("renewed", since, since + life);
     let agents = server.progress().agents;
@@ -349,8 +366,8 @@ fn next_stage_waits_for_every_server_and_is_refused_while_one_is_unknown() {
     }));
     let observed = others.clone();
     let rotator = rotator.observing(Arc::new(move || observed.lock().clone()));
-    rotator.act(Begin).unwrap();
-    let next = || rotator.act(Next).unwrap_err().to_string();
+    rotator.act_alone(Begin).unwrap();
+    let next = || rotator.act_alone(Next).unwrap_err().to_string();
     assert_contains(
         &next(),
         "not known which servers there are: the API server refuses;",
@@ -374,12 +391,22 @@ fn next_stage_waits_for_every_server_and_is_refused_while_one_is_unknown() {
     set([7; 32]);
     assert_contains(&next(), "do not follow this stage: s00, ");
     set(rotator.ca.digest());
-    assert_contains(
-        &next(),
-        "agents of the other servers (12) are not counted here",
-    );
+    assert_contains(&next(), "because these servers do not answer: s00, s01, ");
+    let mut answered = OtherAgents::default();
+    for name in others.lock().cas.keys() {
+        answered.add(name.clone(), Vec::new());
+    }
+    others.lock().moving = Some(Duration::from_secs(7));
+    let moving = rotator.act(Next, &answered).unwrap_err();
+    assert_contains(&moving, "run the command again in 8 s");
+    others
+        .lock()
+        .cas
+        .insert("s12".parse().unwrap(), Some(rotator.ca.digest()));
+    let one = rotator.act(Next, &answered).unwrap_err();
+    assert_contains(&one, "do not answer: s12; run");
     // An operator decides otherwise, and the stage of the others is then that of before.
-    rotator.act(ForceNext).unwrap();
+    rotator.act_alone(ForceNext).unwrap();
     assert_contains(&next(), "do not follow this stage: s00, ");
     drop(scratch);
 }
@@ -391,24 +418,24 @@ fn wrong_clock_leaves_no_agent_behind() {
     let observed = Arc::new(Mutex::new(Surroundings::default()));
     let observe = observed.clone();
     let rotator = rotator.observing(Arc::new(move || observe.lock().clone()));
-    rotator.act(Begin).unwrap();
+    rotator.act_alone(Begin).unwrap();
     // By this clock the agent's certificate expired days ago, but the agent has a session.
     let issued = now - life - DAY;
     rotator
         .nodes
         .record_connection(&node(), issued, issued + life);
     observed.lock().connected = [node()].into();
-    let pending = rotator.act(Next).unwrap_err();
+    let pending = rotator.act_alone(Next).unwrap_err();
     assert!(matches!(pending, RotationError::Pending { pending: 1 }));
     observed.lock().connected = BTreeSet::new();
     observed.lock().clocks = vec!["the clock of this server is 1day ahead of x".to_owned()];
-    let refused = rotator.act(Next).unwrap_err();
+    let refused = rotator.act_alone(Next).unwrap_err();
     assert_contains(&refused, "1day ahead of x; until then");
     observed.lock().clocks.clear();
-    rotator.act(Next).unwrap();
+    rotator.act_alone(Next).unwrap();
     // An operator decides otherwise.
     observed.lock().clocks = vec!["again".to_owned()];
-    rotator.act(ForceNext).unwrap();
+    rotator.act_alone(ForceNext).unwrap();
     drop(scratch);
 }
 
@@ -427,7 +454,7 @@ fn stage_begins_again_while_a_server_does_not_follow_it() {
     let hours = |hours: u64| now + Duration::from_secs(3600 * hours);
     let server = |digest| BTreeMap::from([("b".parse().unwrap(), digest)]);
     rotator.observe_followers_at(now).unwrap();
-    rotator.act_at(Begin, now).unwrap();
+    rotator.act_at(Begin, &OtherAgents::default(), now).unwrap();
     // The CA of this server was replaced, just as the stage began.
     rotator.observe_followers_at(now).unwrap();
     let begun = since();
@@ -479,42 +506,56 @@ fn servers_with_one_secret_are_in_the_same_stage_and_a_conflict_changes_nothing(
     };
     let (one, other) = (server(&scratches[0], 0), server(&scratches[1], 0));
     let stages = || {
-        let progress = [&one, &other].map(|server| server.status().unwrap().in_progress);
+        let progress = [&one, &other].map(|server| server.status_alone().unwrap().in_progress);
         progress.map(|progress| progress.map(|progress| progress.stage))
     };
     let (issued, not_after) = (now, now + one.ca.life());
     one.nodes.record_connection(&node(), issued, not_after);
-    one.act(Begin).unwrap();
+    one.act_alone(Begin).unwrap();
     assert_eq!(stages(), [Some(RotationStage::Announced); 2]);
-    let again = other.act(Begin).unwrap_err();
+    let again = other.act_alone(Begin).unwrap_err();
     assert!(matches!(again, RotationError::InProgress));
-    // Each server counts its own agents.
-    let pending = one.act(Next).unwrap_err();
+    // Every server counts the agents of all.
+    let pending = one.act_alone(Next).unwrap_err();
     assert!(matches!(pending, RotationError::Pending { pending: 1 }));
-    let of_three = server(&scratches[2], 2);
-    let not_counted = of_three.act(Next).unwrap_err();
-    assert_contains(
-        &not_counted,
-        "of the other servers (2) are not counted here; wait until ",
-    );
-    let progress = of_three.status().unwrap().in_progress.unwrap();
-    let rotation = of_three.load().unwrap().rotation.unwrap();
-    let is_checked = |now| of_three.check_renewed(&rotation, now).is_ok();
-    let second = Duration::from_secs(1);
-    assert!(!is_checked(progress.renewed_by - second) && is_checked(progress.renewed_by));
+    let of_two = server(&scratches[2], 1);
+    let silent = of_two.act_alone(Next).unwrap_err();
+    assert_contains(&silent, "because these servers do not answer: s0;");
+    assert_eq!(of_two.status_alone().unwrap().not_counted, ["s0"]);
+    let answer = |since: Option<SystemTime>| {
+        let mut answer = known_certificates(&one.nodes.snapshot(), &[].into(), &[].into());
+        let later = since.into_iter().map(|since| NodeCertificate {
+            issued: Some(since),
+            ..answer[0].clone()
+        });
+        let later = later.collect::<Vec<_>>();
+        answer.extend(later);
+        let mut others = OtherAgents::default();
+        others.add("s0".parse().unwrap(), answer);
+        others
+    };
+    let counted = of_two.act(Next, &answer(None)).unwrap_err();
+    assert!(matches!(counted, RotationError::Pending { pending: 1 }));
+    let renewed = answer(Some(of_two.load().unwrap().rotation.unwrap().since));
+    let status = of_two.status(&renewed).unwrap();
+    assert!(status.not_counted.is_empty());
+    let agents = status.in_progress.unwrap().agents;
+    assert_eq!((agents.renewed, agents.pending), (1, 0));
+    let rotation = of_two.load().unwrap().rotation.unwrap();
+    assert!(of_two.check_renewed(&rotation, &renewed, now).is_ok());
 
     secret.writes_by_others.store(1, Ordering::Relaxed);
-    let conflict = other.act(Next).unwrap_err();
+    let conflict = other.act_alone(Next).unwrap_err();
     assert_contains(&conflict, "changed meanwhile; run the command again");
     assert_eq!(stages(), [Some(RotationStage::Announced); 2]);
     assert_eq!(other.ca.roots().len(), 1);
 
     secret.writes_by_others.store(0, Ordering::Relaxed);
-    other.act(Next).unwrap();
+    other.act_alone(Next).unwrap();
     assert_eq!(stages(), [Some(RotationStage::Issuing); 2]);
     assert_ne!(other.ca.spki_sha256(), old.spki_sha256);
     assert_eq!(other.ca.roots().len(), 4);
-    one.act(ForceNext).unwrap();
+    one.act_alone(ForceNext).unwrap();
     assert_eq!(stages(), [None; 2]);
     assert!(secret.rotation.lock().is_none());
     assert_eq!(one.ca.roots().len(), 1);

@@ -47,11 +47,11 @@ fn describe(status: &RotationStatus) -> String {
             agents.pending, agents.expired
         );
     }
-    if status.other_servers > 0 {
+    if !status.not_counted.is_empty() {
         let _infallible = writeln!(
             text,
-            "not counted here: agents of the {} other servers that were away; 'tunnel-server nodes' lists who is away",
-            status.other_servers
+            "not counted: agents that only servers know which do not answer: {}",
+            status.not_counted.join(", ")
         );
     }
     text
@@ -78,16 +78,19 @@ fn describe_stage(status: &RotationStatus) -> String {
         agents.kubelets,
     );
     if status.other_servers > 0 {
-        let _infallible = writeln!(
-            text,
-            "servers: {}; agents of the other servers are not counted here",
-            status.other_servers + 1
-        );
+        let counted = match status.not_counted.as_slice() {
+            [] => "the agents of all are counted".to_owned(),
+            silent => format!(
+                "not counted, because they do not answer: {}",
+                silent.join(", ")
+            ),
+        };
+        let _infallible = writeln!(text, "servers: {}; {counted}", status.other_servers + 1);
     }
     if !agents.pending_nodes.is_empty() {
         let _infallible = writeln!(text, "pending: {}", pending_nodes(agents));
     }
-    let _infallible = writeln!(text, "next: {}", advice(progress, status.other_servers));
+    let _infallible = writeln!(text, "next: {}", advice(progress, &status.not_counted));
     text
 }
 
@@ -102,14 +105,13 @@ fn pending_nodes(agents: &AgentCounts) -> String {
 }
 
 /// Returns what the operator should do next.
-fn advice(progress: &RotationProgress, other_servers: usize) -> String {
-    let renewed_by = rfc3339(progress.renewed_by);
-    let wait = match (progress.agents.pending, other_servers) {
-        (0, 0) => String::new(),
-        (0, _) => format!(
-            "wait until {renewed_by}, or until --status shows no pending agent at any server and add --force; then "
-        ),
-        _ => "wait for the pending agents: those that are connected are asked to renew within minutes; then ".to_owned(),
+fn advice(progress: &RotationProgress, not_counted: &[String]) -> String {
+    let wait = if progress.agents.pending > 0 {
+        "wait for the pending agents: those that are connected are asked to renew within minutes; then "
+    } else if !not_counted.is_empty() {
+        "connect, upgrade or stop the servers that do not answer; then "
+    } else {
+        ""
     };
     let then = match progress.stage {
         RotationStage::Announced => {
@@ -144,16 +146,17 @@ mod tests {
             signer: "ab".repeat(32),
             in_progress: None,
             other_servers: 0,
+            not_counted: Vec::new(),
             left_behind: None,
         };
         assert_contains(&describe(&status), "stage: none; the CA abababababababab");
         status.left_behind = Some(AgentCounts::default());
         assert!(!describe(&status).contains("left behind"));
         assert!(!describe(&status).contains("not counted"));
-        status.other_servers = 2;
-        let others = "not counted here: agents of the 2 other servers that were away";
+        status.not_counted = vec!["b".to_owned(), "c".to_owned()];
+        let others = "not counted: agents that only servers know which do not answer: b, c";
         assert_contains(&describe(&status), others);
-        status.other_servers = 0;
+        status.not_counted.clear();
         status.left_behind = Some(AgentCounts {
             pending: 2,
             pending_nodes: vec!["worker-1".to_owned()],
@@ -190,9 +193,16 @@ mod tests {
                 assert_eq!(text.contains("worker-1, ..."), pending > 0);
                 assert!(!text.contains("servers:"));
                 status.other_servers = 2;
-                assert_contains(&describe(&status), "servers: 3; agents of the other");
-                assert_contains(&describe(&status), "next: wait");
+                assert_contains(&describe(&status), "servers: 3; the agents of all are");
+                status.not_counted = vec!["b".to_owned()];
+                let text = describe(&status);
+                assert_contains(
+                    &text,
+                    "servers: 3; not counted, because they do not answer: b",
+                );
+                assert_eq!(text.contains("next: connect, "), pending == 0);
                 status.other_servers = 0;
+                status.not_counted.clear();
             }
         }
     }

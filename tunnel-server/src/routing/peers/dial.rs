@@ -27,6 +27,7 @@ use tunnel_proto::wire::peer::PeerMessage;
 use tunnel_proto::wire::{REPLICAS_MAX, VERSION_MAX, VERSION_MIN};
 
 use super::PeerAddress;
+use super::certificates::CertificateFetches;
 use super::endpoint::PeerEndpoint;
 use super::exchange::Exchange;
 use super::link::{Control, Link, LinkError, PendingAsk, exchange_hello, outbox, run_out};
@@ -343,6 +344,7 @@ impl PeerTask {
         let mut monitor = LinkMonitor::new(session.stats().received, Instant::now());
         let mut ticks = check_interval();
         let mut questions = Questions::default();
+        let mut fetches = CertificateFetches::new(peers.limits.directory_nodes);
         loop {
             tokio::select! {
                 biased;
@@ -357,12 +359,17 @@ impl PeerTask {
                     }
                 }
                 received = reader.receive() => match received? {
+                    Some(PeerMessage::CertificatesPart(part)) => fetches.receive(part),
                     Some(message) => self.handle(link, message, &mut questions, &mut exchange)?,
                     None => return Ok(()),
                 },
                 Some(ask) = asks.recv() => {
+                    let message = match ask {
+                        PendingAsk::Holds { question, answer } => questions.add(question, answer),
+                        PendingAsk::Certificates(answer) => fetches.add(answer),
+                    };
                     // With a full queue the question stays without an answer.
-                    let _is_full = outbox.try_send(questions.add(ask));
+                    let _is_full = outbox.try_send(message);
                 }
                 sent = &mut sending => return sent.map_err(LinkError::Control),
                 never = &mut announcing => match never {},
@@ -404,7 +411,10 @@ impl PeerTask {
             PeerMessage::StatePart(part) => {
                 (self.endpoint.on_orders)(&self.id, exchange.receive(part)?);
             }
-            PeerMessage::Ask(_) | PeerMessage::Unknown => {
+            PeerMessage::Ask(_)
+            | PeerMessage::CertificatesFetch(_)
+            | PeerMessage::CertificatesPart(_)
+            | PeerMessage::Unknown => {
                 debug!(peer = %self.id, "unexpected message of another server");
             }
         }

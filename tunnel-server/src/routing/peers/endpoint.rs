@@ -9,6 +9,7 @@ use tunnel_process::shutdown::Shutdown;
 use tunnel_proto::stream_record::StreamRecord;
 use tunnel_proto::transport::{SessionSettings, Stream};
 use tunnel_proto::wire::name::ReplicaId;
+use tunnel_proto::wire::node_certificate::NodeCertificate;
 use tunnel_proto::wire::order::NodeOrder;
 
 use super::Peers;
@@ -25,6 +26,9 @@ pub type OnEnroll = Box<dyn Fn(Stream, ReplicaId) -> BoxFuture<'static, ()> + Se
 /// A callback that receives the record of each stream which another server, at this address, has
 /// opened.
 pub type OnStream = Box<dyn Fn(&StreamRecord) + Send + Sync>;
+
+/// A function that returns what this server knows of the certificates of agents. It may block.
+pub type KnownCertificates = Box<dyn Fn() -> Vec<NodeCertificate> + Send + Sync>;
 
 /// The TLS configurations for both directions.
 #[derive(Debug)]
@@ -51,6 +55,7 @@ pub struct PeerEndpoint {
     pub shutdown: Shutdown,
     pub on_orders: OnOrders,
     pub on_stream: OnStream,
+    pub known_certificates: KnownCertificates,
     /// `None` if this server issues no certificates for other servers.
     pub on_enroll: Option<OnEnroll>,
 }

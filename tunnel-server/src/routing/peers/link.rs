@@ -14,6 +14,7 @@ use tunnel_proto::transport::{HandshakeError, Session, SessionError, Stream};
 use tunnel_proto::wire::code::CloseCode;
 use tunnel_proto::wire::name::{InstanceId, NodeName, ReplicaId};
 use tunnel_proto::wire::negotiate_version;
+use tunnel_proto::wire::node_certificate::NodeCertificate;
 use tunnel_proto::wire::peer::{PeerHello, PeerMessage};
 use tunnel_routing::directory::LinkState;
 
@@ -30,7 +31,7 @@ pub(super) struct Link {
     /// Permits for open streams (`limits.peerStreams`).
     permits: Arc<Semaphore>,
     permits_max: usize,
-    asks: mpsc::Sender<PendingAsk>,
+    pub(super) asks: mpsc::Sender<PendingAsk>,
     is_suspect: AtomicBool,
 }
 
@@ -46,9 +47,13 @@ pub(super) struct Question {
 
 /// A question that waits for its answer.
 #[derive(Debug)]
-pub(super) struct PendingAsk {
-    pub(super) question: Question,
-    pub(super) answer: oneshot::Sender<bool>,
+pub(super) enum PendingAsk {
+    Holds {
+        question: Question,
+        answer: oneshot::Sender<bool>,
+    },
+    /// Which certificates have the agents that the other server knows?
+    Certificates(oneshot::Sender<Vec<NodeCertificate>>),
 }
 
 impl Link {
@@ -107,7 +112,7 @@ impl Link {
     /// name. If not, the server gives up the node. Returns `None` without an answer.
     pub(super) async fn ask(&self, question: Question) -> Option<bool> {
         let (answer, answered) = oneshot::channel();
-        let ask = PendingAsk { question, answer };
+        let ask = PendingAsk::Holds { question, answer };
         // With a full queue the server is not asked: its answers take too long anyway.
         self.asks.try_send(ask).ok()?;
         timeout(ASK_TIMEOUT, answered).await.ok()?.ok()

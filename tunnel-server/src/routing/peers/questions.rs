@@ -5,7 +5,7 @@ use std::collections::HashMap;
 use tokio::sync::oneshot;
 use tunnel_proto::wire::peer::{Alive, Ask, PeerMessage};
 
-use super::link::{PendingAsk, Question};
+use super::link::Question;
 
 /// Questions without an answer.
 #[derive(Debug, Default)]
@@ -16,16 +16,16 @@ pub(super) struct Questions {
 
 impl Questions {
     /// Stores a question and returns its message.
-    pub(super) fn add(&mut self, ask: PendingAsk) -> PeerMessage {
+    pub(super) fn add(&mut self, question: Question, answer: oneshot::Sender<bool>) -> PeerMessage {
         // Admissions wait for an answer for 1.5 s at most.
         self.pending.retain(|_, answer| !answer.is_closed());
         self.last_id += 1;
-        self.pending.insert(self.last_id, ask.answer);
+        self.pending.insert(self.last_id, answer);
         let Question {
             node,
             instance,
             is_admitted,
-        } = ask.question;
+        } = question;
         PeerMessage::Ask(Ask {
             id: self.last_id,
             node,

@@ -19,6 +19,7 @@ use tunnel_proto::wire::peer::{Alive, Ask, PeerMessage};
 
 use super::accept::{Accepted, accept};
 use super::announce::{HeldNodes, announce};
+use super::certificates;
 use super::connections::{ReadyConnections, ReadyPermit};
 use super::dial::dead;
 use super::endpoint::PeerEndpoint;
@@ -167,6 +168,7 @@ impl PeerListener {
         let streams = Arc::new(Semaphore::new(streams));
         let enrollments = Arc::new(Semaphore::new(ENROLLMENTS_MAX));
         let probes = Arc::new(Semaphore::new(PROBES_MAX));
+        let fetches = Arc::new(Semaphore::new(FETCHES_MAX));
         loop {
             tokio::select! {
                 biased;
@@ -178,6 +180,9 @@ impl PeerListener {
                 },
                 received = reader.receive() => match received? {
                     Some(PeerMessage::Ask(ask)) => self.answer(replica, ask, &probes, &outbox),
+                    Some(PeerMessage::CertificatesFetch(id)) => {
+                        self.send_certificates(id, &fetches, &outbox);
+                    }
                     Some(PeerMessage::NodeRows(rows)) if rows.is_wanted => rows_asked.notify_one(),
                     Some(message) => self.handle(replica, message, &mut exchange)?,
                     None => return Ok(()),
@@ -212,6 +217,8 @@ impl PeerListener {
             | PeerMessage::Ask(_)
             | PeerMessage::Alive(_)
             | PeerMessage::NodeRows(_)
+            | PeerMessage::CertificatesFetch(_)
+            | PeerMessage::CertificatesPart(_)
             | PeerMessage::Unknown => {
                 debug!(peer = %replica, "unexpected message of another server");
             }
@@ -238,6 +245,27 @@ impl PeerListener {
                 let id = ask.id;
                 let alive = PeerMessage::Alive(Alive { id, is_alive });
                 let _connection_is_gone = outbox.send(alive).await;
+            }
+            drop(permit);
+        });
+    }
+
+    /// Answers which certificates the agents have that this server knows. Without an answer the other
+    /// server takes them for unknown.
+    fn send_certificates(
+        &self,
+        id: u64,
+        fetches: &Arc<Semaphore>,
+        outbox: &mpsc::Sender<PeerMessage>,
+    ) {
+        let Ok(permit) = fetches.clone().try_acquire_owned() else {
+            return debug!("too many questions of another server about certificates");
+        };
+        let (endpoint, outbox) = (self.endpoint.clone(), outbox.clone());
+        self.endpoint.shutdown.spawn_service(async move {
+            let known = tokio::task::spawn_blocking(move || (endpoint.known_certificates)());
+            if let Ok(nodes) = known.await {
+                certificates::answer(id, nodes, &outbox).await;
             }
             drop(permit);
         });
@@ -276,5 +304,8 @@ const HALF_OPEN: ConnLimits = ConnLimits {
 };
 /// Enrollments of one server at once. Each of them may sign a certificate.
 const ENROLLMENTS_MAX: usize = 64;
+/// Questions of one server about certificates that are answered at once. Each of them passes over all
+/// known nodes.
+const FETCHES_MAX: usize = 2;
 /// Questions of one server that are answered at once.
 const PROBES_MAX: usize = 1024;

@@ -4,6 +4,7 @@
 use std::sync::Arc;
 use std::time::SystemTime;
 
+use tokio::time::Instant;
 use tracing::{debug, warn};
 use tunnel_proto::wire::control::Member;
 use tunnel_proto::wire::name::ReplicaId;
@@ -58,6 +59,7 @@ impl Peers {
     /// Records a connection, which replaces an older one.
     pub(super) fn link_up(&self, link: &Arc<Link>, hello: &PeerHello) {
         self.record_connection(&link.replica);
+        self.state.lock().links_changed_at = Some(Instant::now());
         self.with_peer(&link.replica, |peer| {
             peer.link = Some(link.clone());
             peer.addresses = listed_addresses(&hello.addresses);
@@ -71,6 +73,7 @@ impl Peers {
     /// Records the loss of a connection. What the server held stays in the directory until
     /// [`Peers::expire`].
     pub(super) fn link_down(&self, link: &Arc<Link>) {
+        self.state.lock().links_changed_at = Some(Instant::now());
         self.with_peer(&link.replica, |peer| {
             if (peer.link.as_ref()).is_some_and(|current| Arc::ptr_eq(current, link)) {
                 peer.link = None;

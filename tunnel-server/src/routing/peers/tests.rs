@@ -1,3 +1,5 @@
+use std::collections::BTreeSet;
+
 use tokio::io::{AsyncReadExt as _, AsyncWriteExt as _};
 use tokio::net::TcpSocket;
 use tunnel_process::shutdown::DrainOutcome;
@@ -6,6 +8,7 @@ use tunnel_proto::transport::{ClosedBy, Session as _, StreamCut, find_cause, mem
 use tunnel_proto::wire::code::{CloseCode, RefusalCode, ResetCode};
 use tunnel_proto::wire::header::{StreamKind, Target};
 use tunnel_proto::wire::name::Port;
+use tunnel_proto::wire::node_certificate::NodeCertificate;
 use tunnel_proto::wire::order::{NodeOrder, Order};
 use tunnel_proto::wire::peer::{Holds, PeerMessage};
 
@@ -739,6 +742,46 @@ async fn ca_of_another_server_is_known_while_it_is_connected() {
     eventually("the next CA of b", is(Some([2; 32]))).await;
     b.stop().await;
     eventually("b is gone", is(None)).await;
+}
+
+#[tokio::test]
+async fn servers_say_which_certificates_they_know_and_one_that_is_gone_is_left_out() {
+    let installation = Installation::new();
+    let [a, b, c] = installation.connected(["a", "b", "c"]).await;
+    let agents: Vec<_> = [(&b, "x"), (&b, "y"), (&c, "x")]
+        .into_iter()
+        .map(|(server, name)| server.agent(name, 1))
+        .collect();
+    let fetched = || async {
+        let mut answers = BTreeMap::new();
+        let add = |replica, nodes: Vec<NodeCertificate>| {
+            let names = nodes.iter().map(|node| node.node.clone());
+            let names: BTreeSet<_> = names.collect();
+            answers.insert(replica, names);
+        };
+        a.peers.fetch_certificates(add).await;
+        answers
+    };
+    let all = BTreeMap::from([
+        (id("b"), BTreeSet::from([node("x"), node("y")])),
+        (id("c"), BTreeSet::from([node("x")])),
+    ]);
+    assert_eq!(fetched().await, all);
+    assert!(
+        a.peers.agents_move_for().is_some(),
+        "connected a moment ago"
+    );
+    a.sees("y", &b).await;
+    assert!(a.peers.gone_nodes().is_empty());
+    let lost = async {
+        eventually("the node of a server that is gone", || {
+            a.peers.gone_nodes() == BTreeSet::from([node("y")])
+        })
+        .await;
+    };
+    tokio::join!(b.stop(), lost);
+    assert_eq!(fetched().await.into_keys().collect::<Vec<_>>(), [id("c")]);
+    drop(agents);
 }
 
 #[tokio::test]

@@ -1,6 +1,7 @@
 //! Rotations of the CA among servers that are silent, stopped, new or partitioned, in a time of the
 //! simulation: while nobody uses `--force`, every agent that stays connected and every server that
-//! runs accept each other. Signatures are not checked: a certificate is accepted if its signer is
+//! runs accept each other. Operators act by the counts of all servers, and servers ask the agents that
+//! are connected to them to renew. Signatures are not checked: a certificate is accepted if its signer is
 //! trusted, which is what TLS checks.
 
 use std::ops::Range;
@@ -77,11 +78,15 @@ impl CaStore for SecretOfServer {
 /// The conditions and CAs of all servers.
 type Shared = Arc<Mutex<Vec<(ReplicaId, Condition, CaDigest)>>>;
 
+/// The server that has the session of each node.
+type Sessions = Arc<Mutex<BTreeMap<NodeName, usize>>>;
+
 struct Simulation {
     random: StdRng,
     now: SystemTime,
     secret: Arc<MemorySecret>,
     shared: Shared,
+    sessions: Sessions,
     servers: Vec<Server>,
     agents: Vec<Agent>,
     /// Number of rotations that ended.
@@ -124,6 +129,7 @@ impl Simulation {
             now,
             secret: Arc::new(MemorySecret::new(material)),
             shared: Arc::default(),
+            sessions: Arc::default(),
             servers: Vec::new(),
             agents: Vec::new(),
             rotations: 0,
@@ -154,7 +160,7 @@ impl Simulation {
         let material = self.secret.material();
         let ca = Arc::new(LocalCa::new(material).unwrap());
         let nodes = Arc::new(KnownNodes::open(&scratch.0).unwrap());
-        let shared = self.shared.clone();
+        let (shared, sessions) = (self.shared.clone(), self.sessions.clone());
         let observe = move || {
             let shared = shared.lock();
             let (_, own, _) = &shared[number];
@@ -167,6 +173,7 @@ impl Simulation {
             });
             Surroundings {
                 cas: cas.collect(),
+                connected: sessions_of(&sessions, number),
                 ..Surroundings::default()
             }
         };
@@ -238,14 +245,20 @@ impl Simulation {
         self.connect();
     }
 
-    /// Servers observe each other every half minute, so also right before something happens.
+    /// Servers observe each other every half minute, so also right before something happens, and ask
+    /// the agents for which the stage waits.
     fn observe(&mut self) {
+        let mut asked = BTreeSet::new();
         for (number, server) in self.servers.iter().enumerate() {
             if self.condition(number).is_up {
                 let poll = Duration::from_secs(self.random.random_range(0..30));
-                let _written_later = server.rotator.observe_followers_at(self.now - poll);
+                let at = self.now - poll;
+                let _written_later = server.rotator.observe_followers_at(at);
+                let due = server.rotator.due_agents_at(at).ok().flatten();
+                asked.extend(due.into_iter().flat_map(|(_since, nodes)| nodes));
             }
         }
+        self.ask(|name| asked.contains(name));
     }
 
     /// Connects each agent to a server, at which it renews when that is due.
@@ -254,11 +267,20 @@ impl Simulation {
             let up: Vec<_> = (0..self.servers.len())
                 .filter(|number| self.condition(*number).is_up)
                 .collect();
-            let server = &self.servers[up[self.random.random_range(0..up.len())]];
+            let mut number = up[self.random.random_range(0..up.len())];
+            let before = self.sessions.lock().get(&self.agents[at].name).copied();
+            // Half of the agents stay where they are.
+            if let Some(before) = before.filter(|before| up.contains(before))
+                && self.random.random_bool(0.5)
+            {
+                number = before;
+            }
+            let server = &self.servers[number];
             let (agent, random) = (&mut self.agents[at], self.random.random());
             if !agent.is_accepted(&server.keys) {
                 continue;
             }
+            self.sessions.lock().insert(agent.name.clone(), number);
             let record = |agent: &Agent| {
                 let nodes = &server.rotator.nodes;
                 nodes.record_connection(&agent.name, agent.issued, agent.not_after);
@@ -271,9 +293,10 @@ impl Simulation {
         }
     }
 
-    /// A server asks the agents that are connected to it to renew.
-    fn ask(&mut self) {
-        for agent in &mut self.agents {
+    /// Agents are asked to renew.
+    fn ask(&mut self, is_asked: impl Fn(&NodeName) -> bool) {
+        let agents = self.agents.iter_mut();
+        for agent in agents.filter(|agent| is_asked(&agent.name)) {
             let within = Duration::from_secs(self.random.random_range(0..600));
             agent.renew_at = agent.renew_at.min(self.now + within);
         }
@@ -293,7 +316,7 @@ impl Simulation {
             return self.add_server();
         }
         if change == 14 {
-            return self.ask();
+            return self.ask(|_name| true);
         }
         if change < 6 {
             let mut shared = self.shared.lock();
@@ -325,11 +348,26 @@ impl Simulation {
             (true, 6) => Abort,
             (true, _) => Next,
         };
-        let acted = rotator.act_at(action, self.now);
+        let acted = rotator.act_at(action, &self.others(number), self.now);
         if let Ok(status) = acted {
             self.rotations += usize::from(status.in_progress.is_none());
             self.ca_was_replaced(number);
         }
+    }
+
+    /// Returns what the other servers answer to one.
+    fn others(&self, number: usize) -> OtherAgents {
+        let mut others = OtherAgents::default();
+        for (other, server) in self.servers.iter().enumerate() {
+            let [own, condition] = [number, other].map(|number| self.condition(number));
+            if other != number && condition.is_up && condition.has_links && own.has_links {
+                let connected = sessions_of(&self.sessions, other);
+                let nodes = server.rotator.nodes.snapshot();
+                let known = known_certificates(&nodes, &connected, &BTreeSet::new());
+                others.add(server.id.clone(), known);
+            }
+        }
+        others
     }
 
     /// Checks that all agents and servers accept each other.
@@ -358,6 +396,12 @@ impl Agent {
         // As the agent does.
         self.renew_at = now + life.mul_f64(0.4 + 0.2 * random);
     }
+}
+
+fn sessions_of(sessions: &Sessions, number: usize) -> BTreeSet<NodeName> {
+    let sessions = sessions.lock();
+    let of_server = sessions.iter().filter(|(_, at)| **at == number);
+    of_server.map(|(name, _)| name.clone()).collect()
 }
 
 fn keys(ca: &LocalCa) -> Keys {

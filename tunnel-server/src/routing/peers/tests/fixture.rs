@@ -23,6 +23,7 @@ use tunnel_proto::wire::code::RefusalCode;
 use tunnel_proto::wire::control::Member;
 use tunnel_proto::wire::header::{Refusal, StreamHeader, StreamKind};
 use tunnel_proto::wire::name::{InstanceId, NodeName, ReplicaId};
+use tunnel_proto::wire::node_certificate::NodeCertificate;
 use tunnel_proto::wire::order::NodeOrder;
 use tunnel_proto::wire::peer::{HeldNode, Holds, PeerHello, PeerMessage};
 use tunnel_proto::wire::{VERSION_MAX, VERSION_MIN};
@@ -31,7 +32,8 @@ use tunnel_routing::policy::{PortLists, PortPolicy, SharedPolicy};
 use crate::routing::Routing;
 use crate::routing::current_routes::Routes;
 use crate::routing::peers::{
-    ForwardPolicy, PeerAddress, PeerEndpoint, PeerLimits, PeerMetrics, PeerTls, Peers,
+    ForwardPolicy, KnownCertificates, PeerAddress, PeerEndpoint, PeerLimits, PeerMetrics, PeerTls,
+    Peers,
 };
 use crate::routing::registry::{
     AgentSession, CallerKey, OpenError, Opened, Registration, Registry, RegistryLimits,
@@ -217,6 +219,16 @@ pub(super) fn claim(name: &str) -> Holds {
     }
 }
 
+/// Returns the function that returns the connected nodes.
+fn certificates_of(registry: &Arc<Registry>) -> KnownCertificates {
+    let registry = registry.clone();
+    Box::new(move || {
+        let nodes = registry.all().into_iter();
+        let nodes = nodes.map(|agent| NodeCertificate::unknown(agent.node.clone()));
+        nodes.collect()
+    })
+}
+
 /// Connects all servers to each other, and waits until each has received the lists of the others.
 pub(super) async fn connect(servers: &[&Server]) {
     let agent_of = |server: &&Server| server.agent(server.peers.own().as_str(), 0);
@@ -265,6 +277,7 @@ impl Server {
             shutdown: self.shutdown.clone(),
             on_stream: Box::new(move |record| records.lock().push(record.clone())),
             on_enroll: None,
+            known_certificates: certificates_of(&self.registry),
             on_orders: Box::new(move |_replica, orders| received.lock().extend(orders)),
         }
     }

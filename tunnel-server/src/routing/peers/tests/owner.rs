@@ -3,7 +3,7 @@
 use std::sync::Arc;
 use std::time::{Duration, UNIX_EPOCH};
 
-use tokio::sync::mpsc;
+use tokio::sync::{mpsc, oneshot};
 use tokio::time::{sleep, timeout};
 use tunnel_proto::transport::{Session as _, memory};
 use tunnel_proto::wire::code::CloseCode;
@@ -171,7 +171,7 @@ impl Hostile {
     async fn claims_all(&mut self) -> usize {
         let mut asked = 0;
         while let Ok(Some(ask)) = timeout(2 * CROSSING, self.asks.recv()).await {
-            ask.answer.send(true).unwrap();
+            answer(ask).send(true).unwrap();
             asked += 1;
         }
         asked
@@ -308,12 +308,19 @@ async fn server_that_did_not_answer_is_asked_until_it_does() {
     let newcomer = a.agent("x", 1);
     check_owner(&a, &newcomer);
     let unanswered = within(b.asks.recv()).await.unwrap();
-    drop(unanswered.answer);
+    drop(answer(unanswered));
     let asked = within(b.asks.recv()).await.unwrap();
     assert!(!newcomer.session().is_withdrawn());
-    asked.answer.send(true).unwrap();
+    answer(asked).send(true).unwrap();
     let reason = within(newcomer.far.closed()).await;
     assert_eq!(reason.code, CloseCode::NameInUse);
+}
+
+fn answer(ask: PendingAsk) -> oneshot::Sender<bool> {
+    let PendingAsk::Holds { answer, .. } = ask else {
+        panic!("{ask:?}");
+    };
+    answer
 }
 
 fn check_owner(server: &Server, agent: &Agent) {

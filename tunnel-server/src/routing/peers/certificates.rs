@@ -1,0 +1,226 @@
+//! The certificates of agents that the other servers know, for the rotation of the CA: asked over the
+//! connections that this server dialed, when an operator asks.
+
+use std::collections::{BTreeSet, HashMap};
+use std::ops::Bound;
+use std::sync::Arc;
+use std::time::Duration;
+
+use futures_util::{StreamExt as _, stream};
+use tokio::sync::{mpsc, oneshot};
+use tokio::time::{Instant, timeout_at};
+use tracing::debug;
+use tunnel_proto::wire::name::{NodeName, ReplicaId};
+use tunnel_proto::wire::node_certificate::{CertificatesPart, NodeCertificate};
+use tunnel_proto::wire::peer::{PEER_MESSAGE_MAX, PeerMessage};
+
+use super::Peers;
+use super::link::{Link, PendingAsk};
+
+impl Peers {
+    /// Asks the other servers for the certificates of the agents that they know, and passes each answer
+    /// to `add`. A server that does not answer in time is left out, so that this ends within 10 s.
+    pub async fn fetch_certificates(&self, mut add: impl FnMut(ReplicaId, Vec<NodeCertificate>)) {
+        let deadline = Instant::now() + FETCH_ALL_TIMEOUT;
+        let links: Vec<Arc<Link>> = {
+            let state = self.state.lock();
+            let links = state.peers.values().filter_map(|peer| peer.link.clone());
+            links.collect()
+        };
+        let answers = stream::iter(links).map(|link| async move {
+            let answer = link.certificates(deadline).await;
+            (link.replica.clone(), answer)
+        });
+        let mut answers = std::pin::pin!(answers.buffer_unordered(FETCHED_AT_ONCE));
+        while let Some((replica, answer)) = answers.next().await {
+            match answer {
+                Some(nodes) => add(replica, nodes),
+                None => debug!(peer = %replica, "no answer about the certificates of agents"),
+            }
+        }
+    }
+
+    /// Returns the nodes that nobody holds and that a server held before it was gone.
+    pub fn gone_nodes(&self) -> BTreeSet<NodeName> {
+        let state = self.state.lock();
+        let gone = state.directory.gone_after(Bound::Unbounded);
+        gone.filter(|node| !state.directory.holds(node))
+            .cloned()
+            .collect()
+    }
+
+    /// Returns for how long agents may still be on their way from one server to another, if a server was
+    /// connected or lost a moment ago.
+    pub fn agents_move_for(&self) -> Option<Duration> {
+        let changed_at = self.state.lock().links_changed_at?;
+        let left = (changed_at + AGENTS_MOVE).checked_duration_since(Instant::now())?;
+        (left > Duration::ZERO).then_some(left)
+    }
+}
+
+impl Link {
+    async fn certificates(&self, deadline: Instant) -> Option<Vec<NodeCertificate>> {
+        let (answer, answered) = oneshot::channel();
+        self.asks.try_send(PendingAsk::Certificates(answer)).ok()?;
+        let deadline = deadline.min(Instant::now() + FETCH_TIMEOUT);
+        timeout_at(deadline, answered).await.ok()?.ok()
+    }
+}
+
+/// Questions for certificates whose answers are not complete.
+#[derive(Debug)]
+pub(super) struct CertificateFetches {
+    nodes_max: usize,
+    last_id: u64,
+    pending: HashMap<u64, Fetch>,
+}
+
+#[derive(Debug)]
+struct Fetch {
+    nodes: Vec<NodeCertificate>,
+    answer: oneshot::Sender<Vec<NodeCertificate>>,
+}
+
+impl CertificateFetches {
+    /// `nodes_max`: nodes of one answer that are stored (`limits.directoryNodes`).
+    pub(super) fn new(nodes_max: usize) -> Self {
+        Self {
+            nodes_max,
+            last_id: 0,
+            pending: HashMap::new(),
+        }
+    }
+
+    /// Stores a question and returns its message.
+    pub(super) fn add(&mut self, answer: oneshot::Sender<Vec<NodeCertificate>>) -> PeerMessage {
+        self.pending.retain(|_, fetch| !fetch.answer.is_closed());
+        self.last_id += 1;
+        let nodes = Vec::new();
+        self.pending.insert(self.last_id, Fetch { nodes, answer });
+        PeerMessage::CertificatesFetch(self.last_id)
+    }
+
+    /// Stores a part of an answer. One that is too large counts as none, since it is not complete.
+    pub(super) fn receive(&mut self, part: CertificatesPart) {
+        let Some(mut fetch) = self.pending.remove(&part.id) else {
+            return;
+        };
+        fetch.nodes.extend(part.nodes);
+        if fetch.nodes.len() > self.nodes_max || fetch.answer.is_closed() {
+            return;
+        }
+        if part.has_more {
+            self.pending.insert(part.id, fetch);
+        } else {
+            let _too_late = fetch.answer.send(fetch.nodes);
+        }
+    }
+}
+
+/// Sends the answer to a question to the queue of a connection.
+pub(super) async fn answer(
+    id: u64,
+    nodes: Vec<NodeCertificate>,
+    outbox: &mpsc::Sender<PeerMessage>,
+) {
+    let mut part = CertificatesPart {
+        id,
+        ..CertificatesPart::default()
+    };
+    let mut bytes = 0;
+    for node in nodes {
+        bytes += node.size_max();
+        if bytes > MESSAGE_BYTES {
+            bytes = node.size_max();
+            let full = CertificatesPart {
+                id,
+                nodes: std::mem::take(&mut part.nodes),
+                has_more: true,
+            };
+            if (outbox.send(PeerMessage::CertificatesPart(full)).await).is_err() {
+                return;
+            }
+        }
+        part.nodes.push(node);
+    }
+    let _connection_is_gone = outbox.send(PeerMessage::CertificatesPart(part)).await;
+}
+
+/// Time for the whole answer of a server: 250,000 nodes are 10 MB.
+const FETCH_TIMEOUT: Duration = Duration::from_secs(8);
+/// Time for all answers. Commands wait for 15 s.
+const FETCH_ALL_TIMEOUT: Duration = Duration::from_secs(10);
+/// Answers that are received at once, since each of them is stored before it is merged.
+const FETCHED_AT_ONCE: usize = 8;
+/// Time for which agents may be on their way after a server was lost or connected: twice that in which a
+/// node comes back whose only session was with a killed server.
+const AGENTS_MOVE: Duration = Duration::from_secs(30);
+/// Upper bound for the bytes of the entries in one message.
+const MESSAGE_BYTES: usize = PEER_MESSAGE_MAX - 256;
+
+#[cfg(test)]
+mod tests {
+    use bytes::BytesMut;
+
+    use super::*;
+
+    fn nodes(count: usize) -> Vec<NodeCertificate> {
+        let name = |number: usize| format!("n{number:06}{}", ".long-label-of-a-node".repeat(11));
+        let names = (0..count).map(|number| name(number).parse().unwrap());
+        names.map(NodeCertificate::unknown).collect()
+    }
+
+    async fn messages(id: u64, count: usize) -> Vec<PeerMessage> {
+        let (outbox, mut sent) = mpsc::channel(1000);
+        answer(id, nodes(count), &outbox).await;
+        drop(outbox);
+        let mut messages = Vec::new();
+        while let Some(message) = sent.recv().await {
+            messages.push(message);
+        }
+        messages
+    }
+
+    #[tokio::test]
+    async fn answer_of_any_size_is_messages_that_fit_and_arrives_whole() {
+        for count in [0, 1, 109, 110, 111, 2000] {
+            let mut fetches = CertificateFetches::new(2000);
+            let (answer, mut answered) = oneshot::channel();
+            assert_eq!(fetches.add(answer), PeerMessage::CertificatesFetch(1));
+            for message in messages(1, count).await {
+                assert!(
+                    answered.try_recv().is_err(),
+                    "{count}: before the last part"
+                );
+                message.encode(&mut BytesMut::new()).unwrap();
+                let PeerMessage::CertificatesPart(part) = message else {
+                    panic!("{message:?}");
+                };
+                fetches.receive(part);
+            }
+            assert_eq!(answered.try_recv().unwrap(), nodes(count));
+        }
+    }
+
+    #[tokio::test]
+    async fn answer_that_is_too_large_or_that_nobody_asked_for_counts_as_none() {
+        let mut fetches = CertificateFetches::new(1999);
+        let (answer, mut answered) = oneshot::channel();
+        fetches.add(answer);
+        for message in messages(7, 1)
+            .await
+            .into_iter()
+            .chain(messages(1, 2000).await)
+        {
+            let PeerMessage::CertificatesPart(part) = message else {
+                panic!("{message:?}");
+            };
+            fetches.receive(part);
+        }
+        assert!(matches!(
+            answered.try_recv(),
+            Err(oneshot::error::TryRecvError::Closed)
+        ));
+        assert!(fetches.pending.is_empty());
+    }
+}
