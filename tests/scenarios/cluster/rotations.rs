@@ -1,19 +1,24 @@
 //! Rotations of the CA among three servers, one of which is silent, stopped, new or partitioned in
-//! every stage, with agents that hold sessions with two of them. Nobody uses `--force`, so no agent is
-//! cut off. The simulation of `ca/rotation` has many more orders of events.
+//! every stage, with agents that hold sessions with two of them, and the counts of agents over all
+//! servers. Nobody uses `--force`, so no agent is cut off. The simulation of `ca/rotation` has many more orders of events.
 
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::time::Duration;
+use std::time::{Duration, SystemTime};
 
 use anyhow::{Context, Result, ensure};
 use futures_util::future::try_join_all;
 use rand::rngs::StdRng;
 use rand::{RngExt as _, SeedableRng as _};
+use serde_json::Value;
 use tokio::time::sleep;
+use tunnel_store::data_dir::rfc3339;
 use tunnel_tests::apiserver::{Fault as ApiFault, Status};
+use tunnel_tests::checks::ensure_contains;
 use tunnel_tests::eventually::eventually;
 use tunnel_tests::gear::Gear;
-use tunnel_tests::process::{AgentSetup, Listener, Process, ScratchDir, Signal, next_loopback};
+use tunnel_tests::process::{
+    AgentSetup, Listener, Process, ScratchDir, Server, Signal, next_loopback,
+};
 
 use super::revocations::Three;
 use super::{ClusterEnv, FIRST};
@@ -71,6 +76,96 @@ async fn stage_is_refused_while_the_servers_cannot_be_listed() -> Result<()> {
     eventually("the next stage", STAGE, async || {
         let entering = server.verb(next)?.run().await?;
         ensure!(entering.out.contains(stage), "{entering}");
+        anyhow::Ok(())
+    })
+    .await;
+    Ok(())
+}
+
+/// Each agent has one session, with the server that it prefers.
+#[tokio::test(flavor = "multi_thread")]
+async fn next_stage_counts_the_agents_of_all_servers_once_and_names_a_server_that_is_silent()
+-> Result<()> {
+    let mut three = Three::start_with(true, &[]).await?;
+    three.introduce(|_| true).await?;
+    let mut agents = Vec::new();
+    for (node, server) in [("worker-1", 1), ("worker-2", 2)] {
+        agents.push(agent_at(&three, node, server).await?);
+    }
+    let [(rotate, _), (next, stage), _] = STAGES;
+    three.servers[0].verb(rotate)?.run().await?.ok()?;
+    let counted = "0 renewed since then, 2 pending";
+    wait_for_counts(
+        &three,
+        &["all are counted", counted, "pending: worker-1, worker-2"],
+    )
+    .await;
+    let refused = three.servers[0].verb(next)?.run().await?;
+    refused.ensure_failed(1, &["would be refused: 2;"])?;
+    wait_until_begun(&three.servers[0]).await?;
+    // Both come back by another server, with a certificate of the stage. Servers that they have left
+    // remember the previous one.
+    for agent in agents.drain(..) {
+        agent.kill().await?;
+    }
+    for (node, server) in [("worker-1", 2), ("worker-2", 1)] {
+        std::fs::remove_dir_all(three.cluster_env.scratch.path().join(node))?;
+        agents.push(agent_at(&three, node, server).await?);
+    }
+    wait_for_counts(
+        &three,
+        &["all are counted", "2 renewed since then, 0 pending"],
+    )
+    .await;
+    three.servers[1].process().signal(Signal::Stop)?;
+    let refused = three.servers[0].verb(next)?.run().await?;
+    refused.ensure_failed(1, &["server-1", "--force"])?;
+    three.servers[1].process().signal(Signal::Cont)?;
+    eventually("the next stage", STAGE, async || {
+        let entering = three.servers[0].verb(next)?.run().await?;
+        ensure!(entering.out.contains(stage), "{entering}");
+        anyhow::Ok(())
+    })
+    .await;
+    Ok(())
+}
+
+/// Starts an agent that enrolls at this server and has one session.
+async fn agent_at(three: &Three, node: &str, server: usize) -> Result<Process> {
+    let server = &three.servers[server];
+    let files = three.cluster_env.scratch.path().join(node);
+    let setup = server.agent_setup(node, &files).await?;
+    let agent = setup.args(&["--replicas", "1"]).start()?;
+    eventually("the session", STAGE, async || {
+        let listed = server.nodes().await?;
+        let mut of_node = listed.iter().filter(|listed| listed["node"] == *node);
+        let is_connected = of_node.any(|listed| listed["connected"] == true);
+        ensure!(is_connected, "{node}: {}", agent.log());
+        anyhow::Ok(())
+    })
+    .await;
+    Ok(agent)
+}
+
+/// Waits until every server shows the same counts.
+async fn wait_for_counts(three: &Three, parts: &[&str]) {
+    for server in &three.servers {
+        eventually("the counts", STAGE, async || {
+            ensure_contains(&rotation_status(server).await?, parts)
+        })
+        .await;
+    }
+}
+
+/// Waits until certificates that are issued count as those of the stage.
+async fn wait_until_begun(server: &Server) -> Result<()> {
+    let status = ["ca", "rotate", "--status", "-o", "json"];
+    let status = server.verb(&status)?.run().await?.ok()?;
+    let status: Value = serde_json::from_str(&status)?;
+    let since = status["inProgress"]["since"].as_str().context("since")?;
+    eventually("the begin of the stage", STAGE, async || {
+        let now = rfc3339(SystemTime::now());
+        ensure!(*now > *since, "{now}, {since}");
         anyhow::Ok(())
     })
     .await;
