@@ -1,7 +1,6 @@
 //! The interfaces for operators: the admin socket and the meta port.
 
 use std::io;
-use std::sync::Arc;
 
 use http::StatusCode;
 use prometheus_client::registry::Registry as MetricsRegistry;
