@@ -154,3 +154,67 @@ const RIGHT_CALLS: usize = 8;
 /// Maximum number of concurrent API calls for the tokens of one queue.
 const TOKEN_CALLS: usize = 4;
 const CALL_LIMIT: Duration = Duration::from_secs(4);
+
+#[cfg(test)]
+mod tests {
+    use std::sync::Arc;
+
+    use serde_json::{Value, json};
+
+    use super::super::testing::{ApiServer, api_server};
+    use super::*;
+
+    /// Answers a review with this status.
+    async fn answer(api: &mut ApiServer, resource: &str, status: &Value) {
+        let call = api.call().await;
+        assert!(call.what.contains(resource), "{}", call.what);
+        let mut review = call.body.clone();
+        review["status"] = status.clone();
+        call.answer(&review);
+    }
+
+    #[tokio::test]
+    async fn right_is_there_only_if_it_is_allowed_and_not_denied() {
+        let access = NodeAccess {
+            user: Arc::new(ClusterUser {
+                name: "ops".to_owned(),
+                ..ClusterUser::default()
+            }),
+            node: "edge-1".parse().unwrap(),
+            verb: "get",
+            subresource: "metrics",
+        };
+        for (status, expected) in [
+            (json!({ "allowed": true }), true),
+            (json!({ "allowed": true, "denied": false }), true),
+            (json!({ "allowed": true, "denied": true }), false),
+            (json!({ "allowed": false }), false),
+            (Value::Null, false),
+        ] {
+            let (client, mut api) = api_server();
+            let answered = answer(&mut api, "subjectaccessreviews", &status);
+            let (reviewed, ()) = tokio::join!(has_right(client, &access), answered);
+            assert_eq!(reviewed, Ok(expected), "{status}");
+        }
+    }
+
+    #[tokio::test]
+    async fn token_has_a_user_only_if_the_cluster_accepts_it() {
+        let user = json!({ "username": "system:serviceaccount:monitoring:prometheus" });
+        for (status, expected) in [
+            (json!({ "authenticated": true, "user": user }), true),
+            (json!({ "authenticated": false, "user": user }), false),
+            (json!({ "user": user }), false),
+            (Value::Null, false),
+        ] {
+            let (client, mut api) = api_server();
+            let token = ServiceAccountToken::new("token");
+            let answered = answer(&mut api, "tokenreviews", &status);
+            let (reviewed, ()) = tokio::join!(user_of(client, &token), answered);
+            let user = reviewed.unwrap();
+            assert_eq!(user.is_some(), expected, "{status}");
+            let groups = user.map(|user| user.groups).unwrap_or_default();
+            assert_eq!(groups, [AUTHENTICATED; 1][..usize::from(expected)]);
+        }
+    }
+}

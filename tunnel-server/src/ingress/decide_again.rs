@@ -172,3 +172,191 @@ async fn review(ingress: &IngressContext, access: &RunningAccess) -> Answer {
         Err(error) => Answer::Failed(error),
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use std::net::Ipv4Addr;
+    use std::sync::Arc;
+
+    use parking_lot::Mutex;
+    use tokio::sync::Notify;
+    use tokio::task::JoinSet;
+    use tunnel_proto::wire::header::Target;
+    use tunnel_proto::wire::name::Port;
+    use tunnel_routing::destination::Destination;
+    use tunnel_routing::operation::RequestedOperation;
+    use tunnel_routing::policy::rules::{DestinationKind, Effect, Facts, Rule, RuleTable};
+    use tunnel_routing::policy::{
+        AccessCaller, CallerIdentity, Listener, OpenedBy, Policy, TargetAccess, UnreadToken,
+    };
+
+    use super::*;
+    use crate::ingress::caller_addr::CallerAddr;
+    use crate::ingress::dispatch::{IngressRequest, IngressTarget, grant_route};
+    use crate::ingress::http::tests::fixture::Fixture;
+    use crate::ingress::request_record::RequestRecord;
+    use crate::outcome::Outcome;
+    use crate::routing::access_review::{AccessReviewer, ClusterUser, ReviewRequest};
+    use crate::testing::node;
+
+    type RightAnswer = Result<bool, ReviewError>;
+
+    /// Returns the context of a cluster that gives this answer to each question, which can change.
+    fn context(answer: RightAnswer) -> (IngressContext, Arc<Mutex<RightAnswer>>, JoinSet<()>) {
+        let mut ingress = IngressContext::clone(&Fixture::new().ingress);
+        let (reviewer, mut queues) = AccessReviewer::new(None);
+        ingress.reviewer = Some(reviewer);
+        let rules = RuleTable {
+            rules: vec![Rule::new("rbac", Effect::AskCluster)],
+            ..RuleTable::default()
+        };
+        ingress.policy.replace(&Policy {
+            rules: rules.into(),
+            ..Policy::default()
+        });
+        let (answer, mut answering) = (Arc::new(Mutex::new(answer)), JoinSet::new());
+        let of_cluster = answer.clone();
+        answering.spawn(async move {
+            while let Some(ReviewRequest::Access { answer, .. }) = queues.rights.recv().await {
+                let _gone = answer.send(of_cluster.lock().clone());
+            }
+        });
+        (ingress, answer, answering)
+    }
+
+    /// Returns the access of a user to the metrics of a kubelet.
+    fn access(user: Option<&str>) -> RunningAccess {
+        let facts = Facts {
+            listener: Listener::Https,
+            identity: CallerIdentity::Certificate("ops".into()),
+            has_delegation: false,
+            token: UnreadToken::None,
+            source: None,
+            kind: DestinationKind::Node,
+            node: Some(node()),
+            described: None,
+            port: Port::new(10250),
+            is_kubelet: true,
+            operation: Operation::Metrics,
+            without_upgrade: Operation::Metrics,
+        };
+        let opened_by = OpenedBy::Other;
+        let target = TargetAccess { facts, opened_by };
+        let mut access = RunningAccess::new(target, Arc::default());
+        access.method = Some(Method::GET);
+        access.cluster_user = user.map(|name| {
+            Arc::new(ClusterUser {
+                name: name.to_owned(),
+                ..ClusterUser::default()
+            })
+        });
+        access
+    }
+
+    fn granted() -> Granted {
+        Granted {
+            rule: "rbac".into(),
+            asks_cluster: true,
+        }
+    }
+
+    #[tokio::test]
+    async fn only_the_answer_that_a_user_has_the_right_lets_a_caller_in() {
+        let gone = ReviewError::Unavailable("gone".to_owned());
+        for (answer, user, expected) in [
+            (Ok(true), Some("ops"), None),
+            (
+                Ok(false),
+                Some("ops"),
+                Some("ops may not get nodes/metrics of "),
+            ),
+            (
+                Err(gone),
+                Some("ops"),
+                Some("the API server cannot be asked: gone"),
+            ),
+            (Ok(true), None, Some("it knows callers with a certificate")),
+        ] {
+            let (ingress, _answer, _answering) = context(answer.clone());
+            let asked = ask_cluster(&ingress, &access(user), &granted()).await;
+            match (asked, expected) {
+                (Ok(()), None) => {}
+                (Err(Denied::Cluster { reason, .. }), Some(expected)) => {
+                    assert!(reason.starts_with(expected), "{reason}");
+                }
+                (asked, _) => panic!("{answer:?} {user:?}: {asked:?}"),
+            }
+        }
+        let (mut ingress, _answer, _answering) = context(Ok(true));
+        ingress.reviewer = None;
+        let asked = ask_cluster(&ingress, &access(Some("ops")), &granted()).await;
+        assert!(asked.is_err(), "nobody can be asked");
+    }
+
+    #[tokio::test]
+    async fn access_in_progress_ends_with_the_right_whatever_is_remembered_of_it() {
+        let (ingress, answer, _answering) = context(Ok(true));
+        let running = ingress.running.begin(access(Some("ops")));
+        let asked = ask_cluster(&ingress, running.access(), &granted()).await;
+        assert_eq!(asked, Ok(()), "remembered from here on");
+        assert_eq!(ingress.end_refused().await, 0);
+        *answer.lock() = Ok(false);
+        assert_eq!(ingress.end_refused().await, 1);
+        let reason = &running.refused().unwrap().reason;
+        assert!(reason.contains("ops may not get nodes/metrics"), "{reason}");
+    }
+
+    #[tokio::test]
+    async fn access_in_progress_ends_when_the_cloud_has_its_target_no_more() {
+        let (ingress, _answer, _answering) = context(Ok(true));
+        let begin = |offered: Result<(), String>| {
+            let mut access = access(Some("ops"));
+            access.offered = Some(Box::new(move || offered.clone()));
+            ingress.running.begin(access)
+        };
+        let offered = begin(Ok(()));
+        let withdrawn = begin(Err("cloud has no such target".to_owned()));
+        assert_eq!(ingress.end_refused().await, 1);
+        assert!(offered.refused().is_none());
+        let reason = &withdrawn.refused().unwrap().reason;
+        assert!(reason.starts_with("cloud has no such target"), "{reason}");
+    }
+
+    #[tokio::test]
+    async fn request_that_was_decided_by_the_previous_rules_is_decided_again() {
+        let ingress = &Fixture::new().ingress;
+        let service = Destination {
+            node: node(),
+            target: Target::Node(Port::new(22).unwrap()),
+        };
+        let policy = |services: Vec<Destination>| Policy {
+            rules: RuleTable::yurt_tunnel().into(),
+            services,
+            ..Policy::default()
+        };
+        ingress.policy.replace(&policy(vec![service.clone()]));
+        let began_with = ingress.policy.load();
+        let addr = CallerAddr::Tcp((Ipv4Addr::LOCALHOST, 1).into());
+        let mut record = RequestRecord::start("service", addr, "ssh", &ingress.metrics);
+        let end_signal = Arc::new(Notify::new());
+        let mut ask = async || {
+            let request = IngressRequest {
+                policy: &began_with,
+                caller: AccessCaller {
+                    listener: Listener::Service,
+                    ..AccessCaller::ANONYMOUS
+                },
+                target: IngressTarget::TcpService(&service),
+                operation: RequestedOperation::Connect,
+                cluster_user: None,
+                claimed: None,
+                end_signal: &end_signal,
+            };
+            grant_route(ingress, request, &mut record).await
+        };
+        assert!(ask().await.is_ok());
+        ingress.policy.replace(&policy(Vec::new()));
+        let refused = ask().await.unwrap_err();
+        assert_eq!(refused.outcome, Outcome::RefusedByPolicy);
+    }
+}

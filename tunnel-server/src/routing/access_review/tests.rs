@@ -98,6 +98,41 @@ async fn own_subresource_is_asked_before_proxy_and_answers_last_for_seconds() {
 }
 
 #[tokio::test(start_paused = true)]
+async fn answer_about_a_right_is_that_of_one_user_at_one_node() {
+    let (reviewer, cluster) = answering(&["proxy"], Duration::ZERO);
+    let mut in_group = ClusterUser::clone(&user("ops"));
+    in_group.groups.push("admins".to_owned());
+    for (user, node) in [
+        (user("ops"), "edge-1"),
+        (user("ops"), "edge-2"),
+        (user("dev"), "edge-1"),
+        (Arc::new(in_group), "edge-1"),
+        (user("ops"), "edge-1"),
+    ] {
+        let node = node.parse().unwrap();
+        let allows = reviewer.allows(&user, &node, Operation::Exec, &Method::GET);
+        assert!(allows.await.unwrap());
+    }
+    assert_eq!(cluster.asked.lock().len(), 4, "the last one is remembered");
+}
+
+#[tokio::test(start_paused = true)]
+async fn accepted_token_is_reviewed_again_after_seconds() {
+    let (reviewer, cluster) = answering(&[], Duration::ZERO);
+    let almost = ALLOW_LASTS - Duration::from_secs(1);
+    for (time, reviews) in [
+        (Duration::ZERO, 1),
+        (almost, 1),
+        (Duration::from_secs(1), 2),
+    ] {
+        tokio::time::advance(time).await;
+        let user = reviewer.user_of("good", CALLER).await.unwrap();
+        assert_eq!(user.unwrap().name, "good");
+        assert_eq!(cluster.asked.lock().len(), reviews);
+    }
+}
+
+#[tokio::test(start_paused = true)]
 async fn source_has_a_budget_and_others_have_theirs() {
     let (reviewer, cluster) = answering(&[], Duration::ZERO);
     let asked = &cluster.asked;

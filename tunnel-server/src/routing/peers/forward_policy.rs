@@ -30,3 +30,34 @@ impl ForwardPolicy {
         policy.ports.check_target(target, kubelet)
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use tunnel_proto::wire::name::Port;
+    use tunnel_routing::policy::Policy;
+
+    use super::*;
+
+    #[test]
+    fn service_leads_other_servers_to_its_own_node_and_target_alone() {
+        let target = |port| Target::Node(Port::new(port).unwrap());
+        let node = |name: &str| name.parse::<NodeName>().unwrap();
+        let forward = ForwardPolicy {
+            policy: SharedPolicy::default(),
+            routes: Routes::default(),
+        };
+        forward.policy.replace(&Policy {
+            services: vec![Destination {
+                node: node("edge-1"),
+                target: target(22),
+            }],
+            ..Policy::default()
+        });
+        assert_eq!(forward.check(&node("edge-1"), &target(22)), Ok(()));
+        for (name, port) in [("edge-2", 22), ("edge-1", 23), ("edge-2", 23)] {
+            let refused = forward.check(&node(name), &target(port));
+            let expected = PortPolicyError::NotListed(Port::new(port).unwrap());
+            assert_eq!(refused, Err(expected), "{name}");
+        }
+    }
+}
