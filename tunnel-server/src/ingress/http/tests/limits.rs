@@ -75,9 +75,11 @@ async fn fill(
     loop {
         let mut caller = fixture.connect_as(http_listener(), from, identity.clone());
         let asks = async {
-            let request = format!("{}\r\n", get("/"));
+            let request = format!("{}Connection: close\r\n\r\n", get("/"));
             caller.write_all(request.as_bytes()).await.unwrap();
-            head(&mut caller).await
+            let mut answer = String::new();
+            caller.read_to_string(&mut answer).await.unwrap();
+            answer
         };
         tokio::select! {
             refused = asks => return (open, refused),
