@@ -171,7 +171,13 @@ impl Edge {
                 seen.add(answer?);
             }
             if settled.is_none() && seen.is_settled(Instant::now()) {
-                settled = Some((number, self.connections().await?));
+                let connections = self.connections().await?;
+                if connections.reset > 0 {
+                    settled = Some((number, connections));
+                } else {
+                    // It was a limit of the agent, which has not noticed the cut.
+                    seen.forget_unknown();
+                }
             }
         }
         let noticed = seen.noticed.context("no answer at once for a new name")?;
@@ -317,6 +323,12 @@ impl Seen {
             self.slowest = self.slowest.max(elapsed);
             *self.unknown.entry(code).or_default() += 1;
         }
+    }
+
+    /// Forgets what was seen of new names.
+    fn forget_unknown(&mut self) {
+        (self.noticed, self.slowest) = (None, Duration::ZERO);
+        self.unknown.clear();
     }
 
     /// Returns whether agent and cache know that the link is down.
