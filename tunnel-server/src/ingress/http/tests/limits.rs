@@ -382,7 +382,7 @@ async fn heads_of_a_mebibyte_and_of_a_thousand_fields_pass_in_memory_of_the_pool
         };
         assert_eq!(cookie(&sent), cookie(&large_head(bytes, fields)));
         assert_eq!(sent.matches("\r\nX-").count(), fields - 2);
-        assert_contains(&sent, "Connection: close\r\n");
+        assert_contains(&sent, "connection: close\r\n");
         assert_eq!(pool.reserved(), 0, "the memory is free");
         // Another one, with nothing behind it.
         let again = async {
@@ -409,7 +409,7 @@ async fn connection_ends_with_the_answer_to_a_large_head_that_may_have_more_behi
         let request = format!("{request}{}\r\n", get("/small"));
         // The answer ends with the connection.
         let (answer, sent) = tokio::join!(ask_too_much(&fixture, &request), agent.answers());
-        assert_status(&answer, 200);
+        assert!(answer.contains(" 200 OK\r\n"), "{answer}");
         assert!(answer.ends_with("\r\n\r\nhi"), "{answer}");
         assert_contains(&sent, "/large");
     }
