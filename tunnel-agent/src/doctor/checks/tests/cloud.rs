@@ -32,6 +32,7 @@ fn fault_of_a_listener_for_the_cloud_is_found() {
         (
             |facts| {
                 pods(facts).listener = "dns=169.254.20.11:1053".parse().unwrap();
+                pods(facts).answer = ListenerAnswer::Connected;
                 pods(facts).is_on_interface = Some(false);
                 facts.cloud.rules.table = Ok(None);
             },
