@@ -10,8 +10,10 @@ import time
 from pathlib import Path
 
 from control_plane import Api, ControlPlane, run
-from load import now
-from nodes import CLOUD, CONTROL_PLANE, EDGE_ADDRESS, EDGES, IMAGES, TAG, Network, Runtime, build_image, wait
+from load import HostResolver, now
+from nodes import (
+    CLOUD, CONTROL_PLANE, EDGE_ADDRESS, EDGES, IMAGES, TAG, Network, Runtime, build_image, wait, weigh_containers,
+)
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 SYSTEM = "/api/v1/namespaces/kube-system"
@@ -24,6 +26,7 @@ PODS = {"edge-1": "tick-1", "edge-2": "tick-2"}
 BALANCER = "10.77.100.200"
 # The listener of an agent that leads to the API server.
 LISTENER = ("127.0.0.1", 10268)
+HOST_RESOLVER = "127.0.0.53"
 # Lines of a followed log per second.
 LINES = 2
 
@@ -78,6 +81,7 @@ class Cluster:
             list(pool.map(lambda item: self.start_node(*item, images), enumerate(self.network.nodes(), 1)))
         for node in self.network.nodes():
             wait(node.name, 90, lambda: self.is_ready(node.name))
+        weigh_containers()
         self.say("nodes")
         self.label()
         self.apply()
@@ -135,7 +139,8 @@ class Cluster:
         self.apply_objects(self.render("plain") + [tick(edge) for edge in EDGES])
         dns = self.api.get(f"{SYSTEM}/services/tunnel-dns")["spec"]["clusterIP"]
         self.dns = dns
-        self.control.resolve_with(dns)
+        HostResolver(HOST_RESOLVER)
+        self.control.resolve_with(dns, HOST_RESOLVER)
         self.wait_for_servers(120)
         self.wait_for_agents(120)
         self.wait_for_logs(90)
@@ -195,11 +200,8 @@ class Cluster:
         self.api.patch(f"{SYSTEM}/configmaps/tunnel-agent", {"data": {"server": f"{BALANCER}:10262"}})
         self.restart(SERVERS)
         self.wait_for_servers(120)
+        # The next agents are not ready: kube-proxy of the edge leads them to a pod, to which the edge has no route.
         self.restart_agents()
-        for transport in TRANSPORTS.values():
-            # Not ready: kube-proxy of the edge leads them to a pod, to which the edge has no route.
-            path = f"{APPS}/daemonsets/tunnel-agent-{transport}"
-            wait(f"agent over {transport}", 60, lambda: self.api.get(path)["status"].get("updatedNumberScheduled") == 1)
 
     def set_ip_mode(self, mode):
         """Does what a cloud provider does when it has set up the load balancer."""
@@ -235,8 +237,11 @@ class Cluster:
 
     def wait_for_agents(self, limit):
         for transport in TRANSPORTS.values():
-            path = f"{APPS}/daemonsets/tunnel-agent-{transport}"
-            wait(f"agent over {transport}", limit, lambda: is_daemon_set_up(self.api.get(path)))
+            wait(f"agent over {transport}", limit, lambda: self.is_agent_up(transport))
+
+    def is_agent_up(self, transport):
+        """Returns whether the agent of the latest template has replaced the one before it."""
+        return is_daemon_set_up(self.api.get(f"{APPS}/daemonsets/tunnel-agent-{transport}"))
 
     def restart_agents(self):
         for transport in TRANSPORTS.values():

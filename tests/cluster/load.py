@@ -6,6 +6,7 @@ the monotonic clock.
 
 import base64
 import concurrent.futures
+import contextlib
 import os
 import queue
 import random
@@ -21,6 +22,9 @@ from nodes import CONTROL_PLANE
 RATE = 10
 # Longer than kube-apiserver's 30 s for a dial.
 TIMEOUT = 40
+# kube-apiserver closes idle connections after 90 s.
+IDLE = 60
+NXDOMAIN = 3
 now = time.monotonic
 
 
@@ -71,10 +75,7 @@ class Calls(Repeated):
         super().__init__(self.read, rate)
 
     def read(self):
-        try:
-            connection = self.idle.get_nowait()
-        except queue.Empty:
-            connection = self.api.connection(TIMEOUT)
+        connection = self.connection()
         try:
             connection.request("GET", f"/api/v1/namespaces/default/pods/{self.pod}/log?tailLines=1")
             answer = connection.getresponse()
@@ -84,9 +85,18 @@ class Calls(Repeated):
             raise
         if answer.will_close:
             connection.close()
-        self.idle.put(connection)
+        self.idle.put((connection, now()))
         if answer.status != 200:
             raise OSError(f"{answer.status} {message(text)}")
+
+    def connection(self):
+        """Returns the connection that was used last, unless kube-apiserver may be about to close it."""
+        with contextlib.suppress(queue.Empty):
+            connection, since = self.idle.get_nowait()
+            if now() < since + IDLE:
+                return connection
+            connection.close()
+        return self.api.connection(TIMEOUT)
 
 
 def message(body):
@@ -175,24 +185,68 @@ class Follow(threading.Thread):
         return max(later - earlier for earlier, later in zip(times, times[1:]))
 
 
-def resolve(server, name, attempts=2, timeout=1.0):
-    """Asks for an address as a resolver does, with a new port for each attempt."""
-    for _ in range(attempts):
-        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as client:
-            client.settimeout(timeout)
-            client.connect((server, 53))
-            number = random.getrandbits(16)
-            labels = b"".join(bytes([len(label)]) + label.encode() for label in name.split("."))
-            client.send(struct.pack(">6H", number, 0x0100, 1, 0, 0, 0) + labels + b"\0" + struct.pack(">2H", 1, 1))
-            try:
-                answer = client.recv(1500)
-            except TimeoutError:
-                continue
-            code, answers = answer[3] & 15, struct.unpack(">H", answer[6:8])[0]
-            if code or not answers:
-                raise OSError(f"code {code}, {answers} answers")
-            return
-    raise OSError("i/o timeout")
+class NoName(OSError):
+    """An answer that the name does not exist, with which a lookup ends."""
+
+
+def resolve(servers, name, attempts, timeout=1.0):
+    """Asks for both addresses of a name as the resolver of Go does, which kube-apiserver has.
+
+    Each query asks the servers in order, `attempts` times, from a new port each time. An answer that the
+    name does not exist ends it. The lookup ends with the slower of both queries.
+    """
+    with concurrent.futures.ThreadPoolExecutor(2) as pool:
+        ipv6 = pool.submit(query_all, servers, name, 28, attempts, timeout)
+        if not query_all(servers, name, 1, attempts, timeout):
+            raise OSError("no address")
+        # Its failure is no failure of the lookup.
+        ipv6.exception()
+
+
+def query_all(servers, name, kind, attempts, timeout):
+    for server in servers * attempts:
+        try:
+            return query(server, name, kind, timeout)
+        except NoName:
+            raise
+        except OSError as error:
+            problem = error
+    raise problem
+
+
+def query(server, name, kind, timeout):
+    """Sends one query, and returns the number of answers."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as client:
+        client.settimeout(timeout)
+        client.connect((server, 53))
+        labels = b"".join(bytes([len(label)]) + label.encode() for label in name.split("."))
+        number = random.getrandbits(16)
+        client.send(struct.pack(">6H", number, 0x0100, 1, 0, 0, 0) + labels + b"\0" + struct.pack(">2H", kind, 1))
+        answer = client.recv(1500)
+    code, answers = answer[3] & 15, struct.unpack(">H", answer[6:8])[0]
+    if code == NXDOMAIN:
+        raise NoName("no such host")
+    if code:
+        raise OSError(f"code {code}")
+    return answers
+
+
+class HostResolver(threading.Thread):
+    """A resolver of the host, as the second nameserver of kube-apiserver: it knows no names of nodes."""
+
+    def __init__(self, address):
+        super().__init__(daemon=True)
+        self.socket = socket.socket(socket.AF_INET, socket.SOCK_DGRAM)
+        self.socket.bind((address, 53))
+        self.start()
+
+    def run(self):
+        while True:
+            query, client = self.socket.recvfrom(1500)
+            # An answer, with the question alone.
+            end = query.index(b"\0", 12) + 5
+            header = query[:2] + struct.pack(">5H", 0x8180 | NXDOMAIN, 1, 0, 0, 0)
+            self.socket.sendto(header + query[12:end], client)
 
 
 def dial_listener(address, pki, message=b"GET /version HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n"):

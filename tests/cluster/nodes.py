@@ -6,6 +6,7 @@
 An edge has a firewall of its host: what is new from outside does not come in, answers do.
 """
 
+import contextlib
 import ctypes
 import json
 import os
@@ -21,6 +22,7 @@ CONTROL_PLANE = "10.77.100.1"
 EDGE_ADDRESS = "192.168.33.221"
 IMAGES = "registry.invalid/"
 TAG = "test"
+PATIENCE = float(os.environ.get("CULVERT_TEST_PATIENCE", "1"))
 CLONE_NEWNET = 0x40000000
 
 
@@ -163,11 +165,26 @@ class Network:
             for folder in Path("/sys/fs/cgroup").glob(f"*/k8s.io/{cgroup}"):
                 remove_cgroup(folder)
             remove_cgroup(Path("/sys/fs/cgroup/k8s.io") / cgroup)
+        for folder in Path("/sys/fs/cgroup").glob("*/k8s.io"):
+            # Not if containers of others are in it.
+            with contextlib.suppress(OSError):
+                folder.rmdir()
 
 
 def containers(nodes):
     tasks = "state/io.containerd.runtime.v2.task/k8s.io"
     return [folder.name for node in nodes for folder in (node.folder / tasks).glob("*")]
+
+
+def weigh_containers():
+    """Gives the containers of all nodes together more weight than one process of this machine has."""
+    root = Path("/sys/fs/cgroup")
+    is_unified = (root / "cgroup.controllers").exists()
+    name, weight = ("k8s.io/cpu.weight", 10000) if is_unified else ("cpu/k8s.io/cpu.shares", 200000)
+    # Without the right or the controller the machine has to be idle.
+    with contextlib.suppress(OSError):
+        (root / name).parent.mkdir(exist_ok=True)
+        (root / name).write_text(f"{weight}\n", encoding="ascii")
 
 
 def remove_cgroup(folder):
@@ -378,7 +395,7 @@ def libraries(program):
 
 def wait(what, limit, condition):
     """Waits until a condition holds. Its exceptions count as false until the limit."""
-    end = time.monotonic() + limit
+    end = time.monotonic() + limit * PATIENCE
     problem = None
     while time.monotonic() < end:
         try:
