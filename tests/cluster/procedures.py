@@ -132,7 +132,8 @@ def upgrade(cluster):
         result.notes.append(f"{result.away:.1f} s without service; new servers and agents after {took:.0f} s")
         result.expect(result.away <= 3.1, "no service")
         results.append(result)
-    images = {pod["spec"]["containers"][0]["image"] for pod in cluster.pods("app.kubernetes.io%2Fpart-of%3Dculvert")}
+    pods = cluster.pods("app.kubernetes.io%2Fpart-of%3Dculvert")
+    images = {pod["spec"]["containers"][0]["image"] for pod in pods if "deletionTimestamp" not in pod["metadata"]}
     results[0].expect(all(image.endswith(NEXT_TAG) for image in images), f"images {images}")
     return results
 
