@@ -165,6 +165,7 @@ class Network:
             for folder in Path("/sys/fs/cgroup").glob(f"*/k8s.io/{cgroup}"):
                 remove_cgroup(folder)
             remove_cgroup(Path("/sys/fs/cgroup/k8s.io") / cgroup)
+        weigh_containers(1024, 100)
         for folder in Path("/sys/fs/cgroup").glob("*/k8s.io"):
             # Not if containers of others are in it.
             with contextlib.suppress(OSError):
@@ -176,11 +177,11 @@ def containers(nodes):
     return [folder.name for node in nodes for folder in (node.folder / tasks).glob("*")]
 
 
-def weigh_containers():
+def weigh_containers(cgroup_v1=200000, cgroup_v2=10000):
     """Gives the containers of all nodes together more weight than one process of this machine has."""
     root = Path("/sys/fs/cgroup")
     is_unified = (root / "cgroup.controllers").exists()
-    name, weight = ("k8s.io/cpu.weight", 10000) if is_unified else ("cpu/k8s.io/cpu.shares", 200000)
+    name, weight = ("k8s.io/cpu.weight", cgroup_v2) if is_unified else ("cpu/k8s.io/cpu.shares", cgroup_v1)
     # Without the right or the controller the machine has to be idle.
     with contextlib.suppress(OSError):
         (root / name).parent.mkdir(exist_ok=True)
