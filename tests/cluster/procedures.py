@@ -304,8 +304,8 @@ def replace_ca(cluster):
         for step in steps:
             said += shell_until(shell, step, pod)
         cluster.say(f"rotated at {pod}")
-        # A server counts the agents that it has seen, and names where the others are listed.
-        told = [line for line in said.splitlines() if line.startswith(("left behind", "not counted here"))]
+        # Each server counts the agents of all.
+        told = [line for line in said.splitlines() if line.startswith(("left behind", "not counted"))]
         result.notes += [f"at {pod}: {line}" for line in told]
         result.expect(told, f"{pod} says nothing of agents that are left behind")
         listed = shell.run("tunnel-server nodes", pod)
