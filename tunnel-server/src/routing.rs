@@ -252,32 +252,31 @@ impl Routing {
         local.or_else(|| self.peers.preferred(node).map(Via::Replica))
     }
 
-    /// Returns whether the session of this server that carries a stream is suspect or has ended. Of
-    /// a session at another server this server knows neither.
+    /// Returns whether the session that carries a stream is suspect or has ended. For a stream over
+    /// another server it is the connection to that server, which alone knows the session.
     pub fn is_suspect(&self, node: &NodeName, via: &Via) -> bool {
         match via {
             Via::Local(session) => {
                 let carrier = self.registry.session(node, *session);
                 carrier.is_none_or(|agent| agent.suspect_reason().is_some())
             }
-            Via::Replica(_) => false,
+            Via::Replica(replica) => self.peers.is_suspect(replica),
         }
     }
 
-    /// Waits until the session that carries a stream is suspect, and another session or server takes
-    /// new streams. Never ends for a stream over another server: that server knows the session.
+    /// Waits until what carries a stream is suspect, see [`Routing::is_suspect`], and another session
+    /// or server takes new streams. Never ends once the carrier has ended: the stream reports that.
     ///
     /// Cancel-safe.
     pub async fn replaceable(&self, node: &NodeName, via: &Via) {
-        let Via::Local(session) = via else {
-            return pending().await;
-        };
-        let Some(carrier) = self.registry.session(node, *session) else {
-            // The stream reports the end of the session.
-            return pending().await;
-        };
         loop {
-            carrier.suspected().await;
+            match via {
+                Via::Local(session) => match self.registry.session(node, *session) {
+                    Some(carrier) => carrier.suspected().await,
+                    None => return pending().await,
+                },
+                Via::Replica(replica) => self.peers.suspected(replica).await,
+            }
             if self.active(node).is_some_and(|active| active != *via) {
                 return;
             }

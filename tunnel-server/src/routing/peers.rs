@@ -8,6 +8,7 @@
 //! [`Registry`](super::registry::Registry) alone, so no stream passes more than two servers.
 
 use std::collections::BTreeMap;
+use std::future::pending;
 use std::ops::Bound;
 use std::sync::Arc;
 use std::time::{Duration, SystemTime, UNIX_EPOCH};
@@ -329,6 +330,24 @@ impl Peers {
             via: Some(via),
             error,
         })
+    }
+
+    /// Returns whether the connection to a server is suspect or has ended.
+    pub(super) fn is_suspect(&self, replica: &ReplicaId) -> bool {
+        let state = self.state.lock();
+        let link = state.link(replica);
+        link.is_none_or(|link| link.state() == LinkState::Suspect)
+    }
+
+    /// Waits until the connection to a server is suspect. Never ends without a connection.
+    ///
+    /// Cancel-safe.
+    pub(super) async fn suspected(&self, replica: &ReplicaId) {
+        let link = self.state.lock().link(replica).cloned();
+        match link {
+            Some(link) => link.suspected().await,
+            None => pending().await,
+        }
     }
 
     /// Returns the server that a new stream to a node tries first.

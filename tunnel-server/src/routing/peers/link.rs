@@ -3,10 +3,9 @@
 
 use std::io;
 use std::sync::Arc;
-use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
 
-use tokio::sync::{OwnedSemaphorePermit, Semaphore, mpsc, oneshot};
+use tokio::sync::{OwnedSemaphorePermit, Semaphore, mpsc, oneshot, watch};
 use tokio::time::{sleep, timeout};
 use tunnel_process::telemetry::LogRateLimit;
 use tunnel_proto::session::control::{self, PeerReader, PeerWriter};
@@ -32,7 +31,7 @@ pub(super) struct Link {
     permits: Arc<Semaphore>,
     permits_max: usize,
     pub(super) asks: mpsc::Sender<PendingAsk>,
-    is_suspect: AtomicBool,
+    is_suspect: watch::Sender<bool>,
 }
 
 /// A question for the other server: does it hold this node with a session that answers?
@@ -71,14 +70,14 @@ impl Link {
             permits: Arc::new(Semaphore::new(permits_max)),
             permits_max,
             asks,
-            is_suspect: AtomicBool::new(false),
+            is_suspect: watch::Sender::new(false),
         };
         (Arc::new(link), pending)
     }
 
     /// Returns whether the server answers. New streams prefer connections that are live.
     pub(super) fn state(&self) -> LinkState {
-        if self.is_suspect.load(Ordering::Relaxed) {
+        if *self.is_suspect.borrow() {
             LinkState::Suspect
         } else {
             LinkState::Live
@@ -91,7 +90,17 @@ impl Link {
             LinkCheck::Live | LinkCheck::Probe => false,
             LinkCheck::Suspect | LinkCheck::Dead => true,
         };
-        self.is_suspect.store(is_suspect, Ordering::Relaxed);
+        self.is_suspect
+            .send_if_modified(|recorded| std::mem::replace(recorded, is_suspect) != is_suspect);
+    }
+
+    /// Waits until the server does not answer.
+    ///
+    /// Cancel-safe.
+    pub(super) async fn suspected(&self) {
+        let mut receiver = self.is_suspect.subscribe();
+        // The sender lives as long as this link.
+        let _is_suspect = receiver.wait_for(|is_suspect| *is_suspect).await;
     }
 
     pub(super) fn has_permit(&self) -> bool {

@@ -1,5 +1,7 @@
 use std::collections::BTreeSet;
+use std::pin::pin;
 
+use futures_util::FutureExt as _;
 use tokio::io::{AsyncReadExt as _, AsyncWriteExt as _};
 use tokio::net::TcpSocket;
 use tunnel_process::shutdown::DrainOutcome;
@@ -14,8 +16,9 @@ use tunnel_proto::wire::peer::{Holds, PeerMessage};
 
 use super::monitor::LinkCheck;
 use super::*;
-use crate::routing::registry::{CallerKey, SuspectReason};
-use crate::testing::eventually;
+use crate::routing::registry::{CallerKey, Registry, RegistryLimits, SuspectReason};
+use crate::routing::{Routing, via::Via};
+use crate::testing::{POOL, eventually};
 
 mod fixture;
 mod owner;
@@ -384,6 +387,43 @@ async fn stream_prefers_a_holder_that_answers_to_one_whose_connection_is_suspect
     assert!(Arc::ptr_eq(&first(&[via]), &preferred));
     preferred.record_check(LinkCheck::Live);
     assert!(Arc::ptr_eq(&first(&[]), &preferred));
+}
+
+#[tokio::test]
+async fn request_leaves_a_suspect_connection_once_another_server_holds_the_node() {
+    let limits = PeerLimits {
+        streams: 8,
+        directory_nodes: 8,
+        buffer_pool: 1,
+    };
+    let peers = Peers::new(id("a"), limits, PeerMetrics::default());
+    let registry = Arc::new(Registry::new(RegistryLimits {
+        streams_per_agent: 8,
+        buffer_pool: POOL,
+    }));
+    let routing = Routing::new(registry, peers.clone());
+    let holder = |name: &str| {
+        let (near, far) = memory::pair();
+        let (link, asks) = Link::new(id(name), near, limits.streams);
+        peers.expect(&fixture::address(name));
+        peers.link_up(&link, &fixture::first_message(name));
+        peers.apply(&id(name), fixture::claim("x"));
+        (link, far, asks)
+    };
+    let (link, _far, _asks) = holder("b");
+    let (x, via) = (node("x"), Via::Replica(id("b")));
+    let mut replaceable = pin!(routing.replaceable(&x, &via));
+    assert!(!routing.is_suspect(&x, &via));
+    assert!(replaceable.as_mut().now_or_never().is_none());
+
+    link.record_check(LinkCheck::Suspect);
+    assert!(routing.is_suspect(&x, &via));
+    assert!(replaceable.as_mut().now_or_never().is_none());
+
+    let _other = holder("c");
+    within(replaceable).await;
+    link.record_check(LinkCheck::Live);
+    assert!(!routing.is_suspect(&x, &via));
 }
 
 #[tokio::test]
