@@ -78,8 +78,8 @@ const DECISIONS: u32 = 500_000;
 const LIMITS: [(Count, &str, u32, f64); 7] = [
     (Count::Instructions, "framing", 1000, 1620.0),
     (Count::Instructions, "route", 1000, 1000.0),
-    (Count::Instructions, "policy", 1000, 3870.0),
-    (Count::Instructions, "rules", 1000, 5000.0),
+    (Count::Instructions, "policy", 1000, 4300.0),
+    (Count::Instructions, "rules", 1000, 15_200.0),
     (Count::Allocations, "rules", 1000, 0.01),
     (Count::Allocations, "chunk", 1000, 0.01),
     (Count::Allocations, "stream", 50, 240.0),
