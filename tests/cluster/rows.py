@@ -400,6 +400,4 @@ ROWS = {
 # Rows that fail until a change is made, with that change. They are shown, and fail nothing.
 KNOWN = {
     "9 host of one of three servers is lost: DNS": "a third of the datagrams goes to the lost host; PreferSameNode avoids it",
-    "9 host of one of three servers is lost: kept connection": "a call that was forwarded to the lost server waits for 10 s, and "
-                                                               "others meanwhile use connections to the lost server",
 }
