@@ -424,6 +424,9 @@ fn order_outcome(state: &AdminState, ordered: OrderOutcome) -> OrderOutcome {
 fn forget_nodes(state: &AdminState, names: &[NodeName]) -> Result<ForgetOutcome, RequestError> {
     let mut outcome = ForgetOutcome::default();
     for node in names {
+        if let Some(sessions) = &state.sources.sessions {
+            sessions.peers.forget_gone(node);
+        }
         let status = state.sources.of_node(node);
         let list = if status.is_some_and(|status| status.connected) {
             &mut outcome.connected

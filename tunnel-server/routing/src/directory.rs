@@ -102,7 +102,8 @@ impl Directory {
     /// Ends a new list of a server: removes what is not in the list. Does nothing if the server has
     /// not begun one.
     pub fn complete(&mut self, replica: &ReplicaId) {
-        self.gone.forget_replica(replica);
+        self.gone
+            .forget_replica(replica, self.nodes_max_per_replica);
         if let Some(index) = self.index_of(replica) {
             self.remove_earlier(index);
         }
@@ -144,7 +145,8 @@ impl Directory {
     /// Removes a server and all that it held.
     pub fn remove_replica(&mut self, replica: &ReplicaId) {
         self.lose_replica(replica, UNIX_EPOCH);
-        self.gone.forget_replica(replica);
+        self.gone
+            .forget_replica(replica, self.nodes_max_per_replica);
     }
 
     /// Removes what a server held that has had no connection since then. The nodes that no other server
@@ -286,6 +288,17 @@ impl Directory {
     /// each server in order.
     pub fn gone_after(&self, after: Bound<&NodeName>) -> impl Iterator<Item = &NodeName> {
         self.gone.after(after)
+    }
+
+    /// Returns the nodes that no server is known to hold and that one held which is gone or no longer
+    /// expected.
+    pub fn unresolved(&self) -> impl Iterator<Item = &NodeName> {
+        self.gone.unresolved().filter(|node| !self.holds(node))
+    }
+
+    /// Records that the state of a node is known otherwise.
+    pub fn resolve(&mut self, node: &NodeName) {
+        self.gone.forget(node);
     }
 
     /// Returns the server that held a node last and is gone, and since when.

@@ -35,13 +35,16 @@ pub(super) fn rotator(
         OtherClocks::new(authority, context),
         context.registry.clone(),
     );
-    let observe = move || Surroundings {
-        unknown: unknown(),
-        cas: peers.announced_cas(),
-        clocks: clocks.differences(),
-        connected: connected(&registry),
-        gone: peers.gone_nodes(),
-        moving: peers.agents_move_for(),
+    let observe = move || {
+        let connected = connected(&registry);
+        Surroundings {
+            unknown: unknown(),
+            cas: peers.announced_cas(),
+            clocks: clocks.differences(),
+            gone: peers.gone_nodes(&connected),
+            connected,
+            moving: peers.agents_move_for(),
+        }
     };
     let rotator = Arc::new(rotator.observing(Arc::new(observe)));
     let (observing, registry) = (rotator.clone(), context.registry.clone());
@@ -77,7 +80,8 @@ pub(super) fn own_certificates(context: &ServerContext) -> KnownCertificates {
     let (nodes, registry) = (context.nodes.clone(), context.registry.clone());
     let peers = context.peers.clone();
     Box::new(move || {
-        let (connected, gone) = (connected(&registry), peers.gone_nodes());
+        let connected = connected(&registry);
+        let gone = peers.gone_nodes(&connected);
         known_certificates(&nodes.snapshot(), &connected, &gone)
     })
 }

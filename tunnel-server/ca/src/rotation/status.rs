@@ -17,6 +17,7 @@ pub struct RotationStatus {
     /// Number of other servers that share the CA.
     pub other_servers: usize,
     /// Those of them that do not answer, so that agents which only they know are not counted.
+    #[serde(default)]
     pub not_counted: Vec<String>,
     /// The agents of the stage that this action ended, if it was forced or was the last one: pending
     /// agents stay behind, and so do those without a valid certificate.

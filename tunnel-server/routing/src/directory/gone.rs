@@ -9,7 +9,12 @@ use tunnel_proto::wire::name::{NodeName, ReplicaId};
 
 /// The nodes that servers held last before they were gone.
 #[derive(Debug, Default)]
-pub(super) struct GoneNodes(BTreeMap<ReplicaId, OfServer>);
+pub(super) struct GoneNodes {
+    servers: BTreeMap<ReplicaId, OfServer>,
+    /// Nodes of servers that are back without them or no longer expected. No list shows them, but a
+    /// rotation of the CA waits for them: nobody has seen their certificates.
+    unresolved: BTreeSet<NodeName>,
+}
 
 #[derive(Debug, Default)]
 struct OfServer {
@@ -21,7 +26,7 @@ struct OfServer {
 impl GoneNodes {
     /// Stores the last holder of a node unless there are `max` nodes of that server.
     pub(super) fn add(&mut self, replica: &ReplicaId, node: NodeName, max: usize) {
-        let of_server = self.0.entry(replica.clone()).or_default();
+        let of_server = self.servers.entry(replica.clone()).or_default();
         if of_server.nodes.len() < max {
             of_server.nodes.insert(node);
         }
@@ -29,21 +34,31 @@ impl GoneNodes {
 
     /// Begins to show the nodes of a server that has had no connection since then.
     pub(super) fn begin(&mut self, replica: &ReplicaId, since: SystemTime) {
-        if let Some(of_server) = self.0.get_mut(replica) {
+        if let Some(of_server) = self.servers.get_mut(replica) {
             of_server.since.get_or_insert(since);
         }
     }
 
     /// Forgets a node, of which a server knows the state.
     pub(super) fn forget(&mut self, node: &NodeName) {
-        for of_server in self.0.values_mut() {
+        for of_server in self.servers.values_mut() {
             of_server.nodes.remove(node);
         }
+        self.unresolved.remove(node);
     }
 
-    /// Forgets the nodes of a server, which is back or no longer expected.
-    pub(super) fn forget_replica(&mut self, replica: &ReplicaId) {
-        self.0.remove(replica);
+    /// Forgets who held the nodes of a server, which is back or no longer expected. At most `max` nodes
+    /// stay unresolved.
+    pub(super) fn forget_replica(&mut self, replica: &ReplicaId, max: usize) {
+        let nodes = self.servers.remove(replica).unwrap_or_default().nodes;
+        let room = max.saturating_sub(self.unresolved.len());
+        self.unresolved.extend(nodes.into_iter().take(room));
+    }
+
+    /// Returns the nodes that no server is known to hold, of servers that are gone or no longer expected.
+    pub(super) fn unresolved(&self) -> impl Iterator<Item = &NodeName> {
+        let shown = self.shown().flat_map(|(_, _, nodes)| nodes);
+        shown.chain(&self.unresolved)
     }
 
     /// Returns the server that held a node last, and since when that is gone.
@@ -60,7 +75,7 @@ impl GoneNodes {
     }
 
     fn shown(&self) -> impl Iterator<Item = (&ReplicaId, SystemTime, &BTreeSet<NodeName>)> {
-        let servers = self.0.iter();
+        let servers = self.servers.iter();
         servers
             .filter_map(|(replica, of_server)| Some((replica, of_server.since?, &of_server.nodes)))
     }

@@ -2,7 +2,6 @@
 //! connections that this server dialed, when an operator asks.
 
 use std::collections::{BTreeSet, HashMap};
-use std::ops::Bound;
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -40,13 +39,20 @@ impl Peers {
         }
     }
 
-    /// Returns the nodes that nobody holds and that a server held before it was gone.
-    pub fn gone_nodes(&self) -> BTreeSet<NodeName> {
-        let state = self.state.lock();
-        let gone = state.directory.gone_after(Bound::Unbounded);
-        gone.filter(|node| !state.directory.holds(node))
-            .cloned()
-            .collect()
+    /// Returns the nodes that nobody holds and that a server held which is gone or no longer expected.
+    /// `connected` are this server's own.
+    pub fn gone_nodes(&self, connected: &BTreeSet<NodeName>) -> BTreeSet<NodeName> {
+        let mut state = self.state.lock();
+        let gone: BTreeSet<_> = state.directory.unresolved().cloned().collect();
+        for node in gone.intersection(connected) {
+            state.directory.resolve(node);
+        }
+        gone.difference(connected).cloned().collect()
+    }
+
+    /// Forgets that a server which is gone held the node.
+    pub fn forget_gone(&self, node: &NodeName) {
+        self.state.lock().directory.resolve(node);
     }
 
     /// Returns for how long agents may still be on their way from one server to another, if a server was

@@ -52,6 +52,7 @@ impl Peers {
         let mut state = self.state.lock();
         state.peers.remove(replica);
         state.directory.remove_replica(replica);
+        state.links_changed_at = Some(Instant::now());
         self.directory_changed(&state);
         self.publish(&state);
     }

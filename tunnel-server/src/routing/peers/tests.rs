@@ -812,15 +812,25 @@ async fn servers_say_which_certificates_they_know_and_one_that_is_gone_is_left_o
         "connected a moment ago"
     );
     a.sees("y", &b).await;
-    assert!(a.peers.gone_nodes().is_empty());
+    assert!(a.peers.gone_nodes(&BTreeSet::new()).is_empty());
     let lost = async {
         eventually("the node of a server that is gone", || {
-            a.peers.gone_nodes() == BTreeSet::from([node("y")])
+            a.peers.gone_nodes(&BTreeSet::new()) == BTreeSet::from([node("y")])
         })
         .await;
     };
     tokio::join!(b.stop(), lost);
     assert_eq!(fetched().await.into_keys().collect::<Vec<_>>(), [id("c")]);
+    // The server leaves the list, and its agents are still known to nobody.
+    a.follow([c.listed()]);
+    eventually("b is no longer expected", || {
+        a.peers.status().iter().all(|other| other.id != id("b"))
+    })
+    .await;
+    let none = BTreeSet::new();
+    assert_eq!(a.peers.gone_nodes(&none), BTreeSet::from([node("y")]));
+    assert!(a.peers.gone_nodes(&BTreeSet::from([node("y")])).is_empty());
+    assert!(a.peers.gone_nodes(&none).is_empty(), "it was here");
     drop(agents);
 }
 
