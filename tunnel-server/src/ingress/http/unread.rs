@@ -21,11 +21,18 @@ impl UnreadBytes {
         }
         let count = self.0.len().min(out.remaining());
         out.put_slice(&self.0.split_to(count));
+        if self.0.is_empty() {
+            // An empty handle keeps the memory of all that was read.
+            self.0 = Bytes::new();
+        }
         true
     }
 
     /// Puts bytes in front of these.
     pub(super) fn put_back(&mut self, first: Bytes) {
+        if first.is_empty() {
+            return;
+        }
         self.0 = if self.0.is_empty() {
             first
         } else {
