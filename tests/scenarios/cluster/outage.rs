@@ -255,12 +255,12 @@ async fn f21_a_server_starts_without_the_api_server_and_serves_what_it_knew() ->
     running.server.process().end(FIRST).await?;
     running.server = setup.start().await?;
     let served = async || running.site.serves(&running.server).await;
-    let patience = Duration::from_secs(15);
+    let patience = scaled(Duration::from_secs(15));
     eventually("traffic without the API server", patience, served).await;
     running.add_behind("worker-2")?;
     running.fake_api()?.be(Presence::Here).await?;
     // The Lease of the killed server must expire first.
-    let patience = Duration::from_secs(30);
+    let patience = scaled(Duration::from_secs(30));
     running.wait_for_records(patience, WITH_WORKER_2).await;
     Ok(())
 }
