@@ -395,7 +395,7 @@ async fn heads_of_a_mebibyte_and_of_a_thousand_fields_pass_in_memory_of_the_pool
     }
 }
 
-/// A connection whose next request may not be told from a body closes.
+/// A connection whose next request cannot be distinguished from a body closes.
 #[tokio::test(start_paused = true)]
 async fn connection_ends_with_the_answer_to_a_large_head_that_may_have_more_behind_it() {
     let (fixture, agent) = with_large_heads(&BufferPool::new(64 << 20));
