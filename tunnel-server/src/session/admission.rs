@@ -27,7 +27,6 @@ use crate::config::Limit;
 use crate::routing::registry::{
     AgentSession, LastClose, RegisterError, Registration, answers_probe,
 };
-use tunnel_store::known_nodes::EnrollmentKind;
 
 /// Time that a refused agent has to acknowledge the reason.
 const REJECT_TIMEOUT: Duration = Duration::from_secs(1);
@@ -205,10 +204,10 @@ impl Sessions {
             AdmissionError::Refused(CloseCode::HandshakeTimeout, detail)
         })??;
         let peer = session.peer();
-        self.nodes
-            .record_connection(node, peer.not_before + BACKDATED, peer.not_after);
-        if session.peer().domain == TrustDomain::Cluster {
-            self.nodes.record_enrollment(node, EnrollmentKind::Kubelet);
+        let (issued, not_after) = (peer.not_before + BACKDATED, peer.not_after);
+        match peer.domain {
+            TrustDomain::Tunnel => self.nodes.record_connection(node, issued, not_after),
+            TrustDomain::Cluster => self.nodes.record_kubelet(node, issued, not_after),
         }
         Ok(AdmittedSession {
             reader,

@@ -49,7 +49,8 @@ pub struct KnownNode {
     /// issued it. A certificate that was issued since may not have arrived.
     #[serde(with = "time_text_option")]
     pub certificate_issued: Option<SystemTime>,
-    /// How the node's agent enrolled last. `None` for a certificate of an operator.
+    /// How the node's agent enrolled last, or that it connected last with the certificate of its kubelet.
+    /// `None` for a certificate of an operator or from another server.
     pub enrollment: Option<EnrollmentKind>,
     /// Labels that an operator gave the node with its join token.
     #[serde(default, skip_serializing_if = "BTreeMap::is_empty")]
@@ -185,16 +186,22 @@ impl KnownNodes {
         });
     }
 
-    /// Records that a node connected with a certificate that was issued at `issued` and ends at
-    /// `not_after`.
+    /// Records that a node connected with a certificate of its own, which was issued at `issued` and ends
+    /// at `not_after`.
     pub fn record_connection(&self, node: &NodeName, issued: SystemTime, not_after: SystemTime) {
-        self.record_connection_at(node, [issued, not_after], SystemTime::now());
+        self.record_connection_at(node, [issued, not_after], false, SystemTime::now());
+    }
+
+    /// Records that a node connected with the certificate of its kubelet.
+    pub fn record_kubelet(&self, node: &NodeName, issued: SystemTime, not_after: SystemTime) {
+        self.record_connection_at(node, [issued, not_after], true, SystemTime::now());
     }
 
     fn record_connection_at(
         &self,
         node: &NodeName,
         [issued, not_after]: [SystemTime; 2],
+        is_kubelet: bool,
         now: SystemTime,
     ) {
         let [issued, not_after, now] = [issued, not_after, now].map(whole_seconds);
@@ -204,8 +211,15 @@ impl KnownNodes {
                 .last_seen
                 .and_then(|last| now.duration_since(last).ok())
                 .is_some_and(|age| age < LAST_SEEN_RESOLUTION);
+            // The agent may have enrolled at another server since it used the kubelet's certificate.
+            let enrollment = if is_kubelet {
+                Some(EnrollmentKind::Kubelet)
+            } else {
+                (known.enrollment).filter(|kind| *kind != EnrollmentKind::Kubelet)
+            };
             let is_known = known.certificate_not_after == Some(not_after)
-                && known.certificate_issued == Some(issued);
+                && known.certificate_issued == Some(issued)
+                && known.enrollment == enrollment;
             if is_recent && is_known {
                 return Some(known);
             }
@@ -213,6 +227,7 @@ impl KnownNodes {
                 last_seen: Some(now),
                 certificate_not_after: Some(not_after),
                 certificate_issued: Some(issued),
+                enrollment,
                 ..known
             })
         });

@@ -99,8 +99,9 @@ fn add(agents: &mut BTreeMap<NodeName, Agent>, node: NodeCertificate) {
     };
     agent.newest = agent.newest.max(Some(certificate));
     if node.is_connected {
-        let oldest = agent.connected.unwrap_or(certificate);
-        agent.connected = Some(oldest.min(certificate));
+        let of_sessions = agent.connected.into_iter().chain([certificate]);
+        // A session with the kubelet's certificate hides none with another one.
+        agent.connected = of_sessions.min_by_key(|session| (session.is_kubelet, *session));
     }
 }
 
@@ -116,8 +117,8 @@ struct Certificate {
 struct Agent {
     /// The last certificate that a server has seen.
     newest: Option<Certificate>,
-    /// The oldest certificate of the sessions that servers have. What a server sees in a session counts
-    /// more than what another one remembers or claims.
+    /// The oldest certificate of the sessions that servers have, that of a kubelet only if all have it.
+    /// What a server sees in a session counts more than what another one remembers or claims.
     connected: Option<Certificate>,
     /// A server that is gone had a session of the node, so that its certificate is valid.
     is_gone: bool,
@@ -291,7 +292,11 @@ mod tests {
             ..connected("k", 50, 5000)
         };
         let never = NodeCertificate::unknown("n".parse().unwrap());
-        let all = counts([vec![kubelet, never.clone()], vec![never], vec![]]);
+        let all = counts([vec![kubelet.clone(), never.clone()], vec![never], vec![]]);
         assert_eq!(numbers(&all), [0, 0, 1, 1]);
+        // The agent has another session, with a certificate of its own.
+        let own = connected("k", 60, 5000);
+        let both = counts([vec![], vec![own], vec![kubelet]]);
+        assert_eq!(numbers(&both), [0, 1, 0, 0]);
     }
 }

@@ -7,7 +7,6 @@ use tunnel_process::files;
 use tunnel_proto::identity::spki_sha256;
 use tunnel_proto::tls::{self, AgentTrust};
 use tunnel_proto::wire::node_certificate::NodeCertificate;
-use tunnel_store::known_nodes::EnrollmentKind;
 use tunnel_store::testing::{Scratch, assert_contains, node};
 
 use super::*;
@@ -281,8 +280,7 @@ fn counts_are_by_the_issue_time_of_the_certificate_that_was_presented() {
     // The lifetime was longer when this one was issued.
     known("long", now - DAY, now + life * 12);
     nodes.record(&"never".parse().unwrap(), &[]);
-    known("kubelet", now - DAY, now + life * 12);
-    nodes.record_enrollment(&"kubelet".parse().unwrap(), EnrollmentKind::Kubelet);
+    nodes.record_kubelet(&"kubelet".parse().unwrap(), now - DAY, now + life * 12);
     server.rotator.act_alone(Begin).unwrap();
     let since = server.progress().since;
     known("renewed", since, since + life);

@@ -14,7 +14,7 @@ fn nodes_survive_a_restart_until_they_are_forgotten() {
     let scratch = Scratch::new();
     let nodes = KnownNodes::open(&scratch.0).unwrap();
     nodes.record(&name("worker-1"), &["192.168.33.221".parse().unwrap()]);
-    nodes.record_connection_at(&name("worker-2"), [at(500), at(5_000)], at(1_000));
+    nodes.record_connection_at(&name("worker-2"), [at(500), at(5_000)], false, at(1_000));
     nodes.save().unwrap();
 
     let again = KnownNodes::open(&scratch.0).unwrap();
@@ -51,19 +51,35 @@ fn last_enrollment_is_persisted_and_changes_routes_of_new_nodes_only() {
     let nodes = KnownNodes::open(&scratch.0).unwrap();
     let changed = nodes.changed();
     nodes.record_enrollment(&name("worker-1"), EnrollmentKind::JoinToken);
-    nodes.record_enrollment(&name("worker-1"), EnrollmentKind::Kubelet);
+    nodes.record_enrollment(&name("worker-1"), EnrollmentKind::ServiceAccount);
     assert_eq!(*changed.borrow(), 1);
     nodes.save().unwrap();
     let again = KnownNodes::open(&scratch.0).unwrap();
     let enrollment = again.get(&name("worker-1")).unwrap().enrollment;
-    assert_eq!(enrollment, Some(EnrollmentKind::Kubelet));
+    assert_eq!(enrollment, Some(EnrollmentKind::ServiceAccount));
+}
+
+#[test]
+fn agent_has_its_kubelets_certificate_until_it_connects_with_another_one() {
+    let scratch = Scratch::new();
+    let nodes = KnownNodes::open(&scratch.0).unwrap();
+    let connect = |is_kubelet| {
+        let certificate = [at(500), at(90_000)];
+        nodes.record_connection_at(&name("worker-1"), certificate, is_kubelet, at(1_000));
+        nodes.get(&name("worker-1")).unwrap().enrollment
+    };
+    nodes.record_enrollment(&name("worker-1"), EnrollmentKind::JoinToken);
+    assert_eq!(connect(false), Some(EnrollmentKind::JoinToken));
+    assert_eq!(connect(true), Some(EnrollmentKind::Kubelet));
+    // It enrolled at another server.
+    assert_eq!(connect(false), None);
 }
 
 #[test]
 fn last_sign_of_life_is_persisted_and_makes_no_node_known() {
     let scratch = Scratch::new();
     let nodes = KnownNodes::open(&scratch.0).unwrap();
-    nodes.record_connection_at(&name("worker-1"), [at(500), at(90_000)], at(1_000));
+    nodes.record_connection_at(&name("worker-1"), [at(500), at(90_000)], false, at(1_000));
     let last_seen = || nodes.get(&name("worker-1")).unwrap().last_seen;
     nodes.record_last_seen(&name("worker-1"), at(1_100));
     assert_eq!(last_seen(), Some(at(1_000)), "within the resolution");
@@ -81,7 +97,7 @@ fn reconnects_change_neither_routes_nor_the_file() {
     let nodes = KnownNodes::open(&scratch.0).unwrap();
     let changed = nodes.changed();
     let reconnect = |until, now| {
-        nodes.record_connection_at(&name("worker-1"), [at(500), at(until)], at(now));
+        nodes.record_connection_at(&name("worker-1"), [at(500), at(until)], false, at(now));
     };
     let unsaved = || nodes.store.unsaved(Table::Nodes).is_some();
     reconnect(90_000, 1_000);
@@ -145,7 +161,7 @@ fn labels_of_a_forgotten_node_stay_and_no_use_of_a_token_replaces_them() {
     let again = KnownNodes::open(&scratch.0).unwrap();
     assert!(!again.knows(&name("a")));
     // Its certificate is valid.
-    again.record_connection_at(&name("a"), [at(500), at(5_000)], at(1_000));
+    again.record_connection_at(&name("a"), [at(500), at(5_000)], false, at(1_000));
     assert_eq!(tier(&again), labels("pay"));
     assert!(again.forget(&name("a")));
     again.add(&name("a"), &labels("token"));
