@@ -16,7 +16,7 @@ use hyper_util::rt::{TokioIo, TokioTimer};
 use serde::Serialize;
 use tokio::net::UnixStream;
 use tokio::sync::Semaphore;
-use tokio::time::Instant;
+use tokio::time::{Instant, timeout_at};
 use tracing::{debug, info, warn};
 use tunnel_process::accept::RetryingListener;
 use tunnel_process::files;
@@ -244,16 +244,14 @@ async fn answer(
             value(StatusCode::OK, &blocking(state, page).await?)
         }
         ("GET", ["ca", "rotation"]) => {
-            let others = other_agents(state, false).await;
-            let status = blocking(state, move |state| rotation_status(&state, &others)).await??;
+            let status = rotation(state, false, rotation_status).await?;
             value(StatusCode::OK, &status)
         }
         ("POST", ["ca", "rotation"]) => {
             let action = read(request, BODY_MAX_BYTES).await?;
-            let others = other_agents(state, true).await;
-            let rotate = move |state: Arc<AdminState>| rotate_ca(&state, action, &others);
-            let status = blocking(state, rotate).await??;
-            value(StatusCode::OK, &status)
+            let rotate =
+                move |state: &AdminState, others: &OtherAgents| rotate_ca(state, action, others);
+            value(StatusCode::OK, &rotation(state, true, rotate).await?)
         }
         ("GET", ["ca"]) => Ok(text(StatusCode::OK, state.ca.root_pem())),
         ("GET", ["config"]) => value(StatusCode::OK, &state.configuration.state.status()),
@@ -475,14 +473,30 @@ fn unknown_node(node: &NodeName) -> RequestError {
     RequestError::not_found(format!("no node has the name {node}"))
 }
 
+/// Runs work about the rotation of the CA with what the other servers know. `begins`: a stage may begin.
+/// Answers within [`ROTATION_LIMIT`].
+async fn rotation<F>(
+    state: &Arc<AdminState>,
+    begins: bool,
+    work: F,
+) -> Result<RotationStatus, RequestError>
+where
+    F: FnOnce(&AdminState, &OtherAgents) -> Result<RotationStatus, RequestError> + Send + 'static,
+{
+    let began = Instant::now();
+    let others = other_agents(state, begins, began + OTHER_AGENTS_LIMIT).await;
+    let work = move |state: Arc<AdminState>| work(&state, &others);
+    blocking_until(state, began + ROTATION_LIMIT, work).await?
+}
+
 /// Returns what the other servers know of the certificates of agents, if a stage begins or is in progress.
-async fn other_agents(state: &AdminState, begins: bool) -> OtherAgents {
+async fn other_agents(state: &AdminState, begins: bool, deadline: Instant) -> OtherAgents {
     let mut others = OtherAgents::default();
     if let Ok(rotator) = &state.rotator
         && (begins || rotator.is_in_progress())
     {
         let add = |server, nodes| others.add(server, nodes);
-        state.peers.fetch_certificates(add).await;
+        state.peers.fetch_certificates(deadline, add).await;
     }
     others
 }
@@ -530,6 +544,21 @@ async fn blocking<T: Send + 'static>(
     tokio::task::spawn_blocking(move || work(state))
         .await
         .map_err(|panic| RequestError::internal(&panic))
+}
+
+/// Runs work like [`blocking`]. What has not ended by `deadline` goes on, and the answer says so.
+async fn blocking_until<T: Send + 'static>(
+    state: &Arc<AdminState>,
+    deadline: Instant,
+    work: impl FnOnce(Arc<AdminState>) -> T + Send + 'static,
+) -> Result<T, RequestError> {
+    let ended = timeout_at(deadline, blocking(state, work)).await;
+    ended.unwrap_or_else(|_elapsed| {
+        Err(RequestError {
+            status: StatusCode::GATEWAY_TIMEOUT,
+            problem: STORE_IS_SLOW.to_owned(),
+        })
+    })
 }
 
 fn node_names(names: &[String]) -> Result<Vec<NodeName>, RequestError> {
@@ -631,6 +660,14 @@ const HEAD_TIMEOUT: Duration = Duration::from_secs(5);
 /// Time for which the answer to an order waits for the other servers and the stores.
 const ORDER_WAIT: Duration = Duration::from_secs(3);
 const ORDER_POLL: Duration = Duration::from_millis(20);
+/// Time for a whole answer about the rotation of the CA, less than commands wait for it. The API server,
+/// whose calls may take 15 s together, has what the other servers leave.
+const ROTATION_LIMIT: Duration = client::RESPONSE_TIMEOUT.saturating_sub(Duration::from_secs(1));
+/// Time for the answers of the other servers about the certificates of agents.
+const OTHER_AGENTS_LIMIT: Duration = Duration::from_secs(8);
+/// The answer when the time is over.
+const STORE_IS_SLOW: &str = "the API server or the disk takes too long, and the command goes on; \
+     look at 'tunnel-server ca rotate --status' before the next command";
 /// Maximum size of a request body. A token with a hundred addresses is a few KiB.
 const BODY_MAX_BYTES: usize = 64 * 1024;
 /// Maximum size of a request with names of nodes: as many as it may have, with 253 characters each.

@@ -283,6 +283,6 @@ fn parse<T: DeserializeOwned>(body: &[u8]) -> Result<T, AdminError> {
 }
 
 /// Timeout for a response. A busy disk may need seconds.
-const RESPONSE_TIMEOUT: Duration = Duration::from_secs(15);
+pub(super) const RESPONSE_TIMEOUT: Duration = Duration::from_secs(15);
 /// Maximum size of a response. A page of nodes is about 1 MiB, a list of 10,000 tokens 4 MiB.
 const RESPONSE_MAX_BYTES: usize = 64 * 1024 * 1024;

@@ -283,3 +283,16 @@ async fn no_token_is_made_where_it_would_be_of_no_use() {
             .is_empty()
     );
 }
+
+#[tokio::test]
+async fn work_that_takes_too_long_is_answered_with_what_to_do() {
+    let scratch = Scratch::new();
+    let state = Arc::new(state(&scratch.0));
+    let (goes_on, ended) = std::sync::mpsc::channel::<()>();
+    let work = move |_state: Arc<AdminState>| ended.recv().is_ok();
+    let answered = blocking_until(&state, Instant::now(), work).await;
+    let slow = answered.err().unwrap();
+    assert_eq!(slow.status, StatusCode::GATEWAY_TIMEOUT);
+    assert_contains(&slow.problem, "ca rotate --status");
+    drop(goes_on);
+}

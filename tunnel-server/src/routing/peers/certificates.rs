@@ -18,9 +18,12 @@ use super::link::{Link, PendingAsk};
 
 impl Peers {
     /// Asks the other servers for the certificates of the agents that they know, and passes each answer
-    /// to `add`. A server that does not answer in time is left out, so that this ends within 10 s.
-    pub async fn fetch_certificates(&self, mut add: impl FnMut(ReplicaId, Vec<NodeCertificate>)) {
-        let deadline = Instant::now() + FETCH_ALL_TIMEOUT;
+    /// to `add`. A server that does not answer by `deadline` is left out.
+    pub async fn fetch_certificates(
+        &self,
+        deadline: Instant,
+        mut add: impl FnMut(ReplicaId, Vec<NodeCertificate>),
+    ) {
         let links: Vec<Arc<Link>> = {
             let state = self.state.lock();
             let links = state.peers.values().filter_map(|peer| peer.link.clone());
@@ -153,9 +156,7 @@ pub(super) async fn answer(
 }
 
 /// Time for the whole answer of a server: 250,000 nodes are 10 MB.
-const FETCH_TIMEOUT: Duration = Duration::from_secs(8);
-/// Time for all answers. Commands wait for 15 s.
-const FETCH_ALL_TIMEOUT: Duration = Duration::from_secs(10);
+const FETCH_TIMEOUT: Duration = Duration::from_secs(6);
 /// Answers that are received at once, since each of them is stored before it is merged.
 const FETCHED_AT_ONCE: usize = 8;
 /// Time for which agents may be on their way after a server was lost or connected: twice that in which a

@@ -799,7 +799,9 @@ async fn servers_say_which_certificates_they_know_and_one_that_is_gone_is_left_o
             let names: BTreeSet<_> = names.collect();
             answers.insert(replica, names);
         };
-        a.peers.fetch_certificates(add).await;
+        a.peers
+            .fetch_certificates(Instant::now() + LIMIT, add)
+            .await;
         answers
     };
     let all = BTreeMap::from([
