@@ -234,7 +234,12 @@ impl CaRotator {
     /// Returns a [`CaError`] if the persisted rotation cannot be used.
     pub fn status(&self, others: &OtherAgents) -> Result<RotationStatus, CaError> {
         let stored = self.load()?;
-        self.status_of(stored.rotation.as_ref(), others, SystemTime::now())
+        let mut status = self.status_of(stored.rotation.as_ref(), others, SystemTime::now())?;
+        if status.in_progress.is_none() {
+            // There is nothing to count, so no server was asked.
+            status.not_counted.clear();
+        }
+        Ok(status)
     }
 
     /// Changes the stage. `others` is what the other servers answered a moment ago.

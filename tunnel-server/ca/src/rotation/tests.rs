@@ -509,6 +509,9 @@ fn servers_with_one_secret_are_in_the_same_stage_and_a_conflict_changes_nothing(
     };
     let (issued, not_after) = (now, now + one.ca.life());
     one.nodes.record_connection(&node(), issued, not_after);
+    let of_two = server(&scratches[2], 1);
+    let before = of_two.status_alone().unwrap();
+    assert_eq!((before.other_servers, before.not_counted.len()), (1, 0));
     one.act_alone(Begin).unwrap();
     assert_eq!(stages(), [Some(RotationStage::Announced); 2]);
     let again = other.act_alone(Begin).unwrap_err();
@@ -516,7 +519,6 @@ fn servers_with_one_secret_are_in_the_same_stage_and_a_conflict_changes_nothing(
     // Every server counts the agents of all.
     let pending = one.act_alone(Next).unwrap_err();
     assert!(matches!(pending, RotationError::Pending { pending: 1 }));
-    let of_two = server(&scratches[2], 1);
     let silent = of_two.act_alone(Next).unwrap_err();
     assert_contains(&silent, "because these servers do not answer: s0;");
     assert_eq!(of_two.status_alone().unwrap().not_counted, ["s0"]);
