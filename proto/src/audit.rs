@@ -59,7 +59,7 @@ fn verb(method: &Method) -> Cow<'static, str> {
 /// When its output cannot be opened, or it was started before.
 pub fn start(settings: &AuditSettings, reporter: &'static str) -> io::Result<AuditGuard> {
     start_audit(settings, move |audit_log, is_last| {
-        OPEN.write_due(Instant::now(), &mut |event| audit_log.push(event));
+        OPEN.write_due(Instant::now(), is_last, &mut |event| audit_log.push(event));
         for left_out in audit_log.take_left_out(is_last) {
             let record = left_out_record(&left_out);
             let stage = Stage::ResponseComplete;

@@ -128,9 +128,10 @@ impl OpenStreams {
         drop(due);
     }
 
-    /// Passes the events that are due to `push`. All streams are looked at, but at most twice a second.
-    pub(super) fn write_due(&self, now: Instant, push: &mut dyn FnMut(&[u8])) {
-        let is_early = |checked: Instant| now < checked + CHECK_INTERVAL;
+    /// Passes the events that are due to `push`. All streams are looked at, but at most twice a second
+    /// unless this `is_last`.
+    pub(super) fn write_due(&self, now: Instant, is_last: bool, push: &mut dyn FnMut(&[u8])) {
+        let is_early = |checked: Instant| !is_last && now < checked + CHECK_INTERVAL;
         let mut slots = self.0.lock();
         if slots.checked.is_some_and(is_early) {
             return;
@@ -186,8 +187,12 @@ mod tests {
     }
 
     fn due(list: &OpenStreams, now: Instant) -> Vec<String> {
+        events(list, now, false)
+    }
+
+    fn events(list: &OpenStreams, now: Instant, is_last: bool) -> Vec<String> {
         let mut events = Vec::new();
-        list.write_due(now, &mut |event| {
+        list.write_due(now, is_last, &mut |event| {
             events.push(String::from_utf8(event.to_vec()).unwrap());
         });
         events
@@ -218,6 +223,16 @@ mod tests {
         assert_eq!(event["stage"], "ResponseStarted");
         assert_eq!(event["responseStatus"]["code"], 299);
         assert_eq!(due(list, minute + STARTED_AFTER), [""; 0]);
+    }
+
+    #[test]
+    fn end_of_the_process_loses_no_event_that_became_due_since_the_last_look() {
+        let (list, start) = (list(), Instant::now());
+        let minute = start + STARTED_AFTER;
+        let _open = list.insert(start, record(start));
+        assert_eq!(due(list, minute - Duration::from_millis(1)), [""; 0]);
+        assert_eq!(due(list, minute), [""; 0], "too soon for another look");
+        assert_eq!(events(list, minute, true).len(), 1);
     }
 
     #[test]
