@@ -30,7 +30,7 @@ use crate::admin::pages::{NamedNodes, PAGE_MAX, PageQuery, revocations_page};
 use crate::admin::status::NodeSources;
 use crate::dry_run::DryRunReport;
 use crate::ingress::connect::AdminTunnels;
-use crate::routing::peers::Peers;
+use crate::routing::peers::{FetchError, Peers};
 use tunnel_ca::LocalCa;
 use tunnel_ca::revocation::{OrderAction, Revocations};
 use tunnel_ca::rotation::{CaRotator, OtherAgents, RotationAction, RotationError, RotationStatus};
@@ -495,7 +495,11 @@ async fn other_agents(state: &AdminState, begins: bool, deadline: Instant) -> Ot
     if let Ok(rotator) = &state.rotator
         && (begins || rotator.is_in_progress())
     {
-        let add = |server, nodes| others.add(server, nodes);
+        let add = |server, answer| match answer {
+            Ok(nodes) => others.add(server, nodes),
+            Err(FetchError::TooManyNodes) => others.add_too_large(server),
+            Err(FetchError::NoAnswer) => {}
+        };
         state.peers.fetch_certificates(deadline, add).await;
     }
     others
@@ -531,6 +535,7 @@ fn rotate_ca(
         | RotationError::UnknownStages(_)
         | RotationError::OtherStages(_)
         | RotationError::NotCounted(_)
+        | RotationError::TooManyNodes(_)
         | RotationError::AgentsMove(_) => RequestError::conflict(&error),
     })
 }

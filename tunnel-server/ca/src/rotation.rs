@@ -104,6 +104,13 @@ pub enum RotationError {
          again, upgrade or stop them, or add --force, which leaves behind their agents"
     )]
     NotCounted(String),
+    /// Other servers answered with too many agents.
+    #[error(
+        "these servers know more nodes than limits.directoryNodes of this one, so that it is not known which of their agents \
+         have renewed: {0}; raise the limit here and restart this server, forget nodes that are gone there, or add --force, \
+         which leaves behind their agents"
+    )]
+    TooManyNodes(String),
     /// Agents may be on their way from one server to another, so that none has seen their certificate.
     #[error(
         "a server was connected or lost a moment ago, and agents may be on their way to another one; run the command again in \
@@ -312,11 +319,18 @@ impl CaRotator {
             return Err(RotationError::Clock(difference.clone()));
         }
         surroundings.check_cas(current.digest())?;
-        let silent: NameList = surroundings.not_counted(others).collect();
-        if silent.is_empty() {
-            Ok(())
-        } else {
-            Err(RotationError::NotCounted(silent.to_string()))
+        let named = |is_too_large: bool| {
+            let servers = surroundings.not_counted(others);
+            let meant = servers.filter(|server| others.is_too_large(server) == is_too_large);
+            let names: NameList = meant.collect();
+            (!names.is_empty()).then(|| names.to_string())
+        };
+        if let Some(names) = named(true) {
+            return Err(RotationError::TooManyNodes(names));
+        }
+        match named(false) {
+            Some(names) => Err(RotationError::NotCounted(names)),
+            None => Ok(()),
         }
     }
 

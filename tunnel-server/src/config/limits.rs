@@ -73,7 +73,8 @@ tunnel_process::limits! {
     /// Streams to nodes that another server holds, open over the connection to that server at once,
     /// and as many in the other direction; more get 503 too_many_streams.
     peer_streams ("peerStreams", counted as PeerStreams): usize = "4096", count(1 << 20);
-    /// Nodes of one other server that this server remembers. The rest is not reached over it.
+    /// Nodes of one other server that this server remembers. The rest is not reached over it. ca rotate
+    /// stores as many for each server while it runs, and counts no agents of one that knows more.
     directory_nodes ("directoryNodes"): usize = "250000", count(1 << 24);
     /// Bytes of one stream that may be in flight and unread, from 16KiB to 16MiB. Over h2 up to
     /// 8MiB on a long path, while few streams are open.

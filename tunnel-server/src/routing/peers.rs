@@ -57,6 +57,7 @@ use address::PeerZone;
 use agreed::{AgreedState, AnnouncedState};
 pub use endpoint::{KnownCertificates, OnEnroll, OnOrders, OnStream, PeerEndpoint, PeerTls};
 pub use forward_policy::ForwardPolicy;
+pub use link::FetchError;
 use link::Link;
 pub use members::LeftOut;
 use members::listed_addresses;

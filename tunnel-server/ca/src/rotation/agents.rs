@@ -18,6 +18,8 @@ pub struct OtherAgents {
     agents: BTreeMap<NodeName, Agent>,
     /// The servers whose answer is in `agents`.
     counted: BTreeSet<ReplicaId>,
+    /// The servers whose answer was too large to be in `agents`.
+    too_large: BTreeSet<ReplicaId>,
 }
 
 impl OtherAgents {
@@ -27,6 +29,16 @@ impl OtherAgents {
         for node in nodes {
             add(&mut self.agents, node);
         }
+    }
+
+    /// Adds that another server knows more nodes than `limits.directoryNodes`.
+    pub fn add_too_large(&mut self, server: ReplicaId) {
+        self.too_large.insert(server);
+    }
+
+    /// Returns whether a server answered, and knows too many nodes.
+    pub(super) fn is_too_large(&self, server: &ReplicaId) -> bool {
+        self.too_large.contains(server)
     }
 
     /// Returns whether the agents that a server knows are counted.

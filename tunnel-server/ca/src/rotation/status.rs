@@ -16,8 +16,8 @@ pub struct RotationStatus {
     pub in_progress: Option<RotationProgress>,
     /// Number of other servers that share the CA.
     pub other_servers: usize,
-    /// Those of them that do not answer, so that agents which only they know are not counted. Empty where
-    /// no agents are counted.
+    /// Those of them that do not answer, or that know more nodes than `limits.directoryNodes` of this one,
+    /// so that agents which only they know are not counted. Empty where no agents are counted.
     #[serde(default)]
     pub not_counted: Vec<String>,
     /// The agents of the stage that this action ended, if it was forced or was the last one: pending

@@ -403,6 +403,10 @@ fn next_stage_waits_for_every_server_and_is_refused_while_one_is_unknown() {
         .insert("s12".parse().unwrap(), Some(rotator.ca.digest()));
     let one = rotator.act(Next, &answered).unwrap_err();
     assert_contains(&one, "do not answer: s12; run");
+    answered.add_too_large("s12".parse().unwrap());
+    let large = rotator.act(Next, &answered).unwrap_err();
+    assert_contains(&large, "more nodes than limits.directoryNodes of this one");
+    assert_contains(&large, "have renewed: s12; raise");
     // An operator decides otherwise, and the stage of the others is then that of before.
     rotator.act_alone(ForceNext).unwrap();
     assert_contains(&next(), "do not follow this stage: s00, ");

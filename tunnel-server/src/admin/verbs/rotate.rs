@@ -50,7 +50,7 @@ fn describe(status: &RotationStatus) -> String {
     if !status.not_counted.is_empty() {
         let _infallible = writeln!(
             text,
-            "not counted: agents that only servers know which do not answer: {}",
+            "not counted: agents that only these servers know: {}",
             status.not_counted.join(", ")
         );
     }
@@ -81,7 +81,7 @@ fn describe_stage(status: &RotationStatus) -> String {
         let counted = match status.not_counted.as_slice() {
             [] => "the agents of all are counted".to_owned(),
             silent => format!(
-                "not counted, because they do not answer: {}",
+                "not counted, because they do not answer, or know more nodes than limits.directoryNodes of this one: {}",
                 silent.join(", ")
             ),
         };
@@ -109,7 +109,7 @@ fn advice(progress: &RotationProgress, not_counted: &[String]) -> String {
     let wait = if progress.agents.pending > 0 {
         "wait for the pending agents: those that are connected are asked to renew within minutes; then "
     } else if !not_counted.is_empty() {
-        "connect, upgrade or stop the servers that do not answer; then "
+        "connect, upgrade or stop the servers that are not counted, or raise the limit; then "
     } else {
         ""
     };
@@ -154,7 +154,7 @@ mod tests {
         assert!(!describe(&status).contains("left behind"));
         assert!(!describe(&status).contains("not counted"));
         status.not_counted = vec!["b".to_owned(), "c".to_owned()];
-        let others = "not counted: agents that only servers know which do not answer: b, c";
+        let others = "not counted: agents that only these servers know: b, c";
         assert_contains(&describe(&status), others);
         status.not_counted.clear();
         status.left_behind = Some(AgentCounts {
@@ -196,10 +196,8 @@ mod tests {
                 assert_contains(&describe(&status), "servers: 3; the agents of all are");
                 status.not_counted = vec!["b".to_owned()];
                 let text = describe(&status);
-                assert_contains(
-                    &text,
-                    "servers: 3; not counted, because they do not answer: b",
-                );
+                assert_contains(&text, "servers: 3; not counted, because");
+                assert_contains(&text, "limits.directoryNodes of this one: b");
                 assert_eq!(text.contains("next: connect, "), pending == 0);
                 status.other_servers = 0;
                 status.not_counted.clear();

@@ -14,15 +14,15 @@ use tunnel_proto::wire::node_certificate::{CertificatesPart, NodeCertificate};
 use tunnel_proto::wire::peer::{PEER_MESSAGE_MAX, PeerMessage};
 
 use super::Peers;
-use super::link::{Link, PendingAsk};
+use super::link::{FetchError, Link, PendingAsk};
 
 impl Peers {
-    /// Asks the other servers for the certificates of the agents that they know, and passes each answer
-    /// to `add`. A server that does not answer by `deadline` is left out.
+    /// Asks the servers that this server has dialed for the certificates of the agents that they know, and
+    /// passes each answer to `add`, or what it lacks by `deadline`.
     pub async fn fetch_certificates(
         &self,
         deadline: Instant,
-        mut add: impl FnMut(ReplicaId, Vec<NodeCertificate>),
+        mut add: impl FnMut(ReplicaId, Result<Vec<NodeCertificate>, FetchError>),
     ) {
         let links: Vec<Arc<Link>> = {
             let state = self.state.lock();
@@ -35,10 +35,10 @@ impl Peers {
         });
         let mut answers = std::pin::pin!(answers.buffer_unordered(FETCHED_AT_ONCE));
         while let Some((replica, answer)) = answers.next().await {
-            match answer {
-                Some(nodes) => add(replica, nodes),
-                None => debug!(peer = %replica, "no answer about the certificates of agents"),
+            if let Err(error) = &answer {
+                debug!(peer = %replica, %error, "cannot fetch the certificates of agents");
             }
+            add(replica, answer);
         }
     }
 
@@ -68,11 +68,17 @@ impl Peers {
 }
 
 impl Link {
-    async fn certificates(&self, deadline: Instant) -> Option<Vec<NodeCertificate>> {
+    async fn certificates(&self, deadline: Instant) -> Result<Vec<NodeCertificate>, FetchError> {
         let (answer, answered) = oneshot::channel();
-        self.asks.try_send(PendingAsk::Certificates(answer)).ok()?;
+        let asked = self.asks.try_send(PendingAsk::Certificates(answer));
+        if asked.is_err() {
+            return Err(FetchError::NoAnswer);
+        }
         let deadline = deadline.min(Instant::now() + FETCH_TIMEOUT);
-        timeout_at(deadline, answered).await.ok()?.ok()
+        match timeout_at(deadline, answered).await {
+            Ok(Ok(answer)) => answer,
+            Ok(Err(_)) | Err(_) => Err(FetchError::NoAnswer),
+        }
     }
 }
 
@@ -87,7 +93,7 @@ pub(super) struct CertificateFetches {
 #[derive(Debug)]
 struct Fetch {
     nodes: Vec<NodeCertificate>,
-    answer: oneshot::Sender<Vec<NodeCertificate>>,
+    answer: oneshot::Sender<Result<Vec<NodeCertificate>, FetchError>>,
 }
 
 impl CertificateFetches {
@@ -101,7 +107,10 @@ impl CertificateFetches {
     }
 
     /// Stores a question and returns its message.
-    pub(super) fn add(&mut self, answer: oneshot::Sender<Vec<NodeCertificate>>) -> PeerMessage {
+    pub(super) fn add(
+        &mut self,
+        answer: oneshot::Sender<Result<Vec<NodeCertificate>, FetchError>>,
+    ) -> PeerMessage {
         self.pending.retain(|_, fetch| !fetch.answer.is_closed());
         self.last_id += 1;
         let nodes = Vec::new();
@@ -109,19 +118,21 @@ impl CertificateFetches {
         PeerMessage::CertificatesFetch(self.last_id)
     }
 
-    /// Stores a part of an answer. One that is too large counts as none, since it is not complete.
+    /// Stores a part of an answer, unless that is too large.
     pub(super) fn receive(&mut self, part: CertificatesPart) {
         let Some(mut fetch) = self.pending.remove(&part.id) else {
             return;
         };
         fetch.nodes.extend(part.nodes);
-        if fetch.nodes.len() > self.nodes_max || fetch.answer.is_closed() {
+        if fetch.answer.is_closed() {
             return;
         }
-        if part.has_more {
+        if fetch.nodes.len() > self.nodes_max {
+            let _too_late = fetch.answer.send(Err(FetchError::TooManyNodes));
+        } else if part.has_more {
             self.pending.insert(part.id, fetch);
         } else {
-            let _too_late = fetch.answer.send(fetch.nodes);
+            let _too_late = fetch.answer.send(Ok(fetch.nodes));
         }
     }
 }
@@ -205,12 +216,12 @@ mod tests {
                 };
                 fetches.receive(part);
             }
-            assert_eq!(answered.try_recv().unwrap(), nodes(count));
+            assert_eq!(answered.try_recv().unwrap(), Ok(nodes(count)));
         }
     }
 
     #[tokio::test]
-    async fn answer_that_is_too_large_or_that_nobody_asked_for_counts_as_none() {
+    async fn answer_that_is_too_large_or_that_nobody_asked_for_is_not_stored() {
         let mut fetches = CertificateFetches::new(1999);
         let (answer, mut answered) = oneshot::channel();
         fetches.add(answer);
@@ -224,10 +235,7 @@ mod tests {
             };
             fetches.receive(part);
         }
-        assert!(matches!(
-            answered.try_recv(),
-            Err(oneshot::error::TryRecvError::Closed)
-        ));
+        assert_eq!(answered.try_recv(), Ok(Err(FetchError::TooManyNodes)));
         assert!(fetches.pending.is_empty());
     }
 }

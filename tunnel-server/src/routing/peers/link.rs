@@ -52,7 +52,17 @@ pub(super) enum PendingAsk {
         answer: oneshot::Sender<bool>,
     },
     /// Which certificates have the agents that the other server knows?
-    Certificates(oneshot::Sender<Vec<NodeCertificate>>),
+    Certificates(oneshot::Sender<Result<Vec<NodeCertificate>, FetchError>>),
+}
+
+/// The reason why it is not known which certificates another server knows.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
+pub enum FetchError {
+    #[error("no answer in time")]
+    NoAnswer,
+    /// An answer that is not complete is not used.
+    #[error("more nodes than limits.directoryNodes")]
+    TooManyNodes,
 }
 
 impl Link {

@@ -794,7 +794,8 @@ async fn servers_say_which_certificates_they_know_and_one_that_is_gone_is_left_o
         .collect();
     let fetched = || async {
         let mut answers = BTreeMap::new();
-        let add = |replica, nodes: Vec<NodeCertificate>| {
+        let add = |replica, answer: Result<Vec<NodeCertificate>, FetchError>| {
+            let nodes = answer.unwrap();
             let names = nodes.iter().map(|node| node.node.clone());
             let names: BTreeSet<_> = names.collect();
             answers.insert(replica, names);
