@@ -101,7 +101,8 @@ pub enum RotationError {
     /// Agents that only other servers know may not have renewed yet.
     #[error(
         "it is not known which agents of other servers have renewed, because these servers do not answer: {0}; run the command \
-         again, upgrade or stop them, or add --force, which leaves behind their agents"
+         again, let this server dial those that only dial it (--peer), upgrade or stop them, or add --force, which leaves \
+         behind their agents"
     )]
     NotCounted(String),
     /// Other servers answered with too many agents.
