@@ -290,10 +290,10 @@ impl Directory {
         self.gone.after(after)
     }
 
-    /// Returns the nodes that no server is known to hold and that one held which is gone or no longer
-    /// expected.
-    pub fn unresolved(&self) -> impl Iterator<Item = &NodeName> {
-        self.gone.unresolved().filter(|node| !self.holds(node))
+    /// Returns the first `limit` nodes after `after` that a server held which is gone or no longer expected,
+    /// in order. Another server may hold them.
+    pub fn unresolved_after(&self, after: Bound<&NodeName>, limit: usize) -> Vec<&NodeName> {
+        self.gone.unresolved_after(after, limit)
     }
 
     /// Records that the state of a node is known otherwise.

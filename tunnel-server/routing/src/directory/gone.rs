@@ -55,10 +55,18 @@ impl GoneNodes {
         self.unresolved.extend(nodes.into_iter().take(room));
     }
 
-    /// Returns the nodes that no server is known to hold, of servers that are gone or no longer expected.
-    pub(super) fn unresolved(&self) -> impl Iterator<Item = &NodeName> {
-        let shown = self.shown().flat_map(|(_, _, nodes)| nodes);
-        shown.chain(&self.unresolved)
+    /// Returns the first `limit` nodes after `after` of servers that are gone or no longer expected, in
+    /// order.
+    pub(super) fn unresolved_after(&self, after: Bound<&NodeName>, limit: usize) -> Vec<&NodeName> {
+        let shown = self.shown().map(|(_, _, nodes)| nodes);
+        let all = shown.chain([&self.unresolved]);
+        let mut nodes: Vec<_> = all
+            .flat_map(|nodes| nodes.range((after, Bound::Unbounded)).take(limit))
+            .collect();
+        nodes.sort_unstable();
+        nodes.dedup();
+        nodes.truncate(limit);
+        nodes
     }
 
     /// Returns the server that held a node last, and since when that is gone.

@@ -129,10 +129,15 @@ fn nodes_of_a_server_that_is_gone_stay_until_somebody_knows_their_state() {
     assert_eq!(gone(&directory), [node(1)]);
     directory.remove_replica(&replica(0));
     assert_eq!(gone(&directory), [], "the server is no longer expected");
-    let unresolved =
-        |directory: &Directory| -> Vec<NodeName> { directory.unresolved().cloned().collect() };
+    let unresolved = |directory: &Directory| -> Vec<NodeName> {
+        let nodes = directory.unresolved_after(Bound::Unbounded, 10);
+        nodes.into_iter().cloned().collect()
+    };
     // Node 4 was not in the list of the server that was back.
     assert_eq!(unresolved(&directory), [node(1), node(4)]);
+    let [first, second] = [Bound::Unbounded, Bound::Excluded(&after)];
+    assert_eq!(directory.unresolved_after(first, 1), [&node(1)]);
+    assert_eq!(directory.unresolved_after(second, 1), [&node(4)]);
     directory.apply(&replica(1), vec![held_node(4)], &[]);
     assert_eq!(unresolved(&directory), [node(1)]);
     directory.resolve(&node(1));

@@ -2,6 +2,7 @@
 //! connections that this server dialed, when an operator asks.
 
 use std::collections::{BTreeSet, HashMap};
+use std::ops::Bound;
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -43,14 +44,39 @@ impl Peers {
     }
 
     /// Returns the nodes that nobody holds and that a server held which is gone or no longer expected.
-    /// `connected` are this server's own.
+    /// `connected` are this server's own. Nodes that only now become such may be left out: for as long as
+    /// that matters, [`Self::agents_move_for`] says that agents move.
     pub fn gone_nodes(&self, connected: &BTreeSet<NodeName>) -> BTreeSet<NodeName> {
-        let mut state = self.state.lock();
-        let gone: BTreeSet<_> = state.directory.unresolved().cloned().collect();
-        for node in gone.intersection(connected) {
-            state.directory.resolve(node);
+        self.gone_nodes_in_parts(connected, GONE_AT_ONCE)
+    }
+
+    /// Looks at `at_once` nodes at a time, since the lock of the directory delays streams.
+    fn gone_nodes_in_parts(
+        &self,
+        connected: &BTreeSet<NodeName>,
+        at_once: usize,
+    ) -> BTreeSet<NodeName> {
+        let mut gone = BTreeSet::new();
+        let mut after: Option<NodeName> = None;
+        loop {
+            let mut state = self.state.lock();
+            let directory = &mut state.directory;
+            let bound = after.as_ref().map_or(Bound::Unbounded, Bound::Excluded);
+            let part = directory.unresolved_after(bound, at_once).into_iter();
+            let part: Vec<NodeName> = part.cloned().collect();
+            after = part.last().filter(|_| part.len() == at_once).cloned();
+            for node in part {
+                if connected.contains(&node) {
+                    directory.resolve(&node);
+                } else if !directory.holds(&node) {
+                    gone.insert(node);
+                }
+            }
+            drop(state);
+            if after.is_none() {
+                return gone;
+            }
         }
-        gone.difference(connected).cloned().collect()
     }
 
     /// Forgets that a server which is gone held the node.
@@ -173,6 +199,8 @@ const FETCHED_AT_ONCE: usize = 8;
 /// Time for which agents may be on their way after a server was lost or connected: twice that in which a
 /// node comes back whose only session was with a killed server.
 const AGENTS_MOVE: Duration = Duration::from_secs(30);
+/// Nodes of servers that are gone that are looked at while streams wait.
+const GONE_AT_ONCE: usize = 1024;
 /// Upper bound for the bytes of the entries in one message.
 const MESSAGE_BYTES: usize = PEER_MESSAGE_MAX - 256;
 

@@ -788,7 +788,7 @@ async fn ca_of_another_server_is_known_while_it_is_connected() {
 async fn servers_say_which_certificates_they_know_and_one_that_is_gone_is_left_out() {
     let installation = Installation::new();
     let [a, b, c] = installation.connected(["a", "b", "c"]).await;
-    let agents: Vec<_> = [(&b, "x"), (&b, "y"), (&c, "x")]
+    let agents: Vec<_> = [(&b, "x"), (&b, "y"), (&b, "z"), (&c, "x")]
         .into_iter()
         .map(|(server, name)| server.agent(name, 1))
         .collect();
@@ -806,7 +806,7 @@ async fn servers_say_which_certificates_they_know_and_one_that_is_gone_is_left_o
         answers
     };
     let all = BTreeMap::from([
-        (id("b"), BTreeSet::from([node("x"), node("y")])),
+        (id("b"), BTreeSet::from([node("x"), node("y"), node("z")])),
         (id("c"), BTreeSet::from([node("x")])),
     ]);
     assert_eq!(fetched().await, all);
@@ -815,12 +815,13 @@ async fn servers_say_which_certificates_they_know_and_one_that_is_gone_is_left_o
         "connected a moment ago"
     );
     a.sees("y", &b).await;
-    assert!(a.peers.gone_nodes(&BTreeSet::new()).is_empty());
+    a.sees("z", &b).await;
+    let none = BTreeSet::new();
+    assert!(a.peers.gone_nodes(&none).is_empty());
+    let gone = BTreeSet::from([node("y"), node("z")]);
     let lost = async {
-        eventually("the node of a server that is gone", || {
-            a.peers.gone_nodes(&BTreeSet::new()) == BTreeSet::from([node("y")])
-        })
-        .await;
+        let is_lost = || a.peers.gone_nodes(&none) == gone;
+        eventually("the nodes of a server that is gone", is_lost).await;
     };
     tokio::join!(b.stop(), lost);
     assert_eq!(fetched().await.into_keys().collect::<Vec<_>>(), [id("c")]);
@@ -830,10 +831,12 @@ async fn servers_say_which_certificates_they_know_and_one_that_is_gone_is_left_o
         a.peers.status().iter().all(|other| other.id != id("b"))
     })
     .await;
-    let none = BTreeSet::new();
-    assert_eq!(a.peers.gone_nodes(&none), BTreeSet::from([node("y")]));
-    assert!(a.peers.gone_nodes(&BTreeSet::from([node("y")])).is_empty());
-    assert!(a.peers.gone_nodes(&none).is_empty(), "it was here");
+    for at_once in 1..4 {
+        assert_eq!(a.peers.gone_nodes_in_parts(&none, at_once), gone);
+    }
+    let (y, z) = (BTreeSet::from([node("y")]), BTreeSet::from([node("z")]));
+    assert_eq!(a.peers.gone_nodes_in_parts(&y, 1), z);
+    assert_eq!(a.peers.gone_nodes(&none), z, "y was here");
     drop(agents);
 }
 
