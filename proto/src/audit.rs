@@ -164,6 +164,13 @@ mod tests {
             let source = refused_source(&record).map(|source| source.to_string());
             assert_eq!(source.as_deref(), expected, "{caller}");
         }
+        // The other end says who calls.
+        record.is_claimed = true;
+        for (caller, has_budget) in [("", true), (ANONYMOUS, true), ("user:ops", false)] {
+            caller.clone_into(&mut record.caller);
+            let expected = has_budget.then_some(RefusedSource::OtherEnd);
+            assert_eq!(refused_source(&record), expected, "{caller}");
+        }
         let left_out = LeftOutEvents {
             source: "agent:cam-1".to_owned(),
             events: 7,

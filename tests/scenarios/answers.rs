@@ -9,7 +9,7 @@ use tokio::time::timeout;
 use tunnel_tests::checks::{ensure_refused, ensure_status};
 use tunnel_tests::client::{Endpoint, Exchange, HttpReply, RawRequest, request};
 use tunnel_tests::env::{NodeEnv, TestEnv, WAIT_TIMEOUT};
-use tunnel_tests::eventually::eventually;
+use tunnel_tests::eventually::{eventually, scaled};
 use tunnel_tests::targets::{EchoTarget, Exporter, FakeKubelet, HostileAction, HostileTarget};
 
 use super::scripted::ScriptedAgent;
@@ -247,7 +247,7 @@ async fn silent_ends_answer_504() -> Result<()> {
     socket.bind(([127, 0, 0, 1], 0).into())?;
     let listener = socket.listen(0)?;
     let address = listener.local_addr()?;
-    let patience = Duration::from_millis(500);
+    let patience = scaled(Duration::from_millis(500));
     let mut queued = Vec::new();
     while let Ok(connected) = timeout(patience, TcpStream::connect(address)).await {
         queued.push(connected?);

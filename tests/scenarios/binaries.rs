@@ -21,6 +21,7 @@ mod planted;
 mod raw_quic;
 mod restart;
 mod subcommands;
+mod threads;
 
 use std::net::SocketAddr;
 use std::path::Path;
@@ -48,6 +49,15 @@ impl Stack {
     /// Starts the server, the agent and the exporter, and waits for the first successful request.
     /// The arguments are added to those of `run`.
     async fn start(server_arguments: &[&str], agent_arguments: &[&str]) -> Result<Self> {
+        Self::start_with_env(&[], server_arguments, agent_arguments).await
+    }
+
+    /// Like [`Stack::start`], with environment variables of the server.
+    async fn start_with_env(
+        environment: &[(&str, &str)],
+        server_arguments: &[&str],
+        agent_arguments: &[&str],
+    ) -> Result<Self> {
         let scratch = ScratchDir::new()?;
         let exporter = Exporter::start(NODE).await?;
         let port = exporter.addr().port().to_string();
@@ -55,6 +65,8 @@ impl Stack {
         let ports = ["--http-proxy-ports", &port, "--proxy-port-listen", "off"];
         let setup = ServerSetup::on_loopback(&scratch.path().join("server"));
         let setup = setup.audited().args(&ports).args(server_arguments);
+        let variables = environment.iter();
+        let setup = variables.fold(setup, |setup, (name, value)| setup.env(name, value));
         let server = setup.start().await?;
         let folder = scratch.path().join("agent");
         let agent_setup = server.agent_setup(NODE, &folder).await?;

@@ -224,7 +224,7 @@ async fn dns_connections_hold_for_one_below_at_and_above() -> Result<()> {
     assert_eq!(env.metric(waited).await?, 0);
     let mut fourth = from_crowd(dns).await?;
     let mut waiting = Box::pin(ask_dns(&mut fourth));
-    let early = timeout(Duration::from_millis(300), &mut waiting).await;
+    let early = timeout(scaled(Duration::from_millis(300)), &mut waiting).await;
     ensure!(early.is_err(), "{early:?}");
     assert_eq!(env.metric(waited).await?, 1);
     open_conns.pop();

@@ -8,6 +8,7 @@ use prometheus_client::registry::Registry as MetricsRegistry;
 use tokio::sync::Semaphore;
 use tokio::time::{Instant, sleep, timeout};
 use tunnel_process::shutdown::Shutdown;
+use tunnel_proto::calibration::scaled;
 use tunnel_proto::session::control::{self, ControlReader, ControlWriter};
 use tunnel_proto::transport::memory::{self, MemorySession};
 use tunnel_proto::transport::{BufferPool, Session, Stream};
@@ -71,7 +72,8 @@ pub(crate) async fn eventually(what: &str, mut holds: impl FnMut() -> bool) {
             sleep(Duration::from_millis(1)).await;
         }
     };
-    if timeout(Duration::from_secs(10), waiting).await.is_err() {
+    let patience = scaled(Duration::from_secs(10));
+    if timeout(patience, waiting).await.is_err() {
         panic!("not seen: {what}");
     }
 }

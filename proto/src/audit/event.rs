@@ -370,6 +370,7 @@ mod tests {
             (true, None, "delete"),
             (true, Some("exec"), "create"),
             (true, Some("portforward"), "create"),
+            (true, Some("run"), "create"),
             (true, Some("containerlogs"), "delete"),
             (false, None, "connect"),
             (false, Some("attach"), "create"),

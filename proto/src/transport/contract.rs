@@ -16,6 +16,7 @@ use tokio::task::JoinSet;
 use tokio::time::{Instant, timeout};
 
 use super::{ClosedBy, IncomingStream, Session, SessionError, Stream, StreamCut, find_cause};
+use crate::calibration::scaled;
 use crate::relay::{RelayEnd, Socket, relay};
 use crate::wire::code::{CloseCode, RefusalCode, ResetCode};
 use crate::wire::header::{Refusal, StreamHeader, StreamKind, Target};
@@ -78,7 +79,8 @@ fn header() -> StreamHeader {
 }
 
 async fn within<T>(future: impl Future<Output = T>) -> T {
-    timeout(TEST_TIMEOUT, future).await.expect("timed out")
+    let done = timeout(scaled(TEST_TIMEOUT), future).await;
+    done.expect("timed out")
 }
 
 impl Pair {
@@ -520,8 +522,8 @@ async fn bytes_before_the_loss_of_a_session_are_read_behind_its_cut(pair: Pair) 
 async fn close_cuts_waiting_streams_of_its_own_end(pair: Pair) {
     let ((mut reader, _sends_nothing), (mut writer, _reads_nothing)) =
         (pair.stream().await, pair.stream().await);
-    let piece = pattern(64 << 10);
-    while let Ok(written) = timeout(FULL_AFTER, writer.write(&piece)).await {
+    let (piece, full_after) = (pattern(64 << 10), scaled(FULL_AFTER));
+    while let Ok(written) = timeout(full_after, writer.write(&piece)).await {
         written.unwrap();
     }
     let (read, written, ()) = within(async {

@@ -14,6 +14,7 @@ use tunnel_proto::wire::code::CloseCode;
 use tunnel_proto::wire::control::{ControlMessage, Hello};
 use tunnel_tests::client::{ByteStream, RawRequest, request};
 use tunnel_tests::env::TestEnv;
+use tunnel_tests::eventually::scaled;
 use tunnel_tests::targets::{HostileAction, HostileTarget};
 
 use super::super::scripted::{Admission, ScriptedAgent, agent_key, dial, hello};
@@ -70,7 +71,8 @@ async fn attack() -> Result<()> {
         let host = format!("worker-1:{}", target.addr().port());
         let get = RawRequest::get(&host, "/");
         let asked = request(env.http(), &get);
-        let _whatever = tokio::time::timeout(std::time::Duration::from_secs(2), asked).await;
+        let patience = scaled(std::time::Duration::from_secs(2));
+        let _whatever = tokio::time::timeout(patience, asked).await;
         // Text from an agent: its Hello, and the reason with which it closes the session.
         let node = format!("evil-{index}");
         let hello = Hello {

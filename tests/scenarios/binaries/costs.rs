@@ -429,10 +429,10 @@ impl Figures {
             millis(before.slowest_livez),
         ));
         if Gear::current() == Gear::Full {
-            let most = (before.p99 * 3).max(P99_FREE);
+            let most = (before.p99 * 3).max(scaled(P99_FREE));
             ensure!(self.p99 <= most, "p99 of {:?}, allowed {most:?}", self.p99);
             let livez = self.slowest_livez;
-            ensure!(livez <= LIVEZ_MAX, "/livez took {livez:?}");
+            ensure!(livez <= scaled(LIVEZ_MAX), "/livez took {livez:?}");
         }
         Ok(())
     }

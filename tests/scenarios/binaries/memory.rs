@@ -491,10 +491,10 @@ impl Scrapes {
             millis(longest),
             millis(*slowest_livez)
         ));
-        let bound = (before * 3).max(P99_MAX);
+        let (bound, livez_max) = ((before * 3).max(scaled(P99_MAX)), scaled(LIVEZ_MAX));
         let is_checked = Gear::current().pick(false, true);
         ensure!(
-            !is_checked || (failed == 0 && p99 <= bound && *slowest_livez <= LIVEZ_MAX),
+            !is_checked || (failed == 0 && p99 <= bound && *slowest_livez <= livez_max),
             "{p99:?}, bound {bound:?}; /livez {slowest_livez:?}; {failed} failed, {:?}, {:?}",
             failures.first(),
             failures.last()

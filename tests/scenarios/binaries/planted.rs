@@ -500,12 +500,12 @@ async fn tls_inspection(server: SocketAddr) -> Result<Relay> {
     .await
 }
 
-/// A relay that cuts each connection after a second.
+/// A relay that cuts each connection after a second, when an agent has its session.
 async fn cutting_relay(server: SocketAddr) -> Result<Relay> {
     relay(move |mut socket| async move {
         if let Ok(mut upstream) = TcpStream::connect(server).await {
             let relaying = copy_bidirectional(&mut socket, &mut upstream);
-            let _cut = timeout(Duration::from_secs(1), relaying).await;
+            let _cut = timeout(scaled(Duration::from_secs(1)), relaying).await;
         }
     })
     .await

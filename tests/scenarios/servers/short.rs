@@ -107,7 +107,7 @@ impl Hop {
         report_figure(&format!(
             "hop, {what}: p99 of others {before:?} before, {p99:?} during"
         ));
-        let bound = (before * 3).max(P99_MAX);
+        let bound = (before * 3).max(scaled(P99_MAX));
         let is_checked = Gear::current().pick(false, true);
         ensure!(!is_checked || p99 <= bound, "{p99:?}, bound {bound:?}");
         Ok(())

@@ -13,7 +13,7 @@ use tokio::task::JoinSet;
 use tokio::time::{MissedTickBehavior, interval, timeout};
 
 use super::{addresses, query};
-use crate::eventually::eventually;
+use crate::eventually::{eventually, scaled};
 use crate::process::{Listener, ScratchDir, Server, ServerSetup};
 
 /// A server process with many records.
@@ -135,7 +135,7 @@ impl Load {
                 }
             }
         }
-        while let Ok(length) = timeout(LAST, socket.recv(&mut buffer)).await {
+        while let Ok(length) = timeout(scaled(LAST), socket.recv(&mut buffer)).await {
             found.take(&buffer[..length?], &mut under_way)?;
         }
         found.lost = found.asked - found.delays.len() - found.wrong;

@@ -283,8 +283,8 @@ impl Requester {
                 }
                 () = sleep_until(deadline) => return Err(since.elapsed()),
                 _ = ticks.tick() => {
-                    let requester = self.clone();
-                    asking.spawn(async move { (Instant::now(), requester.ask(ASK_LIMIT).await) });
+                    let (requester, limit) = (self.clone(), scaled(ASK_LIMIT));
+                    asking.spawn(async move { (Instant::now(), requester.ask(limit).await) });
                 }
             }
         }
@@ -320,7 +320,7 @@ impl Requester {
 
     /// Waits until the node serves, with sequential requests.
     pub async fn ready(&self) -> Result<()> {
-        let serves = async || self.ask(ASK_LIMIT).await.outcome == RequestOutcome::Served;
+        let serves = async || self.ask(scaled(ASK_LIMIT)).await.outcome == RequestOutcome::Served;
         ensure_soon("the node does not serve", READY, serves).await
     }
 

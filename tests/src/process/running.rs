@@ -353,7 +353,7 @@ impl Process {
             .await
             .with_context(|| format!("wait for {}", self.label))?;
         // A child of the process may hold the pipes open. Its output does not matter here.
-        let _ = timeout(LOG_END, async {
+        let _ = timeout(scaled(LOG_END), async {
             while self.readers.join_next().await.is_some() {}
         })
         .await;

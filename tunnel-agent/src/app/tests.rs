@@ -3,6 +3,7 @@ use std::path::Path;
 use tokio::io::{AsyncReadExt, AsyncWriteExt};
 use tokio::task::JoinSet;
 use tunnel_process::meta;
+use tunnel_proto::calibration::scaled;
 use tunnel_proto::session::control::{ControlReader, ControlWriter};
 use tunnel_proto::transport::Session;
 use tunnel_proto::wire::code::{CloseCode, EnrollCode};
@@ -175,7 +176,7 @@ async fn drain_under_way(transport: &str) {
 
 #[tokio::test(flavor = "multi_thread")]
 async fn stored_certificate_is_used_again_and_lost_sessions_come_back() {
-    let soon = Duration::from_secs(2);
+    let soon = scaled(Duration::from_secs(2));
     let mut env = TestEnv::start(|_| {}).await;
     env.enroll().await;
     let (session, _reader, _writer) = env.welcome().await;
@@ -208,7 +209,7 @@ async fn second_signal_does_not_wait_for_streams() {
     assert_eq!(withdraw, Some(ControlMessage::Withdraw));
     assert!(env.running.try_join_next().is_none());
     env.shutdown.stop().cancel();
-    let soon = Duration::from_secs(2);
+    let soon = scaled(Duration::from_secs(2));
     timeout(soon, env.ended()).await.unwrap();
     expect_cut(busy).await;
 }

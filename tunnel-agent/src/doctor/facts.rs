@@ -265,6 +265,8 @@ const DESCRIPTORS_OTHER: u64 = 64;
 
 #[cfg(test)]
 mod tests {
+    use tunnel_proto::calibration::scaled;
+
     use super::*;
     use crate::node_ip::NodeIpOrigin;
 
@@ -285,7 +287,7 @@ mod tests {
             origin: NodeIpOrigin::Fixed,
             is_own: true,
         });
-        let limit = Duration::from_secs(5);
+        let limit = scaled(Duration::from_secs(5));
         let dialed = dial_port(port, node_ip, DialPolicy::default(), limit)
             .await
             .dialed;

@@ -221,6 +221,8 @@ const KUBELET_PORTS: [u16; 2] = [10250, 10255];
 
 #[cfg(test)]
 mod tests {
+    use tunnel_proto::calibration::scaled;
+
     use super::*;
     use crate::node_ip::NodeIpOrigin::{self, Fixed, Initial, Routed};
 
@@ -245,7 +247,7 @@ mod tests {
                 node_ip,
                 dial_policy: &self.dial_policy,
                 resolver: &self.resolver,
-                limit: Duration::from_secs(1),
+                limit: scaled(Duration::from_secs(1)),
                 metrics: &self.metrics,
             }
         }

@@ -8,6 +8,7 @@ use tokio::task::JoinSet;
 use tokio::time::timeout;
 use tunnel_process::meta::Readiness;
 use tunnel_process::shutdown::Shutdown;
+use tunnel_proto::calibration::scaled;
 use tunnel_proto::transport::memory::{self, MemorySession};
 use tunnel_proto::transport::{Session, StreamCut, find_cause};
 use tunnel_proto::wire::code::ResetCode;
@@ -19,6 +20,11 @@ use crate::node_ip::NodeIpLookup;
 
 const LONG: Duration = Duration::from_secs(10);
 const LOCALHOST: IpAddr = IpAddr::V4(Ipv4Addr::LOCALHOST);
+
+/// Returns the agent's limit of a dial. All targets but a silent one answer at once.
+fn dial_timeout() -> Duration {
+    scaled(Duration::from_millis(500))
+}
 
 /// An agent's egress behind a session in memory.
 struct Agent {
@@ -42,7 +48,7 @@ impl Agent {
         let (server, session) = memory::pair();
         let limits = Limits {
             streams_per_agent: streams,
-            target_dial_timeout: Duration::from_millis(500),
+            target_dial_timeout: dial_timeout(),
             ..Limits::default()
         };
         let (metrics, draining) = (Metrics::default(), CancellationToken::new());
@@ -274,15 +280,15 @@ async fn silent_target_is_a_timeout() {
     let listener = socket.listen(0).unwrap();
     let address = listener.local_addr().unwrap();
     // If no task accepts and the queue is full, Linux does not answer further attempts.
-    let mut queued = Vec::new();
-    while let Ok(connected) = timeout(Duration::from_millis(200), TcpStream::connect(address)).await
-    {
+    let (mut queued, patience) = (Vec::new(), scaled(Duration::from_millis(200)));
+    while let Ok(connected) = timeout(patience, TcpStream::connect(address)).await {
         queued.push(connected.unwrap());
     }
     let port = Port::new(address.port()).unwrap();
     let refusal = agent.refusal(Target::Node(port)).await;
     assert_eq!(refusal.code, RefusalCode::TargetTimeout);
-    assert_eq!(refusal.detail, format!("{address}: no answer within 500ms"));
+    let expected = format!("{address}: no answer within {:?}", dial_timeout());
+    assert_eq!(refusal.detail, expected);
 }
 
 #[tokio::test]

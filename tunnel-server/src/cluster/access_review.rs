@@ -199,6 +199,45 @@ mod tests {
     }
 
     #[tokio::test]
+    async fn review_names_the_user_and_the_right() {
+        let access = NodeAccess {
+            user: Arc::new(ClusterUser {
+                name: "ops".to_owned(),
+                uid: "u1".to_owned(),
+                groups: vec!["admins".to_owned()],
+                extra: [("scopes".to_owned(), vec!["a".to_owned()])].into(),
+            }),
+            node: "edge-1".parse().unwrap(),
+            verb: "create",
+            subresource: "proxy",
+        };
+        let (client, mut api) = api_server();
+        let asked = async {
+            let call = api.call().await;
+            let mut review = call.body.clone();
+            review["status"] = json!({ "allowed": true });
+            call.answer(&review);
+            review["spec"].take()
+        };
+        let (reviewed, spec) = tokio::join!(has_right(client, &access), asked);
+        assert_eq!(reviewed, Ok(true));
+        let expected = json!({
+            "user": "ops",
+            "uid": "u1",
+            "groups": ["admins"],
+            "extra": { "scopes": ["a"] },
+            "resourceAttributes": {
+                "verb": "create",
+                "version": "v1",
+                "resource": "nodes",
+                "subresource": "proxy",
+                "name": "edge-1",
+            },
+        });
+        assert_eq!(spec, expected);
+    }
+
+    #[tokio::test]
     async fn token_has_a_user_only_if_the_cluster_accepts_it() {
         let user = json!({ "username": "system:serviceaccount:monitoring:prometheus" });
         for (status, expected) in [

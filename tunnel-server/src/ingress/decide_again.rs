@@ -306,6 +306,26 @@ mod tests {
         assert!(reason.contains("ops may not get nodes/metrics"), "{reason}");
     }
 
+    #[tokio::test(start_paused = true)]
+    async fn caller_with_too_many_questions_is_asked_about_again_and_ends_without_an_answer() {
+        for (later, expected) in [
+            (Ok(true), None),
+            (Ok(false), Some("ops may not get nodes/metrics")),
+            (Err(ReviewError::TooMany), Some(LATE)),
+        ] {
+            let (ingress, answer, _answering) = context(Err(ReviewError::TooMany));
+            let running = ingress.running.begin(access(Some("ops")));
+            let changing = async {
+                sleep(REVIEW_PAUSE / 2).await;
+                *answer.lock() = later;
+            };
+            let (ended, ()) = tokio::join!(ingress.end_refused(), changing);
+            assert_eq!(ended, usize::from(expected.is_some()));
+            let reason = running.refused().map_or("", |refused| &*refused.reason);
+            assert!(reason.contains(expected.unwrap_or_default()), "{reason}");
+        }
+    }
+
     #[tokio::test]
     async fn access_in_progress_ends_when_the_cloud_has_its_target_no_more() {
         let (ingress, _answer, _answering) = context(Ok(true));

@@ -140,7 +140,7 @@ async fn greedy_source_leaves_others_served(pair: Pair, unread: Unread) {
     // stream that was opened just before waits with the others of its source.
     within(async {
         while let Ok(mut stream) = open(GREEDY).await {
-            let accepted = timeout(FULL_AFTER, stream.accepted()).await;
+            let accepted = timeout(scaled(FULL_AFTER), stream.accepted()).await;
             if !accepted.is_ok_and(|accepted| accepted.is_ok()) {
                 break;
             }

@@ -16,6 +16,7 @@ use tokio::time::{Instant, timeout};
 use tokio_rustls::{TlsAcceptor, TlsConnector};
 
 use super::*;
+use crate::calibration::scaled;
 use crate::identity::Role;
 use crate::tcp::{Direct, ServerAddr, configure_session};
 use crate::tls::{self, test_ca::TestCa};
@@ -67,7 +68,7 @@ type Dialed = JoinSet<Result<Arc<dyn Session>, HandshakeError>>;
 fn within<F: Future>(future: F) -> impl Future<Output = F::Output> {
     let here = Location::caller();
     async move {
-        let done = timeout(TEST_TIMEOUT, future).await;
+        let done = timeout(scaled(TEST_TIMEOUT), future).await;
         done.unwrap_or_else(|_| panic!("timed out at {here}"))
     }
 }

@@ -120,6 +120,8 @@ fn method_and_upgrade_decide_at_other_ports_and_an_upgrade_of_metrics_is_none() 
             Operation::Upgrade,
         ),
         ("GET", "/exec/ns/pod/c", true, true, Operation::Exec),
+        ("GET", "/attach/ns/pod/c", true, true, Operation::Attach),
+        ("POST", "/run/ns/pod/c", true, true, Operation::Upgrade),
         (
             "POST",
             "/portForward/ns/pod",
@@ -137,6 +139,22 @@ fn method_and_upgrade_decide_at_other_ports_and_an_upgrade_of_metrics_is_none() 
         assert_eq!(request.at(is_kubelet), Ok(expected), "{method} {path}");
     }
     assert_eq!(RequestedOperation::Connect.at(true), Ok(Operation::Connect));
+}
+
+#[test]
+fn bytes_may_be_the_operations_of_their_port_an_upgrade_and_bytes() {
+    for (operation, at_kubelet, elsewhere) in [
+        (Operation::Exec, true, false),
+        (Operation::Unknown, true, false),
+        (Operation::Read, false, true),
+        (Operation::Write, false, true),
+        (Operation::Upgrade, true, true),
+        (Operation::Connect, true, true),
+    ] {
+        let set = OperationSet::of(&[operation]);
+        let possible = [true, false].map(|is_kubelet| set.may_be_bytes(is_kubelet));
+        assert_eq!(possible, [at_kubelet, elsewhere], "{operation}");
+    }
 }
 
 #[test]

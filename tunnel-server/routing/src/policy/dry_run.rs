@@ -204,12 +204,18 @@ mod tests {
             difference(&none, &named, &token, Some(&account)),
             "deny, no rule allows it -> allow by rule scrape"
         );
-        let reviewed = facts(account, false);
         let tokens = Rule {
             callers: none.caller("token"),
             ..Rule::new("tokens", Effect::Deny)
         };
-        let tokens = table(&[], vec![tokens]);
+        // A token whose claim is believed is no unread one.
+        named.rules.push(tokens.clone());
+        assert_eq!(
+            difference(&none, &named, &token, Some(&account)),
+            "deny, no rule allows it -> allow by rule scrape"
+        );
+        let reviewed = facts(account, false);
+        let tokens = table(&[("other", "m/other")], vec![tokens]);
         assert_eq!(
             difference(&named, &tokens, &reviewed, None),
             "allow by rule scrape -> deny by rule tokens"

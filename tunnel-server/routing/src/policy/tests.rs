@@ -1,5 +1,7 @@
 use std::collections::BTreeMap;
 
+use http::Method;
+
 use super::*;
 use crate::operation::OperationSet;
 use crate::routes::{RouteNode, RouteSource, RouteTable};
@@ -174,6 +176,8 @@ fn each_port_is_open_on_its_listeners_at_its_address_and_others_have_a_reason() 
         let class = policy.entry(port(number)).unwrap().class;
         assert_eq!(class.target(port(number)).to_string(), target);
     }
+    let over_socket = policy.target(port(22), Listener::Unix);
+    assert!(over_socket.is_ok(), "a CONNECT listener");
     let refusal = |number| policy.target(port(number), Listener::Http).unwrap_err();
     assert_eq!(refusal(10264), PortPolicyError::OwnPort(port(10264)));
     assert_eq!(refusal(23), PortPolicyError::NotListed(port(23)));
@@ -206,6 +210,7 @@ fn other_servers_reach_what_some_listener_accepts_at_the_same_address() {
         (Target::Loopback(port(2222)), true),
         (Target::Node(port(23)), false),
         (Target::Node(port(10350)), true),
+        (Target::Loopback(port(10350)), false),
     ] {
         let checked = policy.check_target(&target, Some(port(10350)));
         assert_eq!(checked.is_ok(), expected, "{target}");
@@ -232,7 +237,7 @@ fn access_that_has_begun_is_refused_when_the_setting_that_opened_it_is_gone() {
     let changes: [fn(&mut Policy); 4] = [
         |_| {},
         |policy| policy.ports = PortPolicy::default(),
-        |policy| policy.services.clear(),
+        |policy| policy.services[0].target = Target::Node(port(2222)),
         |policy| policy.delegation = DelegationPolicy::default(),
     ];
     for (destination, has_delegation, expected) in [
@@ -316,5 +321,50 @@ fn service_at_the_kubelet_of_a_node_is_denied_with_the_shells_of_kubelets() {
         let decided = admitted.and_then(|()| authorize(&policy.rules.in_force, &access.facts));
         let denied = decided.err().map_or("", |denied| denied.kind());
         assert_eq!(denied, expected, "{number}");
+    }
+}
+
+#[test]
+fn deny_of_an_operation_applies_to_a_request_that_may_become_another_protocol() {
+    let no_metrics = Rule {
+        operations: Some(OperationSet::OBSERVE),
+        ..Rule::new("no-metrics", Effect::Deny)
+    };
+    let table = RuleTable {
+        rules: vec![no_metrics, Rule::new("all", Effect::Allow)],
+        ..RuleTable::default()
+    };
+    for (path, expected) in [("/metrics", "rule_denied"), ("/pods", "")] {
+        let asked = Access {
+            caller: AccessCaller::ANONYMOUS,
+            destination: node(RequestedPort::Named(port(10250))),
+            operation: RequestedOperation::Http {
+                method: &Method::GET,
+                path,
+                may_be_upgrade: true,
+            },
+        };
+        let access = locate(&policy(), asked).unwrap().access;
+        assert_eq!(access.facts.operation, Operation::Upgrade);
+        let decided = authorize(&table, &access.facts);
+        let denied = decided.err().map_or("", |denied| denied.kind());
+        assert_eq!(denied, expected, "{path}");
+    }
+}
+
+#[test]
+fn stream_of_an_agent_has_the_port_that_all_addresses_share_and_one_may_be_a_kubelet() {
+    let node = "gw-1".parse().unwrap();
+    for (numbers, shared, is_kubelet) in [
+        (&[443][..], Some(443), false),
+        (&[], None, false),
+        (&[443, 443], Some(443), false),
+        (&[443, 6443], None, false),
+        (&[443, 10250], None, true),
+    ] {
+        let ports: Vec<_> = numbers.iter().map(|number| port(*number)).collect();
+        let facts = access_of_agent(&node, &ports).facts;
+        assert_eq!(facts.port.map(Port::get), shared, "{numbers:?}");
+        assert_eq!(facts.is_kubelet, is_kubelet, "{numbers:?}");
     }
 }

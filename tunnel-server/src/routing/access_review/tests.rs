@@ -92,6 +92,7 @@ async fn own_subresource_is_asked_before_proxy_and_answers_last_for_seconds() {
         once.len() + 1,
         "an answer that denies ends first"
     );
+    assert_eq!(asked.lock().last().unwrap(), "get metrics");
     tokio::time::advance(ALLOW_LASTS).await;
     assert!(allows(Operation::Exec, &Method::POST).await);
     assert_eq!(asked.lock().len(), once.len() + 2);
@@ -199,6 +200,15 @@ async fn callers_with_one_token_at_once_cause_one_review_which_outlives_the_firs
     assert!(reviewer.state.lock().pending.is_empty());
 }
 
+#[tokio::test(start_paused = true)]
+async fn asker_that_leaves_takes_its_question_along() {
+    let (reviewer, _cluster) = answering(&[], Duration::from_millis(100));
+    let asked = reviewer.user_of("good", CALLER);
+    let asked = timeout(Duration::from_millis(50), asked).await;
+    assert!(asked.is_err(), "it is gone");
+    assert!(reviewer.state.lock().pending.is_empty());
+}
+
 #[tokio::test]
 async fn cluster_that_does_not_answer_is_an_error() {
     let (reviewer, queues) = AccessReviewer::new(None);
@@ -247,4 +257,35 @@ fn full_table_loses_the_answer_that_ends_first() {
     assert_eq!(answers.get(&key(ANSWERS_MAX), start), Some(&ANSWERS_MAX));
     answers.insert(key(0), at(200_000), 0, at(100_000));
     assert_eq!(answers.0.len(), 1, "those that are over go first");
+}
+
+#[test]
+fn askers_of_a_second_are_bounded_and_those_that_are_counted_go_on() {
+    let mut askers = Askers::new(2, 1);
+    let start = askers.since;
+    for asker in 0..ASKERS_MAX {
+        assert!(askers.admit(asker, start).is_some(), "{asker}");
+    }
+    assert!(askers.admit(ASKERS_MAX, start).is_none());
+    assert!(askers.admit(0, start).is_some());
+    assert!(askers.admit(0, start).is_none(), "its budget is used up");
+    let later = start + BUDGET_TIME;
+    assert!(askers.admit(ASKERS_MAX, later).is_some());
+}
+
+#[test]
+fn token_that_the_cluster_accepts_no_more_is_not_known() {
+    let (reviewer, _queues) = AccessReviewer::new(None);
+    let (key, good) = (key(&["token", "good"]), user("good"));
+    let mut state = reviewer.state.lock();
+    for user in [Some(&good), None] {
+        state.reviewed_token(key, user);
+        let is_known = state.accepted.get(&key, Instant::now()).is_some();
+        assert_eq!(is_known, user.is_some());
+    }
+}
+
+#[test]
+fn questions_of_the_same_letters_differ_by_their_parts() {
+    assert_ne!(key(&["a", "bc"]), key(&["ab", "c"]));
 }

@@ -175,7 +175,8 @@ async fn cut_behind_bytes_waits_for_a_slow_path() {
     let (mut stream, id) = opened(&session, &mut raw).await;
     // The path takes no more when a write does not end.
     let mut written = 0;
-    while let Ok(count) = timeout(Duration::from_millis(200), stream.write(&[7; 4096])).await {
+    let patience = scaled(Duration::from_millis(200));
+    while let Ok(count) = timeout(patience, stream.write(&[7; 4096])).await {
         written += count.unwrap();
     }
     tokio::time::pause();

@@ -190,7 +190,8 @@ async fn peer_that_floods_and_reads_nothing_is_closed_or_read_no_more() {
         let before = resident();
         let piece = flood.repeat(1000);
         let mut pieces = 0;
-        while let Ok(true) = timeout(Duration::from_secs(1), raw.writer.send(&piece)).await {
+        let patience = scaled(Duration::from_secs(1));
+        while let Ok(true) = timeout(patience, raw.writer.send(&piece)).await {
             assert!(pieces < 20_000, "{pieces}");
             pieces += 1;
         }

@@ -3,7 +3,6 @@
 
 use super::raw::{CONTINUATION, ENHANCE_YOUR_CALM, FRAME_PAYLOAD_MAX, HEADERS, RST_STREAM};
 use super::*;
-use crate::calibration::scaled;
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn s32_head_without_end_ends_the_session_at_once() {

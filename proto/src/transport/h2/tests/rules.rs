@@ -46,10 +46,11 @@ async fn finished_half_has_ended_only_when_it_is_written() {
     let (written, _task) = bulk(filler);
     // Only a shutdown that waits shows whether the connection is full.
     let mut waits = None;
+    let patience = scaled(Duration::from_millis(200));
     for mut stream in streams {
         stalled(&written).await;
         stream.write_all(b"last words").await.unwrap();
-        let ended = timeout(Duration::from_millis(200), stream.shutdown()).await;
+        let ended = timeout(patience, stream.shutdown()).await;
         if ended.is_err() {
             waits = Some(stream);
             break;

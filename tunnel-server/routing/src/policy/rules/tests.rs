@@ -135,6 +135,7 @@ fn table_without_rules() -> RuleTable {
                 CallerMatch::Network("10.1.0.0/16".parse().unwrap()),
             ),
             named("gateways", CallerMatch::Agent("gw-*".parse().unwrap())),
+            named("0", CallerMatch::Uid(0)),
         ],
         ..RuleTable::default()
     }
@@ -163,6 +164,7 @@ fn random_rule(table: &RuleTable, random: &mut StdRng) -> Rule {
             "office",
             "agent",
             "gateways",
+            "0",
         ];
         let set = |name: &&str| table.caller(name).unwrap();
         let first = set(names.choose(random).unwrap());
@@ -242,9 +244,13 @@ fn tables_decide_as_the_model_and_an_added_allow_never_loses_a_deny() {
     let identities = [
         CallerIdentity::Anonymous,
         CallerIdentity::Certificate("apiserver".into()),
+        CallerIdentity::Certificate("other".into()),
         CallerIdentity::User("ops".into()),
+        CallerIdentity::User("other".into()),
         CallerIdentity::ServiceAccount("m/scrape".into()),
+        CallerIdentity::ServiceAccount("m/other".into()),
         CallerIdentity::Uid(0),
+        CallerIdentity::Uid(1000),
         CallerIdentity::Agent("gw-1".parse().unwrap()),
         CallerIdentity::Agent("cam-1".parse().unwrap()),
     ];
@@ -388,6 +394,20 @@ fn node_is_described_by_the_source_of_the_table_alone() {
     );
     let gone = RouteTable::default();
     assert_eq!(decided(known, Effect::Deny, "pay", &gone), Verdict::Deny);
+    // The node is described for a rule that reads its edge label alone, too.
+    let no_edge = Rule {
+        edge: Some(true),
+        ..Rule::new("no-edge", Effect::Deny)
+    };
+    let table = RuleTable {
+        rules: vec![Rule::new("all", Effect::Allow), no_edge],
+        nodes_from: cluster,
+        ..RuleTable::default()
+    };
+    let mut facts = super::super::access_of_agent(&node, &[]).facts;
+    facts.node = Some(node.clone());
+    table.describe(&mut facts, &routes);
+    assert_eq!(table.decide(&facts).verdict, Verdict::Allow);
 }
 
 #[test]

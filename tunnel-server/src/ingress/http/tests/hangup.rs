@@ -6,6 +6,7 @@ use std::time::Duration;
 use tokio::io::{AsyncReadExt, AsyncWriteExt};
 use tokio::net::TcpStream;
 use tokio::time::timeout;
+use tunnel_proto::calibration::scaled;
 use tunnel_proto::transport::Stream;
 
 use super::fixture::{Fixture, HI, get, head};
@@ -60,7 +61,7 @@ async fn reset_behind_a_body_that_the_target_does_not_read_is_detected() {
     let (fixture, mut caller, mut stream) = asks(&post).await;
     // Until the server reads no more. A FIN would wait behind this data in the caller's kernel.
     let fills = caller.write_all(long.as_bytes());
-    let filled = timeout(Duration::from_millis(300), fills);
+    let filled = timeout(scaled(Duration::from_millis(300)), fills);
     assert!(filled.await.is_err(), "all was taken");
     tunnel_proto::tcp::abort_on_close(&caller).unwrap();
     drop(caller);

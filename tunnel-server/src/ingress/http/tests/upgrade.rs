@@ -3,6 +3,8 @@
 use std::time::Duration;
 
 use tokio::io::{AsyncReadExt, AsyncWriteExt};
+use tokio::time::timeout;
+use tunnel_proto::calibration::scaled;
 
 use super::fixture::{Fixture, get, head};
 use crate::testing::{assert_contains, within};
@@ -43,7 +45,7 @@ async fn request_behind_an_upgrade_that_is_not_granted_reaches_nobody() {
         // The response, followed by an end and no reset.
         let mut response = String::new();
         let read = caller.read_to_string(&mut response);
-        let closed = tokio::time::timeout(Duration::from_secs(5), read).await;
+        let closed = timeout(scaled(Duration::from_secs(5)), read).await;
         closed.expect("open").unwrap();
         let expected = format!("HTTP/1.1 {status} ");
         assert!(response.starts_with(&expected), "{answer:?}: {response}");

@@ -12,6 +12,7 @@ use tokio::sync::watch;
 use tokio::time::{Instant, timeout};
 use tokio_rustls::TlsConnector;
 use tunnel_process::shutdown::Shutdown;
+use tunnel_proto::calibration::scaled;
 use tunnel_proto::session::control::{self, PeerReader, PeerWriter};
 use tunnel_proto::stream_record::StreamRecord;
 use tunnel_proto::tls::{self, PeerTrust};
@@ -73,7 +74,8 @@ pub(super) fn instance(number: u8) -> InstanceId {
 }
 
 pub(super) async fn within<T>(future: impl Future<Output = T>) -> T {
-    timeout(LIMIT, future).await.expect("timed out")
+    let done = timeout(scaled(LIMIT), future).await;
+    done.expect("timed out")
 }
 
 fn settings() -> SessionSettings {

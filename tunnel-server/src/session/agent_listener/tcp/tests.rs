@@ -8,6 +8,7 @@ use tokio::net::TcpListener;
 use tokio::time::Instant;
 use tokio_rustls::TlsConnector;
 use tunnel_process::conn_limiter::{ConnLimiter, ConnLimits};
+use tunnel_proto::calibration::scaled;
 use tunnel_proto::tcp::{Direct, ServerAddr};
 use tunnel_proto::tls::{self, Trust};
 use tunnel_proto::transport::h2::H2Dialer;
@@ -183,7 +184,7 @@ fn enrollment_must_be_offered_alone() {
 
 #[tokio::test]
 async fn other_protocols_none_and_both_end_in_the_handshake() {
-    let test_listener = Listener::open(Duration::from_secs(5)).await;
+    let test_listener = Listener::open(WAIT_TIMEOUT).await;
     let offers: [&[&[u8]]; 5] = [
         &[],
         &[b"http/1.1"],
@@ -204,7 +205,7 @@ async fn other_protocols_none_and_both_end_in_the_handshake() {
 
 #[tokio::test]
 async fn header_of_a_load_balancer_is_known_and_ends_the_connection() {
-    let test_listener = Listener::open(Duration::from_secs(5)).await;
+    let test_listener = Listener::open(WAIT_TIMEOUT).await;
     let headers: [&[u8]; 2] = [
         b"PROXY TCP4 192.0.2.1 192.0.2.2 40000 10262\r\n",
         b"\r\n\r\n\0\r\nQUIT\n\x21\x11\0\x0c\xc0\0\x02\x01\xc0\0\x02\x02\x9c\x40\x28\x16",
@@ -223,7 +224,7 @@ async fn header_of_a_load_balancer_is_known_and_ends_the_connection() {
 
 #[tokio::test]
 async fn connection_without_tls_is_remembered_and_one_without_bytes_is_not() {
-    let test_listener = Listener::open(Duration::from_secs(5)).await;
+    let test_listener = Listener::open(WAIT_TIMEOUT).await;
     for bytes in [&b""[..], b"GET / HTTP/1.1\r\n\r\n"] {
         let mut socket = TcpStream::connect(test_listener.address).await.unwrap();
         socket.write_all(bytes).await.unwrap();
@@ -238,7 +239,7 @@ async fn connection_without_tls_is_remembered_and_one_without_bytes_is_not() {
 
 #[tokio::test]
 async fn enrollment_needs_no_certificate_and_a_session_does() {
-    let test_listener = Listener::open(Duration::from_secs(5)).await;
+    let test_listener = Listener::open(WAIT_TIMEOUT).await;
     let agreed = test_listener.connect(&[ALPN_ENROLL], None).await;
     assert_eq!(agreed.as_deref(), Ok("culvert-enroll/1"));
     let error = test_listener.connect(&[ALPN_SESSION_TCP], None).await;
@@ -254,8 +255,8 @@ async fn enrollment_needs_no_certificate_and_a_session_does() {
 
 #[tokio::test]
 async fn certificate_of_another_ca_ends_in_the_handshake() {
-    let test_listener = Listener::open(Duration::from_secs(5)).await;
-    let other = Listener::open(Duration::from_secs(5)).await;
+    let test_listener = Listener::open(WAIT_TIMEOUT).await;
+    let other = Listener::open(WAIT_TIMEOUT).await;
     let key = Some(other.agent_key());
     let error = test_listener.connect(&[ALPN_SESSION_TCP], key).await;
     assert_contains(&error.unwrap_err(), "UnknownCA");
@@ -265,7 +266,7 @@ async fn certificate_of_another_ca_ends_in_the_handshake() {
 
 #[tokio::test]
 async fn agent_is_admitted_over_h2_and_holds_no_unauthenticated_permit() {
-    let test_listener = Listener::open(Duration::from_secs(5)).await;
+    let test_listener = Listener::open(WAIT_TIMEOUT).await;
     let trust = Trust::Pin(test_listener.ca.spki_sha256());
     let tls = tls::session_client(test_listener.agent_key(), trust, ALPN_SESSION_TCP).unwrap();
     let dialer = H2Dialer::new(tls, settings(), Arc::new(Direct));
@@ -337,9 +338,8 @@ async fn silent_crowd_of_one_address_loses_its_oldest_and_an_agent_gets_in() {
 }
 
 async fn within<T>(future: impl Future<Output = T>) -> T {
-    tokio::time::timeout(WAIT_TIMEOUT, future)
-        .await
-        .expect("timed out")
+    let done = tokio::time::timeout(scaled(WAIT_TIMEOUT), future).await;
+    done.expect("timed out")
 }
 
 /// A connection keeps its task for the life of its session, and each of many new connections has
