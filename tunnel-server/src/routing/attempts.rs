@@ -14,7 +14,7 @@ pub struct Attempts {
     except: Vec<Via>,
     /// Servers over which no stream could be opened.
     failed_servers: usize,
-    /// The request has left a session or a server that refused it or was lost.
+    /// The request has left a session or a server that was lost, or refused it and does not stop.
     has_moved: bool,
     /// An idle stream was evicted for the request.
     has_evicted: bool,
@@ -91,9 +91,9 @@ impl Attempts {
     }
 
     /// Returns what follows a failure. `via` is what carried the stream or should have, and `None` if
-    /// nothing was left to ask. After its stream was opened, a request has at most one move after a
-    /// refusal, one repetition after an eviction, and one replay after a loss or an end: no target
-    /// serves it more than twice.
+    /// nothing was left to ask. After its stream was opened, a request leaves each session and
+    /// server whose agent stops, and has at most one move after another refusal, one repetition after
+    /// an eviction, and one replay after a loss or an end: no target serves it more than twice.
     pub fn next(&mut self, via: Option<&Via>, end: &AttemptEnd<'_>) -> NextAttempt {
         let next = match end {
             AttemptEnd::NotOpened(error) => self.after_open(via, error),
@@ -138,11 +138,20 @@ impl Attempts {
             self.has_evicted = true;
             return NextAttempt::RepeatIfEvicted;
         }
-        if is_retryable(code) && !self.has_moved {
-            self.has_moved = true;
-            return NextAttempt::Move;
+        if !is_retryable(code) {
+            return NextAttempt::GiveUp;
         }
-        NextAttempt::GiveUp
+        let can_move = if code == RefusalCode::Draining {
+            // All sessions of an agent that stops refuse, at each server.
+            self.except.len() < EXCEPT_MAX
+        } else {
+            !std::mem::replace(&mut self.has_moved, true)
+        };
+        if can_move {
+            NextAttempt::Move
+        } else {
+            NextAttempt::GiveUp
+        }
     }
 
     fn after_end(&mut self, end: &EndedStream) -> NextAttempt {

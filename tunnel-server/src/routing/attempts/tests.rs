@@ -59,7 +59,7 @@ fn row(failure: impl Fn(Replay) -> AttemptEnd<'static>) -> [String; 5] {
     });
     let states: [&[AttemptEnd<'_>]; 5] = [
         &[],
-        &[refused(RefusalCode::Draining, Replay::Safe)],
+        &[refused(RefusalCode::NotHere, Replay::Safe)],
         &[lost],
         &[ended],
         &[refused(RefusalCode::TooManyStreams, Replay::Safe)],
@@ -81,14 +81,15 @@ fn row(failure: impl Fn(Replay) -> AttemptEnd<'static>) -> [String; 5] {
 /// m: over another session or server. r: over any. e: over any, after an eviction. A dot: the failure
 /// is the answer.
 #[test]
-fn refusals_move_a_request_once_if_nothing_of_it_was_served() {
+fn refusals_move_a_request_once_or_from_each_agent_that_stops_if_nothing_of_it_was_served() {
     use RefusalCode::{
         AgentLost, AgentSuspect, AgentTimeout, BadHeader, Draining, Internal, NotHere, Policy,
         TargetRefused, TargetTimeout, TooManyStreams, Unknown, UnknownTarget,
     };
     for (codes, expected) in [
+        (&[Draining][..], [".mm"; 5]),
         (
-            &[Draining, NotHere, AgentSuspect, AgentLost][..],
+            &[NotHere, AgentSuspect, AgentLost],
             [".mm", "...", "...", ".mm", ".mm"],
         ),
         (&[TooManyStreams], [".ee", ".ee", ".ee", ".ee", "..."]),
@@ -197,11 +198,14 @@ fn streams_that_are_not_opened_move_unless_time_or_a_limit_is_used_up() {
 #[test]
 fn sessions_that_fail_one_after_another_end_the_attempts() {
     let error = OpenError::Lost(SessionError::NotOpening);
-    let mut attempts = Attempts::default();
-    let mut numbers = 0..100;
-    let last = numbers.find(|number| {
-        let next = attempts.next(Some(&session(*number)), &AttemptEnd::NotOpened(&error));
-        next == NextAttempt::GiveUp
-    });
-    assert_eq!(last, Some(EXCEPT_MAX as u64));
+    for end in [
+        AttemptEnd::NotOpened(&error),
+        refused(RefusalCode::Draining, Replay::Unserved),
+    ] {
+        let mut attempts = Attempts::default();
+        let mut numbers = 0..100;
+        let last = numbers
+            .find(|number| attempts.next(Some(&session(*number)), &end) == NextAttempt::GiveUp);
+        assert_eq!(last, Some(EXCEPT_MAX as u64));
+    }
 }

@@ -1,5 +1,5 @@
-//! A request that a draining agent refuses is sent once more over another session. No other failure
-//! has this effect.
+//! A request that a draining agent refuses is sent over another session. No other failure has this
+//! effect.
 
 use tokio::io::AsyncReadExt;
 use tunnel_proto::wire::code::RefusalCode;
@@ -56,17 +56,26 @@ async fn reason_of_a_refusal_reaches_the_callers_of_pods() {
     }
 }
 
+/// Each server has a session with the agent that stops, and may have several.
 #[tokio::test(start_paused = true)]
-async fn request_is_moved_once_only() {
-    let fixture = Fixture::new();
-    let (first, second, third) = (fixture.agent(), fixture.agent(), fixture.agent());
-    let (answer, (), ()) = tokio::join!(
-        fixture.ask(GET),
-        first.refuses(RefusalCode::Draining),
-        second.refuses(RefusalCode::Draining)
-    );
-    assert!(answer.contains("X-Tunnel-Error: draining\r\n"), "{answer}");
-    assert_eq!(third.far.stats().streams, 0);
+async fn request_leaves_each_session_of_a_stopping_agent_and_is_moved_once_after_other_refusals() {
+    for (code, status) in [
+        (RefusalCode::Draining, "200"),
+        (RefusalCode::AgentLost, "502"),
+    ] {
+        let fixture = Fixture::new();
+        let (first, second, third) = (fixture.agent(), fixture.agent(), fixture.agent());
+        let others = async {
+            tokio::join!(first.refuses(code), second.refuses(code));
+            match status {
+                "200" => drop(third.answers().await),
+                _ => assert!(third.is_left_alone().await),
+            }
+        };
+        let (answer, ()) = tokio::join!(fixture.ask(GET), others);
+        let expected = format!("HTTP/1.1 {status} ");
+        assert!(answer.starts_with(&expected), "{code:?}: {answer}");
+    }
 }
 
 #[tokio::test(start_paused = true)]
