@@ -327,15 +327,18 @@ impl Attempt for SendAttempt<'_> {
             Ok(connection) => connection,
             Err(error) => {
                 self.request = Some(request);
-                return Err(upstream.failed(*error, Some(&via), replay, false));
+                return Err(upstream.failed(*error, Some(&via), replay.of_unsent(), false));
             }
         };
         match upstream.send(&mut connection, request, replay).await {
             Ok(response) => Ok((response, connection)),
             Err(mut error) => {
                 (self.request, self.head) = (error.unsent.take(), error.head.take());
-                let has_request = self.request.is_some() || self.head.is_some();
-                let replay = if has_request { replay } else { Replay::Never };
+                let replay = match (&self.request, &self.head) {
+                    (Some(_), _) => replay.of_unsent(),
+                    (None, Some(_)) => replay,
+                    (None, None) => Replay::Never,
+                };
                 Err(upstream.failed(*error, Some(&via), replay, false))
             }
         }

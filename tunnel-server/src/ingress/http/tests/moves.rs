@@ -7,6 +7,8 @@ use tunnel_proto::wire::code::RefusalCode;
 use super::fixture::Fixture;
 
 const GET: &str = "GET /a HTTP/1.1\r\nHost: worker-1:9100\r\nX-Own: 1\r\nConnection: close\r\n\r\n";
+const POST: &str = "POST /a HTTP/1.1\r\nHost: worker-1:9100\r\nContent-Length: 2\r\n\
+                    Connection: close\r\n\r\nab";
 
 #[tokio::test(start_paused = true)]
 async fn request_without_a_body_that_a_stopping_agent_refuses_goes_over_another_session() {
@@ -78,11 +80,25 @@ async fn request_leaves_each_session_of_a_stopping_agent_and_is_moved_once_after
     }
 }
 
+/// Nothing of a request is sent before the TLS handshake with its target.
+#[tokio::test(start_paused = true)]
+async fn request_with_a_body_for_an_https_target_goes_over_another_session() {
+    let fixture = Fixture::new();
+    let (stopping, staying) = (fixture.agent(), fixture.agent());
+    let moves = async {
+        stopping.refuses(RefusalCode::Draining).await;
+        staying.stream().await
+    };
+    tokio::select! {
+        answer = fixture.ask_secure(POST) => panic!("not moved: {answer}"),
+        _moved = moves => {}
+    }
+}
+
 #[tokio::test(start_paused = true)]
 async fn request_with_a_body_and_other_refusals_are_not_moved() {
-    let post = "POST /a HTTP/1.1\r\nHost: worker-1:9100\r\nContent-Length: 2\r\nConnection: close\r\n\r\nab";
     for (request, code, label) in [
-        (post, RefusalCode::Draining, "draining"),
+        (POST, RefusalCode::Draining, "draining"),
         (GET, RefusalCode::TargetRefused, "target_refused"),
         (GET, RefusalCode::TooManyStreams, "too_many_streams"),
     ] {
