@@ -69,7 +69,6 @@ const NARROW: Windows = Windows {
     pool: LARGE_POOL,
 };
 
-const TEST_TIMEOUT: Duration = Duration::from_secs(30);
 /// A writer that waits for this time waits for its reader.
 const FULL_AFTER: Duration = Duration::from_millis(300);
 const MIB: usize = 1 << 20;
@@ -78,9 +77,13 @@ fn header() -> StreamHeader {
     StreamHeader::new(StreamKind::Target(Target::Node(Port::new(9100).unwrap())))
 }
 
+/// Time for each step of a test.
+fn test_timeout() -> Duration {
+    scaled(Duration::from_secs(30))
+}
+
 async fn within<T>(future: impl Future<Output = T>) -> T {
-    let done = timeout(scaled(TEST_TIMEOUT), future).await;
-    done.expect("timed out")
+    timeout(test_timeout(), future).await.expect("timed out")
 }
 
 impl Pair {
@@ -95,7 +98,7 @@ impl Pair {
     }
 
     async fn open(&self) -> Stream {
-        within(self.opener.open(&header(), TEST_TIMEOUT))
+        within(self.opener.open(&header(), test_timeout()))
             .await
             .unwrap()
     }
@@ -103,7 +106,7 @@ impl Pair {
     async fn accept(&self) -> Stream {
         let incoming = within(self.peer.accept()).await.unwrap();
         let (got, stream) = incoming
-            .header(Instant::now() + TEST_TIMEOUT)
+            .header(Instant::now() + test_timeout())
             .await
             .unwrap();
         assert_eq!(got, header());
@@ -372,7 +375,7 @@ async fn many_streams_run_at_once(pair: Pair) {
             let incoming = within(peer.accept()).await.unwrap();
             echoes.spawn(async move {
                 let (_, mut stream) = incoming
-                    .header(Instant::now() + TEST_TIMEOUT)
+                    .header(Instant::now() + test_timeout())
                     .await
                     .unwrap();
                 stream.accept("").await.unwrap();
@@ -386,7 +389,9 @@ async fn many_streams_run_at_once(pair: Pair) {
     for index in 0..1000usize {
         let opener = pair.opener.clone();
         callers.spawn(async move {
-            let mut stream = within(opener.open(&header(), TEST_TIMEOUT)).await.unwrap();
+            let mut stream = within(opener.open(&header(), test_timeout()))
+                .await
+                .unwrap();
             let sent = pattern(index % 5000);
             stream.write_all(&sent).await.unwrap();
             within(stream.shutdown()).await.unwrap();
@@ -402,7 +407,7 @@ async fn many_streams_run_at_once(pair: Pair) {
 }
 
 async fn answer_if_whole(incoming: IncomingStream) -> bool {
-    let Ok((_, mut stream)) = incoming.header(Instant::now() + TEST_TIMEOUT).await else {
+    let Ok((_, mut stream)) = incoming.header(Instant::now() + test_timeout()).await else {
         return false;
     };
     if stream.accept("").await.is_err() || stream.write_all(b"still here").await.is_err() {
@@ -481,7 +486,7 @@ async fn close_delivers_what_was_sent_and_its_reason(pair: Pair) {
     );
     assert_eq!(within(pair.peer.closed()).await.by, ClosedBy::Local);
     assert!(matches!(
-        pair.opener.open(&header(), TEST_TIMEOUT).await,
+        pair.opener.open(&header(), test_timeout()).await,
         Err(SessionError::Closed(_))
     ));
 }
@@ -562,7 +567,7 @@ async fn session_that_stopped_opening_keeps_its_streams(pair: Pair) {
     let (mut opened, mut accepted) = pair.stream().await;
     pair.opener.stop_opening();
     assert!(matches!(
-        pair.opener.open(&header(), TEST_TIMEOUT).await,
+        pair.opener.open(&header(), test_timeout()).await,
         Err(SessionError::NotOpening)
     ));
     accepted.write_all(b"on").await.unwrap();
@@ -598,6 +603,8 @@ macro_rules! contract {
                     reply_that_does_not_come_is_given_up,
                     many_streams_run_at_once,
                     burst_of_resets_leaves_the_session_usable,
+                );
+                contract!(@rules $pair, std::convert::identity, super::super::NARROW;
                     sixty_four_stalled_readers_stop_nobody,
                 );
             }

@@ -14,10 +14,12 @@ pub struct Attempts {
     except: Vec<Via>,
     /// Servers over which no stream could be opened.
     failed_servers: usize,
-    /// The request has left a session or a server that refused it or was lost.
+    /// The request has left a session or a server that was lost, or refused it and does not stop.
     has_moved: bool,
     /// An idle stream was evicted for the request.
     has_evicted: bool,
+    /// The node's agent stops, as a session or a server has said.
+    is_agent_stopping: bool,
     resent: Option<ResendCause>,
 }
 
@@ -67,6 +69,16 @@ pub enum Replay {
     Safe,
 }
 
+impl Replay {
+    /// Returns the value for a request of which nothing was sent.
+    pub fn of_unsent(self) -> Self {
+        match self {
+            Self::Never => Self::Unserved,
+            Self::Unserved | Self::Safe => self,
+        }
+    }
+}
+
 /// What follows a failure.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum NextAttempt {
@@ -76,6 +88,8 @@ pub enum NextAttempt {
     Repeat,
     /// The same if an idle stream over the server that refused this one can be evicted for it.
     RepeatIfEvicted,
+    /// The same if a session or server is added in time, since the next agent takes over.
+    RepeatIfAdded,
     GiveUp,
 }
 
@@ -91,10 +105,18 @@ impl Attempts {
     }
 
     /// Returns what follows a failure. `via` is what carried the stream or should have, and `None` if
-    /// nothing was left to ask. After its stream was opened, a request has at most one move after a
-    /// refusal, one repetition after an eviction, and one replay after a loss or an end: no target
-    /// serves it more than twice.
+    /// nothing was left to ask. After its stream was opened, a request leaves each session and
+    /// server whose agent stops, and has at most one move after another refusal, one repetition after
+    /// an eviction, and one replay after a loss or an end: no target serves it more than twice.
     pub fn next(&mut self, via: Option<&Via>, end: &AttemptEnd<'_>) -> NextAttempt {
+        self.is_agent_stopping |= matches!(
+            end,
+            AttemptEnd::NotOpened(OpenError::Draining)
+                | AttemptEnd::Refused {
+                    code: RefusalCode::Draining,
+                    ..
+                }
+        );
         let next = match end {
             AttemptEnd::NotOpened(error) => self.after_open(via, error),
             AttemptEnd::Refused { code, replay } => self.after_refusal(*code, *replay),
@@ -124,6 +146,11 @@ impl Attempts {
                     NextAttempt::GiveUp
                 }
             }
+            (None, OpenError::NoAgent | OpenError::Draining | OpenError::Suspect(_))
+                if self.is_agent_stopping =>
+            {
+                NextAttempt::RepeatIfAdded
+            }
             // The limits are those of the node. A session that does not open a stream in time has used
             // up the time for it.
             (Some(Via::Local(_) | Via::Replica(_)) | None, _) => NextAttempt::GiveUp,
@@ -138,11 +165,20 @@ impl Attempts {
             self.has_evicted = true;
             return NextAttempt::RepeatIfEvicted;
         }
-        if is_retryable(code) && !self.has_moved {
-            self.has_moved = true;
-            return NextAttempt::Move;
+        if !is_retryable(code) {
+            return NextAttempt::GiveUp;
         }
-        NextAttempt::GiveUp
+        let can_move = if code == RefusalCode::Draining {
+            // All sessions of an agent that stops refuse, at each server.
+            self.except.len() < EXCEPT_MAX
+        } else {
+            !std::mem::replace(&mut self.has_moved, true)
+        };
+        if can_move {
+            NextAttempt::Move
+        } else {
+            NextAttempt::GiveUp
+        }
     }
 
     fn after_end(&mut self, end: &EndedStream) -> NextAttempt {

@@ -11,7 +11,7 @@ use tokio::time::Instant;
 use tokio_rustls::{TlsAcceptor, TlsConnector};
 use tokio_util::task::{AbortOnDropHandle, TaskTracker};
 
-use super::{Pair, TEST_TIMEOUT, Windows};
+use super::{Pair, Windows, test_timeout};
 use crate::forward::forward;
 use crate::identity::Role;
 use crate::tcp::{Direct, ServerAddr, configure_session};
@@ -112,9 +112,9 @@ async fn forwarded(windows: Windows, agent: Pair) -> Pair {
         while let Ok(incoming) = accepted.accept().await {
             let to_agent = to_agent.clone();
             streams.spawn(async move {
-                let deadline = Instant::now() + TEST_TIMEOUT;
+                let deadline = Instant::now() + test_timeout();
                 let (header, mut incoming) = incoming.header(deadline).await?;
-                let opened = to_agent.open(&header, TEST_TIMEOUT).await;
+                let opened = to_agent.open(&header, test_timeout()).await;
                 let mut opened = opened.map_err(std::io::Error::other)?;
                 forward(&mut incoming, &mut opened).await;
                 std::io::Result::Ok(())

@@ -119,11 +119,11 @@ async fn greedy_source_leaves_others_served(pair: Pair, unread: Unread) {
     pair.peer.set_max_concurrent_streams(DEFAULT.streams);
     let (mut tasks, ended) = (JoinSet::new(), Arc::<AtomicUsize>::default());
     tasks.spawn(serve(pair.peer.clone(), unread, ended.clone()));
-    let open = async |source| within(pair.opener.open(&header_of(source), TEST_TIMEOUT)).await;
+    let open = async |source| within(pair.opener.open(&header_of(source), test_timeout())).await;
     for _ in 0..GREEDY_STREAMS {
         let (opener, ended) = (pair.opener.clone(), ended.clone());
         tasks.spawn(async move {
-            let Ok(mut stream) = opener.open(&header_of(GREEDY), TEST_TIMEOUT).await else {
+            let Ok(mut stream) = opener.open(&header_of(GREEDY), test_timeout()).await else {
                 return;
             };
             match unread {
@@ -166,7 +166,7 @@ async fn serve(session: Arc<dyn Session>, unread: Unread, ended: Arc<AtomicUsize
     while let Ok(incoming) = session.accept().await {
         let ended = ended.clone();
         streams.spawn(async move {
-            let deadline = Instant::now() + TEST_TIMEOUT;
+            let deadline = Instant::now() + test_timeout();
             let Ok((header, mut stream)) = incoming.header(deadline).await else {
                 return;
             };

@@ -173,12 +173,13 @@ impl ReadMonitor {
         &self.activity
     }
 
-    /// Returns whether what is written waits, because the stream's source holds the most at the peer.
-    pub(in crate::transport) fn is_held(&self) -> bool {
-        self.activity.writer.is_held()
+    /// Waits until what is written must wait, because the stream's source holds the most at the peer.
+    /// One task at a time can wait.
+    pub(in crate::transport) fn poll_held(&self, cx: &Context<'_>) -> Poll<()> {
+        self.activity.writer.poll_held(cx)
     }
 
-    /// Lets what is written wait, as [`Self::is_held`] says. For tests of other layers.
+    /// Lets what is written wait, as [`Self::poll_held`] says. For tests of other layers.
     #[cfg(any(test, feature = "test-util"))]
     pub(in crate::transport) fn hold(&self) {
         self.activity.writer.set_held(true);

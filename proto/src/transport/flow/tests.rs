@@ -520,7 +520,8 @@ async fn stream_that_is_refused_because_the_peer_is_short_ends_a_stalled_one_the
     };
     sample_both(2 * REFUSED_SAMPLES);
     assert_eq!((ended(), reports.waiting_reports()), (0, 0), "nobody waits");
-    assert!(blocked.is_held() && blocked.is_source_refused());
+    let cx = Context::from_waker(std::task::Waker::noop());
+    assert!(blocked.poll_held(&cx).is_ready() && blocked.is_source_refused());
     // One report in 200 ms, however many streams are refused.
     for _ in 0..100 {
         assert!(opener.open(1).is_none());

@@ -22,6 +22,8 @@ pub(super) struct WriteMonitor {
     writer: AtomicWaker,
     /// The task of the transport that sends what the writer has written.
     sender: AtomicWaker,
+    /// A task that waits until the writer must wait.
+    observer: AtomicWaker,
 }
 
 impl WriteMonitor {
@@ -52,7 +54,17 @@ impl WriteMonitor {
         poll_released(&self.is_held, &self.sender, cx)
     }
 
-    pub(super) fn is_held(&self) -> bool {
+    /// Waits until the writer must wait. One task at a time can wait.
+    pub(super) fn poll_held(&self, cx: &Context<'_>) -> Poll<()> {
+        self.observer.register(cx.waker());
+        if self.is_held() {
+            Poll::Ready(())
+        } else {
+            Poll::Pending
+        }
+    }
+
+    fn is_held(&self) -> bool {
         self.is_held.load(Ordering::Acquire)
     }
 
@@ -70,6 +82,7 @@ impl WriteMonitor {
         if self.is_held.swap(is_held, Ordering::AcqRel) != is_held {
             self.writer.wake();
             self.sender.wake();
+            self.observer.wake();
         }
     }
 }

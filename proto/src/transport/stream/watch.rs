@@ -31,10 +31,16 @@ impl StreamWatch {
         self.read_monitor.must_end()
     }
 
-    /// Returns whether what is written to the stream waits, because its source holds the most of what
-    /// the peer is short of.
-    pub fn is_held(&self) -> bool {
-        self.read_monitor.is_held()
+    /// Polls for the time when what is written to the stream waits, because its source holds the most
+    /// of what the peer is short of. One task at a time can wait.
+    pub fn poll_held(&self, cx: &Context<'_>) -> Poll<()> {
+        self.read_monitor.poll_held(cx)
+    }
+
+    /// Lets what is written to the stream wait, as [`Self::poll_held`] says. For tests.
+    #[cfg(any(test, feature = "test-util"))]
+    pub fn hold(&self) {
+        self.read_monitor.hold();
     }
 
     /// Returns whether a new stream of the same source would be refused, because the source holds the

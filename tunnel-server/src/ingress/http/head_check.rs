@@ -19,6 +19,7 @@ use hyper::body::Body;
 
 use self::chunks::{ChunkState, ChunkStep};
 use self::size::{HeadExcess, HeadLimits, HeadSize, TARGET_MAX_BYTES};
+use crate::config::CONNECTION_HEAD_BYTES;
 use crate::ingress::http::headers::requested_upgrade;
 
 pub(crate) mod chunks;
@@ -154,6 +155,22 @@ impl HeadCheck {
     /// Sets the limits of the next heads.
     pub(crate) fn set_limits(&mut self, limits: HeadLimits) {
         self.limits = limits;
+    }
+
+    /// Returns how many bytes may be read at once. What a caller sends behind a request is in
+    /// memory while the request runs, and the permit of the connection counts for one head of it.
+    pub(crate) fn read_max(&self) -> usize {
+        match &self.state {
+            State::Head(_) => CONNECTION_HEAD_BYTES,
+            State::Body(left) => usize::try_from(*left)
+                .unwrap_or(usize::MAX)
+                .saturating_add(CONNECTION_HEAD_BYTES),
+            // hyper's buffer is as large as the head.
+            State::Chunks(_) | State::Lost if self.limits == HeadLimits::NO_HEAD => {
+                CONNECTION_HEAD_BYTES
+            }
+            State::Chunks(_) | State::Lost | State::Off => usize::MAX,
+        }
     }
 
     /// Follows bytes that hyper reads, up to the first head that exceeds a limit.

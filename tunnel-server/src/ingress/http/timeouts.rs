@@ -22,6 +22,7 @@ use tunnel_proto::transport::{CutDeadline, StreamWatch};
 use super::head_check::size::HeadLimits;
 use super::head_check::{BodyFraming, HeadCheck, HeadError, HeadProgress, HeadStop};
 use super::unread::UnreadBytes;
+use crate::config::CONNECTION_HEAD_BYTES;
 
 /// State of a caller's connection.
 ///
@@ -519,6 +520,11 @@ impl ConnTimeouts {
         }
     }
 
+    /// Returns how many bytes may be read at once, see [`HeadCheck::read_max`].
+    fn read_max(&self) -> usize {
+        self.state.lock().check.read_max()
+    }
+
     /// Follows bytes for hyper. Stops at a head that is too large for the connection.
     fn read(&self, data: &[u8]) -> Option<HeadStop> {
         let mut state = self.state.lock();
@@ -631,13 +637,35 @@ impl<S> TimedStream<S> {
     }
 
     fn withhold(&mut self, data: &[u8], stop: HeadStop) {
-        let data = Bytes::copy_from_slice(data);
-        self.put_back_unchecked(data.slice(stop.checked..));
-        self.withheld = Some(data.slice(stop.head..stop.checked));
+        let (head, behind) = data.split_at(stop.checked);
+        self.put_back_unchecked(Bytes::copy_from_slice(behind));
+        let head = head.get(stop.head..).unwrap_or_default();
+        self.withheld = Some(Bytes::copy_from_slice(head));
     }
 }
 
 impl<S: AsyncRead + Unpin> TimedStream<S> {
+    /// Reads from the stream, at most what may be in memory ahead of hyper.
+    fn poll_read_stream(
+        &mut self,
+        cx: &mut Context<'_>,
+        out: &mut ReadBuf<'_>,
+    ) -> Poll<io::Result<()>> {
+        // Each limit permits as much, and most buffers have no more room.
+        if out.remaining() <= CONNECTION_HEAD_BYTES {
+            return Pin::new(&mut self.stream).poll_read(cx, out);
+        }
+        let max = self.timeouts.read_max();
+        if out.remaining() <= max {
+            return Pin::new(&mut self.stream).poll_read(cx, out);
+        }
+        let mut few = ReadBuf::new(out.initialize_unfilled_to(max));
+        ready!(Pin::new(&mut self.stream).poll_read(cx, &mut few))?;
+        let count = few.filled().len();
+        out.advance(count);
+        Poll::Ready(Ok(()))
+    }
+
     /// Reads some bytes that are not checked yet. Returns none at the end. Cancel-safe.
     ///
     /// # Errors
@@ -680,7 +708,7 @@ impl<S: AsyncRead + Unpin> AsyncRead for TimedStream<S> {
         }
         let before = out.filled().len();
         if !self.unchecked.read(out) {
-            ready!(Pin::new(&mut self.stream).poll_read(cx, out))?;
+            ready!(self.poll_read_stream(cx, out))?;
         }
         let data = out.filled().get(before..).filter(|data| !data.is_empty());
         let Some(data) = data else {

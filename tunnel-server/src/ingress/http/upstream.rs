@@ -254,12 +254,13 @@ fn unsent_for_long(
         };
         loop {
             sleep(UNSENT_MAX).await;
+            poll_fn(|cx| watch.poll_held(cx)).await;
             let now = bytes.read().1;
-            if now != before && !is_handshake {
-                return pending().await;
-            }
-            if now == before && watch.is_held() {
+            if now == before {
                 return;
+            }
+            if !is_handshake {
+                return pending().await;
             }
             before = now;
         }
@@ -326,15 +327,18 @@ impl Attempt for SendAttempt<'_> {
             Ok(connection) => connection,
             Err(error) => {
                 self.request = Some(request);
-                return Err(upstream.failed(*error, Some(&via), replay, false));
+                return Err(upstream.failed(*error, Some(&via), replay.of_unsent(), false));
             }
         };
         match upstream.send(&mut connection, request, replay).await {
             Ok(response) => Ok((response, connection)),
             Err(mut error) => {
                 (self.request, self.head) = (error.unsent.take(), error.head.take());
-                let has_request = self.request.is_some() || self.head.is_some();
-                let replay = if has_request { replay } else { Replay::Never };
+                let replay = match (&self.request, &self.head) {
+                    (Some(_), _) => replay.of_unsent(),
+                    (None, Some(_)) => replay,
+                    (None, None) => Replay::Never,
+                };
                 Err(upstream.failed(*error, Some(&via), replay, false))
             }
         }
@@ -478,7 +482,42 @@ fn scheme_hint(error: &std::io::Error) -> &'static str {
 
 #[cfg(test)]
 mod tests {
+    use tokio::io::AsyncWriteExt;
+    use tokio::time::Instant;
+    use tunnel_proto::transport::Session as _;
+
     use super::*;
+    use crate::ingress::http::tests::fixture::Fixture;
+    use crate::testing::{WAIT_TIMEOUT, header};
+
+    #[tokio::test(start_paused = true)]
+    async fn request_of_which_nothing_was_sent_for_5_s_is_refused_once_its_writer_must_wait() {
+        let (_fixture, agent) = Fixture::with_agent();
+        for is_sent in [false, true] {
+            let mut stream = agent.near.open(&header(), WAIT_TIMEOUT).await.unwrap();
+            let carrier = Carrier {
+                via: None,
+                bytes: stream.bytes(),
+                watch: Some(stream.watch()),
+                audit_id: None,
+            };
+            let unsent = unsent_for_long(&carrier, false);
+            if is_sent {
+                stream.write_all(b"a").await.unwrap();
+            }
+            let begins_to_wait = async {
+                sleep(UNSENT_MAX * 3 / 2).await;
+                stream.watch().hold();
+                Instant::now()
+            };
+            let refused = async {
+                let refused = timeout(UNSENT_MAX * 4, unsent).await;
+                refused.is_ok().then(Instant::now)
+            };
+            let (refused_at, waits_since) = tokio::join!(refused, begins_to_wait);
+            assert_eq!(refused_at, (!is_sent).then_some(waits_since));
+        }
+    }
 
     #[test]
     fn only_get_and_head_without_an_upgrade_may_be_served_twice() {

@@ -28,6 +28,7 @@ fn letter(next: NextAttempt) -> char {
         NextAttempt::Move => 'm',
         NextAttempt::Repeat => 'r',
         NextAttempt::RepeatIfEvicted => 'e',
+        NextAttempt::RepeatIfAdded => 'a',
         NextAttempt::GiveUp => '.',
     }
 }
@@ -59,7 +60,7 @@ fn row(failure: impl Fn(Replay) -> AttemptEnd<'static>) -> [String; 5] {
     });
     let states: [&[AttemptEnd<'_>]; 5] = [
         &[],
-        &[refused(RefusalCode::Draining, Replay::Safe)],
+        &[refused(RefusalCode::NotHere, Replay::Safe)],
         &[lost],
         &[ended],
         &[refused(RefusalCode::TooManyStreams, Replay::Safe)],
@@ -81,14 +82,15 @@ fn row(failure: impl Fn(Replay) -> AttemptEnd<'static>) -> [String; 5] {
 /// m: over another session or server. r: over any. e: over any, after an eviction. A dot: the failure
 /// is the answer.
 #[test]
-fn refusals_move_a_request_once_if_nothing_of_it_was_served() {
+fn refusals_move_a_request_once_or_from_each_agent_that_stops_if_nothing_of_it_was_served() {
     use RefusalCode::{
         AgentLost, AgentSuspect, AgentTimeout, BadHeader, Draining, Internal, NotHere, Policy,
         TargetRefused, TargetTimeout, TooManyStreams, Unknown, UnknownTarget,
     };
     for (codes, expected) in [
+        (&[Draining][..], [".mm"; 5]),
         (
-            &[Draining, NotHere, AgentSuspect, AgentLost][..],
+            &[NotHere, AgentSuspect, AgentLost],
             [".mm", "...", "...", ".mm", ".mm"],
         ),
         (&[TooManyStreams], [".ee", ".ee", ".ee", ".ee", "..."]),
@@ -181,7 +183,7 @@ fn streams_that_are_not_opened_move_unless_time_or_a_limit_is_used_up() {
         (OpenError::TooManyStreams(quota), "...."),
         (OpenError::PeerStreams(1), "...."),
         (OpenError::BufferPoolFull(1), "mm.."),
-        (OpenError::Draining, "m..."),
+        (OpenError::Draining, "m..a"),
         (OpenError::Lost(SessionError::NotOpening), "mm.."),
         (OpenError::Timeout, ".m.."),
     ] {
@@ -195,13 +197,36 @@ fn streams_that_are_not_opened_move_unless_time_or_a_limit_is_used_up() {
 }
 
 #[test]
+fn request_waits_for_the_next_agent_if_nothing_is_left_to_ask_and_the_agent_stops() {
+    let quota = QuotaExhausted {
+        quota: StreamQuota::Agent,
+        streams: 1,
+    };
+    let suspect = OpenError::Suspect(SuspectReason::PeerHearsNothing);
+    for (error, expected) in [
+        (OpenError::NoAgent, 'a'),
+        (OpenError::Draining, 'a'),
+        (suspect, 'a'),
+        (OpenError::TooManyStreams(quota), '.'),
+        (OpenError::BufferPoolFull(1), '.'),
+    ] {
+        let mut attempts = attempts(&[refused(RefusalCode::Draining, Replay::Unserved)]);
+        let next = attempts.next(None, &AttemptEnd::NotOpened(&error));
+        assert_eq!(letter(next), expected, "{error:?}");
+    }
+}
+
+#[test]
 fn sessions_that_fail_one_after_another_end_the_attempts() {
     let error = OpenError::Lost(SessionError::NotOpening);
-    let mut attempts = Attempts::default();
-    let mut numbers = 0..100;
-    let last = numbers.find(|number| {
-        let next = attempts.next(Some(&session(*number)), &AttemptEnd::NotOpened(&error));
-        next == NextAttempt::GiveUp
-    });
-    assert_eq!(last, Some(EXCEPT_MAX as u64));
+    for end in [
+        AttemptEnd::NotOpened(&error),
+        refused(RefusalCode::Draining, Replay::Unserved),
+    ] {
+        let mut attempts = Attempts::default();
+        let mut numbers = 0..100;
+        let last = numbers
+            .find(|number| attempts.next(Some(&session(*number)), &end) == NextAttempt::GiveUp);
+        assert_eq!(last, Some(EXCEPT_MAX as u64));
+    }
 }

@@ -281,3 +281,23 @@ fn large_head_is_read_with_other_limits_from_where_the_check_has_stopped() {
     assert!(!check.is_read());
     assert_eq!(check.request(BodyFraming::Length(0)), None);
 }
+
+#[test]
+fn one_head_may_be_read_behind_the_request_in_progress() {
+    let begun = |fields: &str| {
+        let mut check = HeadCheck::default();
+        assert_eq!(check.read_max(), CONNECTION_HEAD_BYTES);
+        let head = format!("POST / HTTP/1.1\r\nHost: a\r\n{fields}\r\n");
+        assert_eq!(check.read(head.as_bytes()), None);
+        check
+    };
+    assert_eq!(begun("").read_max(), CONNECTION_HEAD_BYTES);
+    let with_length = begun("Content-Length: 100000\r\n");
+    assert_eq!(with_length.read_max(), 100_000 + CONNECTION_HEAD_BYTES);
+    let mut chunked = begun("Transfer-Encoding: chunked\r\n");
+    assert_eq!(chunked.read_max(), usize::MAX);
+    chunked.set_limits(HeadLimits::NO_HEAD);
+    assert_eq!(chunked.read_max(), CONNECTION_HEAD_BYTES);
+    assert_eq!(chunked.request(BodyFraming::Opaque), None);
+    assert_eq!(chunked.read_max(), usize::MAX);
+}

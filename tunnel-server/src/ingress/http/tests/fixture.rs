@@ -37,6 +37,8 @@ use tunnel_routing::destination::Scheme;
 use tunnel_routing::policy::rules::RuleTable;
 use tunnel_routing::policy::{DelegationPolicy, Policy, PortLists, PortPolicy, SharedPolicy};
 
+/// Bytes that a caller's connection in memory holds in each direction.
+pub(in crate::ingress) const CALLER_BUFFER_BYTES: usize = 64 << 10;
 /// Name of the caller with client-certificate delegation.
 const DELEGATED: &str = "kube-apiserver-kubelet-client";
 
@@ -273,7 +275,7 @@ impl Fixture {
         http_listener: Arc<HttpListener>,
         change: impl FnOnce(&mut CallerConn),
     ) -> DuplexStream {
-        let (caller, served) = tokio::io::duplex(64 << 10);
+        let (caller, served) = tokio::io::duplex(CALLER_BUFFER_BYTES);
         let addr: SocketAddr = "192.0.2.1:5".parse().unwrap();
         let mut line = CallerConn {
             addr: addr.into(),

@@ -13,8 +13,10 @@ use tunnel_proto::calibration::scaled;
 use tunnel_proto::transport::{BufferPool, Stream};
 
 use super::super::RELEASE_BUFFERS_AFTER;
-use super::fixture::{Agent, Fixture, HI, assert_status, expect_hi, get, head, http_listener};
-use crate::config::{Limit, Limits, SharedLimits};
+use super::fixture::{
+    Agent, CALLER_BUFFER_BYTES, Fixture, HI, assert_status, expect_hi, get, head, http_listener,
+};
+use crate::config::{CONNECTION_HEAD_BYTES, Limit, Limits, SharedLimits};
 use crate::ingress::caller_addr::CallerIdentity;
 use crate::ingress::head_memory::HeadMemory;
 use crate::routing::registry::CallerKey;
@@ -392,6 +394,31 @@ async fn heads_of_a_mebibyte_and_of_a_thousand_fields_pass_in_memory_of_the_pool
         };
         within(async { tokio::join!(again, agent.answers()) }).await;
         eventually("the memory is free", || pool.reserved() == 0).await;
+    }
+}
+
+/// More would not be counted by the permit of the connection, however large hyper's buffer is.
+#[tokio::test(start_paused = true)]
+async fn of_what_a_caller_sends_behind_a_request_the_server_reads_one_head_ahead() {
+    let small = format!("{}\r\n", get("/small"));
+    let behind = small.repeat(10_000);
+    for first in [small, large_head(100_000, 2)] {
+        let (fixture, agent) = with_large_heads(&BufferPool::new(64 << 20));
+        let mut caller = fixture.connect();
+        let asking = caller.write_all(first.as_bytes());
+        let (asked, mut target) = tokio::join!(asking, agent.accepts());
+        asked.unwrap();
+        head(&mut target).await;
+        let mut left = behind.as_bytes();
+        while !left.is_empty()
+            && let Ok(written) = timeout(Duration::from_secs(1), caller.write(left)).await
+        {
+            left = &left[written.unwrap()..];
+        }
+        let taken = behind.len() - left.len();
+        assert!(taken <= CALLER_BUFFER_BYTES + CONNECTION_HEAD_BYTES, "{taken}");
+        target.write_all(HI.as_bytes()).await.unwrap();
+        expect_hi(&mut caller, "").await;
     }
 }
 

@@ -1,12 +1,17 @@
-//! A request that a draining agent refuses is sent once more over another session. No other failure
-//! has this effect.
+//! A request that a draining agent refuses is sent over another session. No other failure has this
+//! effect.
+
+use std::time::Duration;
 
 use tokio::io::AsyncReadExt;
+use tokio::time::sleep;
 use tunnel_proto::wire::code::RefusalCode;
 
 use super::fixture::Fixture;
 
 const GET: &str = "GET /a HTTP/1.1\r\nHost: worker-1:9100\r\nX-Own: 1\r\nConnection: close\r\n\r\n";
+const POST: &str = "POST /a HTTP/1.1\r\nHost: worker-1:9100\r\nContent-Length: 2\r\n\
+                    Connection: close\r\n\r\nab";
 
 #[tokio::test(start_paused = true)]
 async fn request_without_a_body_that_a_stopping_agent_refuses_goes_over_another_session() {
@@ -20,6 +25,24 @@ async fn request_without_a_body_that_a_stopping_agent_refuses_goes_over_another_
     assert!(answer.starts_with("HTTP/1.1 200 OK"), "{answer}");
     assert!(head.starts_with("GET /a HTTP/1.1\r\n"), "{head}");
     assert!(head.contains("X-Own: 1\r\n"), "{head}");
+}
+
+#[tokio::test(start_paused = true)]
+async fn request_that_a_stopping_agent_refuses_waits_for_the_next_agent() {
+    for method in ["GET", "POST"] {
+        let fixture = Fixture::new();
+        let stopping = fixture.agent();
+        let taking_over = async {
+            stopping.refuses(RefusalCode::Draining).await;
+            sleep(Duration::from_secs(1)).await;
+            let next = fixture.agent();
+            (next.answers().await, next)
+        };
+        let request = GET.replacen("GET", method, 1);
+        let (answer, (head, _next)) = tokio::join!(fixture.ask(&request), taking_over);
+        assert!(answer.starts_with("HTTP/1.1 200 OK"), "{answer}");
+        assert!(head.starts_with(&format!("{method} /a ")), "{head}");
+    }
 }
 
 #[tokio::test(start_paused = true)]
@@ -56,24 +79,47 @@ async fn reason_of_a_refusal_reaches_the_callers_of_pods() {
     }
 }
 
+/// Each server has a session with the agent that stops, and may have several.
 #[tokio::test(start_paused = true)]
-async fn request_is_moved_once_only() {
+async fn request_leaves_each_session_of_a_stopping_agent_and_is_moved_once_after_other_refusals() {
+    for (code, status) in [
+        (RefusalCode::Draining, "200"),
+        (RefusalCode::AgentLost, "502"),
+    ] {
+        let fixture = Fixture::new();
+        let (first, second, third) = (fixture.agent(), fixture.agent(), fixture.agent());
+        let others = async {
+            tokio::join!(first.refuses(code), second.refuses(code));
+            match status {
+                "200" => drop(third.answers().await),
+                _ => assert!(third.is_left_alone().await),
+            }
+        };
+        let (answer, ()) = tokio::join!(fixture.ask(GET), others);
+        let expected = format!("HTTP/1.1 {status} ");
+        assert!(answer.starts_with(&expected), "{code:?}: {answer}");
+    }
+}
+
+/// Nothing of a request is sent before the TLS handshake with its target.
+#[tokio::test(start_paused = true)]
+async fn request_with_a_body_for_an_https_target_goes_over_another_session() {
     let fixture = Fixture::new();
-    let (first, second, third) = (fixture.agent(), fixture.agent(), fixture.agent());
-    let (answer, (), ()) = tokio::join!(
-        fixture.ask(GET),
-        first.refuses(RefusalCode::Draining),
-        second.refuses(RefusalCode::Draining)
-    );
-    assert!(answer.contains("X-Tunnel-Error: draining\r\n"), "{answer}");
-    assert_eq!(third.far.stats().streams, 0);
+    let (stopping, staying) = (fixture.agent(), fixture.agent());
+    let moves = async {
+        stopping.refuses(RefusalCode::Draining).await;
+        staying.stream().await
+    };
+    tokio::select! {
+        answer = fixture.ask_secure(POST) => panic!("not moved: {answer}"),
+        _moved = moves => {}
+    }
 }
 
 #[tokio::test(start_paused = true)]
 async fn request_with_a_body_and_other_refusals_are_not_moved() {
-    let post = "POST /a HTTP/1.1\r\nHost: worker-1:9100\r\nContent-Length: 2\r\nConnection: close\r\n\r\nab";
     for (request, code, label) in [
-        (post, RefusalCode::Draining, "draining"),
+        (POST, RefusalCode::Draining, "draining"),
         (GET, RefusalCode::TargetRefused, "target_refused"),
         (GET, RefusalCode::TooManyStreams, "too_many_streams"),
     ] {
