@@ -74,7 +74,10 @@ async fn burned(threads: usize) -> Result<()> {
         ensure!(bytes > BYTES_MIN, "only {bytes} bytes");
         let bound = (before * 2).max(scaled(P99_FREE));
         let is_checked = Gear::current().pick(false, true);
-        ensure!(!is_checked || during <= bound, "{during:?}, allowed {bound:?}");
+        ensure!(
+            !is_checked || during <= bound,
+            "{during:?}, allowed {bound:?}"
+        );
         drop(reader);
         busy.stop(CONNECT).await?;
         stack.server.wait_until_connected(&[NODE]).await;
