@@ -52,16 +52,14 @@ impl AuditId {
 
 impl fmt::Display for AuditId {
     fn fmt(&self, formatter: &mut fmt::Formatter<'_>) -> fmt::Result {
-        // Each request has an audit event, so the text is written at once.
+        // Each request has an audit event, so the text is written at once, without a branch for each digit.
+        let digit = |value: u8| value + if value < 10 { b'0' } else { b'a' - 10 };
+        let digits = self.0.map(|byte| [digit(byte >> 4), digit(byte & 15)]);
         let mut text = [b'-'; 36];
-        let mut digits = self.0.iter().flat_map(|byte| [byte >> 4, byte & 15]);
-        for (at, letter) in text.iter_mut().enumerate() {
-            if !matches!(at, 8 | 13 | 18 | 23) {
-                *letter = match digits.next().unwrap_or_default() {
-                    digit @ 0..=9 => b'0' + digit,
-                    digit => b'a' - 10 + digit,
-                };
-            }
+        let places = text.iter_mut().enumerate();
+        let places = places.filter(|(at, _)| !matches!(at, 8 | 13 | 18 | 23));
+        for ((_, place), digit) in places.zip(digits.as_flattened()) {
+            *place = *digit;
         }
         formatter.write_str(str::from_utf8(&text).map_err(|_not_ascii| fmt::Error)?)
     }

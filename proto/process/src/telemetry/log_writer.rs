@@ -20,11 +20,8 @@ use super::dropped::{DropCounters, DroppedCounts};
 /// Time that an access log line waits for others, at most. Readers of a log do not notice the delay,
 /// and any number of requests is 20 writes a second. A process that is killed loses these lines.
 const BATCH_DELAY: Duration = Duration::from_millis(50);
-/// Bytes of access log lines that are written without further delay. The queue must not fill while
-/// the output could accept them.
-const BATCH_BYTES: usize = 64 * 1024;
-/// Capacity that a queue retains between two writes. The memory of a burst is released.
-const RETAINED_BYTES: usize = 2 * BATCH_BYTES;
+/// Capacity that a queue retains between two writes, at least. The memory of a burst is released.
+const RETAINED_BYTES: usize = 128 * 1024;
 /// Time between attempts on a failed output, and between checks of rate limit windows.
 const RETRY_INTERVAL: Duration = Duration::from_secs(1);
 /// Pause before the next attempt on a non-blocking output that is full.
@@ -64,9 +61,15 @@ impl LineKind {
         }
     }
 
-    /// Returns whether a line of this kind waits for others.
-    fn is_batched(self) -> bool {
-        matches!(self, Self::Access | Self::Audit)
+    /// Returns the number of queued bytes from which on a line of this kind is written without further
+    /// delay. The queue must not fill while the output could accept the lines, and each write takes the
+    /// processor from a thread that serves requests.
+    fn batch_bytes(self) -> usize {
+        match self {
+            Self::Access => 64 * 1024,
+            Self::Audit => 256 * 1024,
+            Self::Other | Self::Panic | Self::Notice => 0,
+        }
     }
 }
 
@@ -88,8 +91,8 @@ pub(super) struct BatchWriter<W> {
 #[derive(Debug, Default)]
 struct Queue {
     lines: Batch,
-    /// Whether a queued line must be written at once.
-    urgent: bool,
+    /// Whether the queued lines are written without further delay.
+    is_due: bool,
     /// Whether the writer thread waits for a line to wake it.
     is_parked: bool,
     /// Whether the last batch had several lines, so that the thread waits for time and not for a
@@ -124,12 +127,11 @@ struct LineOutput<W> {
 impl Queue {
     /// Queues a line. Returns whether the writer thread must be woken.
     fn push(&mut self, line: &[u8], kind: LineKind) -> bool {
-        let waiting = self.lines.bytes.len();
         self.lines.push(line, kind);
         self.queued += 1;
-        let urgent = !kind.is_batched() && !std::mem::replace(&mut self.urgent, true);
-        let enough = waiting < BATCH_BYTES && self.lines.bytes.len() >= BATCH_BYTES;
-        std::mem::take(&mut self.is_parked) || urgent || enough
+        let is_due = self.lines.bytes.len() >= kind.batch_bytes();
+        let becomes_due = is_due && !std::mem::replace(&mut self.is_due, true);
+        std::mem::take(&mut self.is_parked) || becomes_due
     }
 }
 
@@ -140,10 +142,13 @@ impl Batch {
     }
 
     fn clear(&mut self) {
+        let last = self.lines.last();
+        let retained = last.map_or(0, |(_, kind)| 2 * kind.batch_bytes());
+        let retained = retained.max(RETAINED_BYTES);
         self.bytes.clear();
-        self.bytes.shrink_to(RETAINED_BYTES);
+        self.bytes.shrink_to(retained);
         self.lines.clear();
-        self.lines.shrink_to(RETAINED_BYTES / 64);
+        self.lines.shrink_to(retained / 64);
     }
 }
 
@@ -227,9 +232,7 @@ impl<W: Write + Send + 'static> BatchWriter<W> {
             queue.is_parked = false;
         }
         if queue.is_steady || !queue.lines.bytes.is_empty() {
-            let is_batching = |queue: &mut Queue| {
-                queue.lines.bytes.len() < BATCH_BYTES && !queue.urgent && !queue.closed
-            };
+            let is_batching = |queue: &mut Queue| !queue.is_due && !queue.closed;
             self.changed
                 .wait_while_for(&mut queue, is_batching, BATCH_DELAY);
         }
@@ -242,7 +245,7 @@ impl<W: Write + Send + 'static> BatchWriter<W> {
         {
             let mut queue = self.queue.lock();
             std::mem::swap(&mut queue.lines, batch);
-            queue.urgent = false;
+            queue.is_due = false;
         }
         if batch.lines.is_empty() {
             return WriteOutcome::default();
