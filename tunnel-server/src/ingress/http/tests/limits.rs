@@ -416,7 +416,10 @@ async fn of_what_a_caller_sends_behind_a_request_the_server_reads_one_head_ahead
             left = &left[written.unwrap()..];
         }
         let taken = behind.len() - left.len();
-        assert!(taken <= CALLER_BUFFER_BYTES + CONNECTION_HEAD_BYTES, "{taken}");
+        assert!(
+            taken <= CALLER_BUFFER_BYTES + CONNECTION_HEAD_BYTES,
+            "{taken}"
+        );
         target.write_all(HI.as_bytes()).await.unwrap();
         expect_hi(&mut caller, "").await;
     }
