@@ -6,7 +6,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use tokio::sync::watch;
-use tokio::time::{Instant, sleep, timeout_at};
+use tokio::time::{Instant, sleep};
 use tunnel_proto::transport::Stream;
 use tunnel_proto::wire::code::RefusalCode;
 use tunnel_proto::wire::header::{StreamHeader, StreamKind};
@@ -102,8 +102,7 @@ impl Routing {
 
     /// Opens a stream and runs `attempt` over it, as often as [`Attempts`] permits. A stream uses the
     /// active session of this server or, if there is none that takes the stream, the first other
-    /// server that holds the node. If the node's agent stops and nothing is left to ask, waits 3 s
-    /// at most for the next agent. `failed` is the failure of an attempt that is over.
+    /// server that holds the node. `failed` is the failure of an attempt that is over.
     ///
     /// Cancel-safe as far as `attempt` is: if the future is dropped early, the stream is reset.
     ///
@@ -118,7 +117,6 @@ impl Routing {
     ) -> Result<A::Output, A::Error> {
         let (mut is_sent, mut last) = (failed.is_some(), failed);
         let mut began = Instant::now();
-        let mut handover = None;
         loop {
             let mut opened = match self.open_once(request, attempts.except(), began).await {
                 Ok(opened) => opened,
@@ -134,14 +132,7 @@ impl Routing {
                         Some(before) if is_sent || is_nothing_left => before,
                         Some(_) | None => attempt.not_opened(error),
                     };
-                    let has_next = match next {
-                        NextAttempt::Move | NextAttempt::Repeat => true,
-                        NextAttempt::RepeatIfAdded => {
-                            Box::pin(self.wait_for_handover(request, &mut handover)).await
-                        }
-                        NextAttempt::RepeatIfEvicted | NextAttempt::GiveUp => false,
-                    };
-                    if !has_next {
+                    if next == NextAttempt::GiveUp {
                         return Err(error);
                     }
                     last = Some(error);
@@ -169,7 +160,7 @@ impl Routing {
             let has_next = match attempts.next(Some(&via), &end) {
                 NextAttempt::Move | NextAttempt::Repeat => true,
                 NextAttempt::RepeatIfEvicted => self.evict_idle(request.node, &via),
-                NextAttempt::RepeatIfAdded | NextAttempt::GiveUp => false,
+                NextAttempt::GiveUp => false,
             };
             if !has_next {
                 return Err(error);
@@ -177,29 +168,6 @@ impl Routing {
             (is_sent, last) = (true, Some(error));
             began = Instant::now();
         }
-    }
-
-    /// Waits until a session or a server may have been added since the last call, or since the start
-    /// of `handover`. Returns `false` at the end of the time for a handover, and for a stream that
-    /// another server forwards: that one waits itself, since the next agent may be at a third one.
-    async fn wait_for_handover(
-        &self,
-        request: &StreamRequest<'_>,
-        handover: &mut Option<Handover>,
-    ) -> bool {
-        if request.caller.is_replica() {
-            return false;
-        }
-        let Some(handover) = handover else {
-            // What was added before is found without a notification.
-            *handover = Some(Handover {
-                held: self.held_changed(),
-                deadline: Instant::now() + HANDOVER_MAX.min(request.limit / 2),
-            });
-            return true;
-        };
-        let changed = timeout_at(handover.deadline, handover.held.changed()).await;
-        changed.unwrap_or(false)
     }
 
     /// Opens a stream to the target of a node.
@@ -358,17 +326,6 @@ impl Routing {
 /// Interval at which a request over a suspect session looks for another session. A session that is
 /// live again causes no notification.
 const REPLACEMENT_INTERVAL: Duration = Duration::from_millis(100);
-
-/// Longest time for which a request waits for the next agent of a node whose agent stops. One that
-/// takes over connects within a second, unless its packets are lost.
-const HANDOVER_MAX: Duration = Duration::from_secs(3);
-
-/// The wait of a request for the next agent of a node.
-#[derive(Debug)]
-struct Handover {
-    held: HeldReceiver,
-    deadline: Instant,
-}
 
 /// A receiver of the changes of the nodes that any server holds.
 #[derive(Debug)]

@@ -18,8 +18,6 @@ pub struct Attempts {
     has_moved: bool,
     /// An idle stream was evicted for the request.
     has_evicted: bool,
-    /// The node's agent stops, as a session or a server has said.
-    is_agent_stopping: bool,
     resent: Option<ResendCause>,
 }
 
@@ -88,8 +86,6 @@ pub enum NextAttempt {
     Repeat,
     /// The same if an idle stream over the server that refused this one can be evicted for it.
     RepeatIfEvicted,
-    /// The same if a session or server is added in time, since the next agent takes over.
-    RepeatIfAdded,
     GiveUp,
 }
 
@@ -109,14 +105,6 @@ impl Attempts {
     /// server whose agent stops, and has at most one move after another refusal, one repetition after
     /// an eviction, and one replay after a loss or an end: no target serves it more than twice.
     pub fn next(&mut self, via: Option<&Via>, end: &AttemptEnd<'_>) -> NextAttempt {
-        self.is_agent_stopping |= matches!(
-            end,
-            AttemptEnd::NotOpened(OpenError::Draining)
-                | AttemptEnd::Refused {
-                    code: RefusalCode::Draining,
-                    ..
-                }
-        );
         let next = match end {
             AttemptEnd::NotOpened(error) => self.after_open(via, error),
             AttemptEnd::Refused { code, replay } => self.after_refusal(*code, *replay),
@@ -145,11 +133,6 @@ impl Attempts {
                 } else {
                     NextAttempt::GiveUp
                 }
-            }
-            (None, OpenError::NoAgent | OpenError::Draining | OpenError::Suspect(_))
-                if self.is_agent_stopping =>
-            {
-                NextAttempt::RepeatIfAdded
             }
             // The limits are those of the node. A session that does not open a stream in time has used
             // up the time for it.

@@ -28,7 +28,6 @@ fn letter(next: NextAttempt) -> char {
         NextAttempt::Move => 'm',
         NextAttempt::Repeat => 'r',
         NextAttempt::RepeatIfEvicted => 'e',
-        NextAttempt::RepeatIfAdded => 'a',
         NextAttempt::GiveUp => '.',
     }
 }
@@ -183,7 +182,7 @@ fn streams_that_are_not_opened_move_unless_time_or_a_limit_is_used_up() {
         (OpenError::TooManyStreams(quota), "...."),
         (OpenError::PeerStreams(1), "...."),
         (OpenError::BufferPoolFull(1), "mm.."),
-        (OpenError::Draining, "m..a"),
+        (OpenError::Draining, "m..."),
         (OpenError::Lost(SessionError::NotOpening), "mm.."),
         (OpenError::Timeout, ".m.."),
     ] {
@@ -193,26 +192,6 @@ fn streams_that_are_not_opened_move_unless_time_or_a_limit_is_used_up() {
             |via: &Option<Via>| letter(attempts.next(via.as_ref(), &AttemptEnd::NotOpened(&error)));
         let found: String = asked.iter().map(next).collect();
         assert_eq!(found, expected, "{error:?}");
-    }
-}
-
-#[test]
-fn request_waits_for_the_next_agent_if_nothing_is_left_to_ask_and_the_agent_stops() {
-    let quota = QuotaExhausted {
-        quota: StreamQuota::Agent,
-        streams: 1,
-    };
-    let suspect = OpenError::Suspect(SuspectReason::PeerHearsNothing);
-    for (error, expected) in [
-        (OpenError::NoAgent, 'a'),
-        (OpenError::Draining, 'a'),
-        (suspect, 'a'),
-        (OpenError::TooManyStreams(quota), '.'),
-        (OpenError::BufferPoolFull(1), '.'),
-    ] {
-        let mut attempts = attempts(&[refused(RefusalCode::Draining, Replay::Unserved)]);
-        let next = attempts.next(None, &AttemptEnd::NotOpened(&error));
-        assert_eq!(letter(next), expected, "{error:?}");
     }
 }
 

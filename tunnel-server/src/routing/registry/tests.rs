@@ -276,32 +276,6 @@ async fn node_with_suspect_sessions_alone_is_refused_at_once() {
     assert!(matches!(open(&registry).await, Err(OpenError::Draining)));
 }
 
-/// The server of the caller waits, since the next agent may be at a third server.
-#[tokio::test(start_paused = true)]
-async fn stream_waits_for_the_next_agent_unless_another_server_forwards_it() {
-    let registry = registry();
-    let stopping = join(&registry);
-    stopping.session().withdraw();
-    let other = CallerKey::Replica {
-        replica: "server-2".parse().unwrap(),
-        is_verified: true,
-    };
-    let began = Instant::now();
-    let refused = testing::open(&registry, &node(), &other).await;
-    assert!(matches!(refused, Err(OpenError::Draining)));
-    assert_eq!(began, Instant::now(), "it waited");
-    let taking_over = async {
-        tokio::time::sleep(Duration::from_secs(1)).await;
-        drop(stopping);
-        tokio::time::sleep(Duration::from_secs(1)).await;
-        try_join(&registry, node(), 2, &[]).unwrap()
-    };
-    let (opened, next) = tokio::join!(open(&registry), taking_over);
-    assert_eq!(opened.unwrap().via, next.via());
-    next.session().withdraw();
-    assert!(matches!(open(&registry).await, Err(OpenError::Draining)));
-}
-
 #[tokio::test(start_paused = true)]
 async fn places_are_shared_by_all_sessions_of_an_agent_and_come_back() {
     let registry = registry();

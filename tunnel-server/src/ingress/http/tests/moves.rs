@@ -1,10 +1,7 @@
 //! A request that a draining agent refuses is sent over another session. No other failure has this
 //! effect.
 
-use std::time::Duration;
-
 use tokio::io::AsyncReadExt;
-use tokio::time::sleep;
 use tunnel_proto::wire::code::RefusalCode;
 
 use super::fixture::Fixture;
@@ -25,24 +22,6 @@ async fn request_without_a_body_that_a_stopping_agent_refuses_goes_over_another_
     assert!(answer.starts_with("HTTP/1.1 200 OK"), "{answer}");
     assert!(head.starts_with("GET /a HTTP/1.1\r\n"), "{head}");
     assert!(head.contains("X-Own: 1\r\n"), "{head}");
-}
-
-#[tokio::test(start_paused = true)]
-async fn request_that_a_stopping_agent_refuses_waits_for_the_next_agent() {
-    for method in ["GET", "POST"] {
-        let fixture = Fixture::new();
-        let stopping = fixture.agent();
-        let taking_over = async {
-            stopping.refuses(RefusalCode::Draining).await;
-            sleep(Duration::from_secs(1)).await;
-            let next = fixture.agent();
-            (next.answers().await, next)
-        };
-        let request = GET.replacen("GET", method, 1);
-        let (answer, (head, _next)) = tokio::join!(fixture.ask(&request), taking_over);
-        assert!(answer.starts_with("HTTP/1.1 200 OK"), "{answer}");
-        assert!(head.starts_with(&format!("{method} /a ")), "{head}");
-    }
 }
 
 #[tokio::test(start_paused = true)]
