@@ -671,8 +671,8 @@ const ROTATION_LIMIT: Duration = client::RESPONSE_TIMEOUT.saturating_sub(Duratio
 /// Time for the answers of the other servers about the certificates of agents.
 const OTHER_AGENTS_LIMIT: Duration = Duration::from_secs(8);
 /// The answer when the time is over.
-const STORE_IS_SLOW: &str = "the API server or the disk takes too long, and the command goes on; \
-     look at 'tunnel-server ca rotate --status' before the next command";
+const STORE_IS_SLOW: &str = "the API server or the disk takes too long, and what the command began goes on; \
+     wait until 'tunnel-server ca rotate --status' answers before the next command";
 /// Maximum size of a request body. A token with a hundred addresses is a few KiB.
 const BODY_MAX_BYTES: usize = 64 * 1024;
 /// Maximum size of a request with names of nodes: as many as it may have, with 253 characters each.

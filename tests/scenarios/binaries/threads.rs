@@ -138,7 +138,7 @@ impl Stack {
     /// percentile of their delays.
     async fn slow_delay(&self) -> Result<Duration> {
         let (host, began) = (self.host(), Instant::now());
-        let window = Gear::current().pick(Duration::from_secs(2), Duration::from_secs(15));
+        let window = Gear::current().pick(scaled(Duration::from_secs(2)), Duration::from_secs(15));
         let mut delays = Vec::new();
         while began.elapsed() < window || delays.len() < REQUESTS_MIN {
             let asked = Instant::now();

@@ -97,7 +97,7 @@ impl Agent {
 
     async fn open_kind(&self, kind: StreamKind) -> Stream {
         let header = StreamHeader::new(kind);
-        self.server.open(&header, LONG).await.unwrap()
+        self.server.open(&header, scaled(LONG)).await.unwrap()
     }
 
     /// Opens a stream to a target, and returns it with the target's end and port.
@@ -135,7 +135,11 @@ async fn unused_port() -> Port {
 }
 
 async fn accept(listener: &TcpListener) -> TcpStream {
-    timeout(LONG, listener.accept()).await.unwrap().unwrap().0
+    timeout(scaled(LONG), listener.accept())
+        .await
+        .unwrap()
+        .unwrap()
+        .0
 }
 
 #[tokio::test]
@@ -143,7 +147,10 @@ async fn connection_is_known_to_the_loop_detector_before_it_is_relayed() {
     let agent = Agent::start();
     let (listener, port) = target().await;
     let mut stream = agent.open(Target::Node(port)).await;
-    let (socket, peer) = timeout(LONG, listener.accept()).await.unwrap().unwrap();
+    let (socket, peer) = timeout(scaled(LONG), listener.accept())
+        .await
+        .unwrap()
+        .unwrap();
     stream.accepted().await.unwrap();
     assert!(
         agent
@@ -198,7 +205,7 @@ async fn cut_of_the_stream_becomes_a_reset_of_the_target() {
     let mut half = [0; 11];
     socket.read_exact(&mut half).await.unwrap();
     drop(stream);
-    let error = timeout(LONG, socket.read(&mut half)).await.unwrap();
+    let error = timeout(scaled(LONG), socket.read(&mut half)).await.unwrap();
     assert_eq!(error.unwrap_err().kind(), ErrorKind::ConnectionReset);
 }
 
@@ -211,7 +218,7 @@ async fn reset_of_the_target_becomes_a_cut_of_the_stream() {
     stream.read_exact(&mut half).await.unwrap();
     socket.set_zero_linger().unwrap();
     drop(socket);
-    let error = timeout(LONG, stream.read(&mut half)).await.unwrap();
+    let error = timeout(scaled(LONG), stream.read(&mut half)).await.unwrap();
     let error = error.unwrap_err();
     let cut = find_cause::<StreamCut>(&error);
     assert_eq!(cut, Some(&StreamCut::Reset(ResetCode::PeerCut)));
@@ -222,7 +229,7 @@ async fn agent_that_stops_at_once_resets_the_target() {
     let mut agent = Agent::start();
     let (_stream, mut socket, _) = agent.connect().await;
     agent.tasks.shutdown().await;
-    let read = timeout(LONG, socket.read_u8()).await.unwrap();
+    let read = timeout(scaled(LONG), socket.read_u8()).await.unwrap();
     assert_eq!(read.unwrap_err().kind(), ErrorKind::ConnectionReset);
 }
 
@@ -422,11 +429,11 @@ async fn f36_panic_in_a_stream_costs_that_stream_alone() {
     for _ in 0..3 {
         serve(memory::incoming_stream(&header, true));
         let mut socket = accept(&listener).await;
-        let ended = timeout(LONG, socket.read_u8()).await.unwrap();
+        let ended = timeout(scaled(LONG), socket.read_u8()).await.unwrap();
         ended.expect_err("the target sees a cut");
         serve(memory::incoming_stream(&[9, 1], true));
     }
-    timeout(LONG, async {
+    timeout(scaled(LONG), async {
         while shutdown.work_left() > 0 {
             tokio::time::sleep(Duration::from_millis(1)).await;
         }
@@ -482,5 +489,5 @@ async fn streams_per_agent_hold_for_one_below_at_and_above() {
             }
         }
     };
-    timeout(LONG, room_comes_back).await.unwrap();
+    timeout(scaled(LONG), room_comes_back).await.unwrap();
 }

@@ -78,7 +78,8 @@ pub struct NodeStatus {
     pub history: Option<HistoryStatus>,
     /// Time at which the node was revoked, RFC 3339. Empty if it is not revoked.
     pub revoked_at: Option<String>,
-    /// How the agent enrolled last, if this server knows.
+    /// How the agent enrolled last, or that it connected last with its kubelet's certificate, if this server
+    /// knows.
     pub enrollment: Option<EnrollmentKind>,
     /// How the version of the agent differs from the version of this server.
     pub version_skew: Option<VersionSkew>,

@@ -12,7 +12,7 @@ use crate::routing::via::Via;
 pub struct Attempts {
     /// What has failed and is not asked again.
     except: Vec<Via>,
-    /// Servers over which no stream could be opened.
+    /// Servers over which no stream could be opened, or which hold an agent that stops.
     failed_servers: usize,
     /// The request has left a session or a server that was lost, or refused it and does not stop.
     has_moved: bool,
@@ -107,7 +107,7 @@ impl Attempts {
     pub fn next(&mut self, via: Option<&Via>, end: &AttemptEnd<'_>) -> NextAttempt {
         let next = match end {
             AttemptEnd::NotOpened(error) => self.after_open(via, error),
-            AttemptEnd::Refused { code, replay } => self.after_refusal(*code, *replay),
+            AttemptEnd::Refused { code, replay } => self.after_refusal(via, *code, *replay),
             AttemptEnd::Ended(end) => self.after_end(end),
         };
         if next == NextAttempt::Move {
@@ -127,8 +127,7 @@ impl Attempts {
                 Some(Via::Replica(_)),
                 OpenError::Lost(_) | OpenError::Timeout | OpenError::BufferPoolFull(_),
             ) => {
-                self.failed_servers += 1;
-                if self.failed_servers < HOLDERS_TRIED_MAX {
+                if self.may_ask_next_server() {
                     NextAttempt::Move
                 } else {
                     NextAttempt::GiveUp
@@ -140,7 +139,18 @@ impl Attempts {
         }
     }
 
-    fn after_refusal(&mut self, code: RefusalCode, replay: Replay) -> NextAttempt {
+    /// Counts a server that failed. Returns whether another one may be asked.
+    fn may_ask_next_server(&mut self) -> bool {
+        self.failed_servers += 1;
+        self.failed_servers < HOLDERS_TRIED_MAX
+    }
+
+    fn after_refusal(
+        &mut self,
+        via: Option<&Via>,
+        code: RefusalCode,
+        replay: Replay,
+    ) -> NextAttempt {
         if replay == Replay::Never {
             return NextAttempt::GiveUp;
         }
@@ -151,11 +161,11 @@ impl Attempts {
         if !is_retryable(code) {
             return NextAttempt::GiveUp;
         }
-        let can_move = if code == RefusalCode::Draining {
+        let can_move = match (code, via) {
             // All sessions of an agent that stops refuse, at each server.
-            self.except.len() < EXCEPT_MAX
-        } else {
-            !std::mem::replace(&mut self.has_moved, true)
+            (RefusalCode::Draining, Some(Via::Replica(_))) => self.may_ask_next_server(),
+            (RefusalCode::Draining, Some(Via::Local(_)) | None) => self.except.len() < EXCEPT_MAX,
+            (_, _) => !std::mem::replace(&mut self.has_moved, true),
         };
         if can_move {
             NextAttempt::Move

@@ -113,6 +113,15 @@ fn refusals_move_a_request_once_or_from_each_agent_that_stops_if_nothing_of_it_w
     }
 }
 
+#[test]
+fn two_servers_at_most_are_asked_for_a_node_whose_agents_stop() {
+    let mut attempts = Attempts::default();
+    let stops = refused(RefusalCode::Draining, Replay::Safe);
+    let letters = [session(1), server("s1"), session(2), server("s2")]
+        .map(|via| letter(attempts.next(Some(&via), &stops)));
+    assert_eq!(letters, ['m', 'm', 'm', '.']);
+}
+
 /// The first two columns of facts: the connection is reused, and the session is suspect.
 #[test]
 fn streams_that_end_without_an_answer_are_replayed_once_if_that_is_safe() {

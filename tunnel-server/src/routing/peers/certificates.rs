@@ -199,7 +199,7 @@ const FETCHED_AT_ONCE: usize = 8;
 /// Time for which agents may be on their way after a server was lost or connected: twice that in which a
 /// node comes back whose only session was with a killed server.
 const AGENTS_MOVE: Duration = Duration::from_secs(30);
-/// Nodes of servers that are gone that are looked at while streams wait.
+/// Nodes of each server that is gone that are looked at while streams wait.
 const GONE_AT_ONCE: usize = 1024;
 /// Upper bound for the bytes of the entries in one message.
 const MESSAGE_BYTES: usize = PEER_MESSAGE_MAX - 256;

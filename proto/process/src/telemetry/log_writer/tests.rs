@@ -128,21 +128,18 @@ fn batched_access_lines_are_written_together() {
 
 #[test]
 fn line_wakes_the_thread_only_if_time_does_not() {
-    let mut queue = Queue {
-        is_parked: true,
-        ..Queue::default()
-    };
-    let full = vec![b'x'; BATCH_BYTES];
-    let rows: [(&[u8], LineKind, bool); 6] = [
-        (b"first of a batch\n", LineKind::Access, true),
-        (b"same batch\n", LineKind::Access, false),
-        (b"urgent\n", LineKind::Other, true),
-        (b"urgent, too\n", LineKind::Other, false),
-        (&full, LineKind::Access, true),
-        (b"behind a full batch\n", LineKind::Access, false),
-    ];
-    for (index, (line, kind, wakes)) in rows.into_iter().enumerate() {
-        assert_eq!(queue.push(line, kind), wakes, "line {index}");
+    for kind in [LineKind::Access, LineKind::Audit, LineKind::Other] {
+        let mut queue = Queue {
+            is_parked: true,
+            ..Queue::default()
+        };
+        let mut push = |bytes, kind| queue.push(&vec![b'x'; bytes], kind);
+        assert!(push(1, LineKind::Audit), "the thread was parked");
+        assert!(!push(1, LineKind::Audit), "the same batch");
+        let below = kind.batch_bytes().saturating_sub(3);
+        assert!(below == 0 || !push(below, kind), "{kind:?}");
+        assert!(push(1, kind), "{kind:?}");
+        assert!(!push(1, LineKind::Other), "the batch is due");
     }
 }
 
@@ -152,9 +149,9 @@ fn urgent_line_is_written_after_queued_lines() {
     drop(permit);
     writer.push(b"a\n", LineKind::Access);
     writer.push(b"b\n", LineKind::Access);
-    assert!(!writer.queue.lock().urgent);
+    assert!(!writer.queue.lock().is_due);
     writer.push(b"c\n", LineKind::Other);
-    assert!(writer.queue.lock().urgent);
+    assert!(writer.queue.lock().is_due);
     drop(start(&writer));
     assert_eq!(text(&written), "a\nb\nc\n");
 }
