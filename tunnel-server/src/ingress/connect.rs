@@ -18,7 +18,7 @@ use super::dispatch::{
     self, IngressRequest, IngressTarget, TunnelParams, grant_route, open_tunnel,
 };
 use super::error::ProxyError;
-use super::http::caller::Caller;
+use super::http::conn::HttpConn;
 use super::http::exchange::{Exchange, Forwarded, ForwardedBody};
 use super::http::headers::{trace_parent, unread_token};
 use super::request_record::RequestRecord;
@@ -43,28 +43,28 @@ impl ConnectProxy {
     /// them.
     fn authenticate(
         &self,
-        caller: &Caller,
+        conn: &HttpConn,
         request: &Request<Incoming>,
         has_delegation: bool,
     ) -> Result<CallerIdentity, ProxyError> {
         let access = self.access(
-            &caller.identity,
-            caller.addr,
+            &conn.identity,
+            conn.addr,
             has_delegation,
             UnreadToken::None,
         );
         let passwords = self.passwords.as_ref();
         let Some(passwords) = passwords.filter(|_| access.needs_credentials()) else {
-            return Ok(caller.identity.clone());
+            return Ok(conn.identity.clone());
         };
-        let source = source(caller.addr.source());
+        let source = source(conn.addr.source());
         let admitted = passwords.authenticate(
             PROXY_AUTHORIZATION,
             request.headers(),
             source,
-            &caller.credentials,
+            &conn.credentials,
         );
-        caller.ingress.metrics.password(match admitted {
+        conn.ingress.metrics.password(match admitted {
             Ok(_) => "right",
             Err(BasicAuthError::Missing) => "missing",
             Err(BasicAuthError::Wrong) => "wrong",
@@ -117,15 +117,15 @@ pub(super) fn subject<B>(request: &Request<B>) -> String {
 /// Answers one request on a CONNECT listener.
 pub(super) async fn forward(
     proxy: &ConnectProxy,
-    caller: &Caller,
+    conn: &HttpConn,
     request: Request<Incoming>,
     record: &mut RequestRecord,
 ) -> Result<Forwarded, ProxyError> {
-    let policy = caller.ingress.policy.load();
-    let has_delegation = caller.has_delegation(&policy);
-    let name = proxy.authenticate(caller, &request, has_delegation)?;
+    let policy = conn.ingress.policy.load();
+    let has_delegation = conn.has_delegation(&policy);
+    let name = proxy.authenticate(conn, &request, has_delegation)?;
     record.caller(&name);
-    let key = caller.addr.key(&name);
+    let key = conn.addr.key(&name);
     let proxy_request = ProxyRequest::of(request.method(), request.uri(), request.headers())?;
     // The fields of a CONNECT pass on to nobody.
     let token = match proxy_request.kind {
@@ -134,17 +134,17 @@ pub(super) async fn forward(
     };
     let ingress_request = IngressRequest {
         policy: &policy,
-        caller: proxy.access(&name, caller.addr, has_delegation, token),
+        caller: proxy.access(&name, conn.addr, has_delegation, token),
         target: IngressTarget::Proxy {
             request: &proxy_request,
             dialer: &proxy.direct,
         },
         cluster_user: None,
         claimed: None,
-        end_signal: caller.close_state.end_signal(),
+        end_signal: conn.close_state.end_signal(),
         operation: RequestedOperation::of(&request),
     };
-    let route = grant_route(&caller.ingress, ingress_request, record).await?;
+    let route = grant_route(&conn.ingress, ingress_request, record).await?;
     match proxy_request.kind {
         RequestKind::Connect => {
             let params = TunnelParams {
@@ -152,18 +152,18 @@ pub(super) async fn forward(
                 trace_parent: trace_parent(request.headers()),
                 awaits_reply: true,
             };
-            let tunnel = open_tunnel(&caller.ingress, route, params, record).await?;
+            let tunnel = open_tunnel(&conn.ingress, route, params, record).await?;
             Ok(Forwarded {
                 head: Response::new(()),
                 forwarded_body: ForwardedBody::Tunnel {
-                    caller: caller.take_upgrade(),
+                    upgrade: conn.take_upgrade(),
                     tunnel: Box::new(tunnel),
                 },
             })
         }
         RequestKind::Read => {
             let exchange = Exchange {
-                caller,
+                conn,
                 key: &key,
                 has_delegation,
                 upgrade: None,

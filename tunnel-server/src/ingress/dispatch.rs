@@ -259,9 +259,9 @@ pub(super) async fn forward(
         Route::Direct(direct) => {
             // Only few requests need the memory of a dial.
             let forwarded = async {
-                let socket = direct.dial(&exchange.caller.ingress, record).await?;
+                let socket = direct.dial(&exchange.conn.ingress, record).await?;
                 let target_label = direct.request.to_string();
-                forward_direct(exchange.caller, socket, request, &target_label, record).await
+                forward_direct(exchange.conn, socket, request, &target_label, record).await
             };
             Box::pin(forwarded).await
         }

@@ -1,7 +1,7 @@
 //! HTTP reverse proxy: hyper serves the caller's connection, the server routes each request, and
 //! hyper sends the request through a stream to the target.
 
-pub(in crate::ingress) mod caller;
+pub(in crate::ingress) mod conn;
 pub(crate) mod exchange;
 pub(crate) mod head_check;
 pub(crate) mod headers;
@@ -46,7 +46,7 @@ use crate::ingress::dispatch::{
     self, IngressRequest, IngressTarget, grant_route, relay_granted, relay_tunnel,
 };
 use crate::ingress::error::ProxyError;
-use crate::ingress::http::caller::{Caller, CallerUpgrade};
+use crate::ingress::http::conn::{CallerUpgrade, HttpConn};
 use crate::ingress::http::exchange::{Exchange, Forwarded, ForwardedBody};
 use crate::ingress::http::head_check::size::{CONNECTION_FIELDS, HeadLimits};
 use crate::ingress::http::head_check::{BodyFraming, HeadError};
@@ -105,7 +105,7 @@ pub(super) async fn serve<S>(
     let head_limits = HeadLimits::of_connection(limits.request_head_bytes);
     let timeouts = ConnTimeouts::start(timeout_config, head_limits, permit.clone());
     let mut stream = TimedStream::new(stream, timeouts.clone());
-    let caller = Arc::new(Caller {
+    let conn = Arc::new(HttpConn {
         pool: Arc::new(UpstreamPool::new(ingress.drivers.clone())),
         upgrade: Mutex::default(),
         timeouts,
@@ -128,32 +128,31 @@ pub(super) async fn serve<S>(
     let ended = loop {
         // The box is freed while the connection is idle.
         let driven = Box::pin(
-            caller
-                .clone()
+            conn.clone()
                 .drive(stream, large_head.as_ref(), &caller_closed),
         );
         match driven.await {
-            Ok(DriveEnd::Idle(idle)) => match caller.wait(idle, &caller_closed).await {
+            Ok(DriveEnd::Idle(idle)) => match conn.wait(idle, &caller_closed).await {
                 Ok(Some(readable)) => stream = readable,
                 Ok(None) => break Ok(()),
                 Err(end) => break Err(end),
             },
             Ok(DriveEnd::LargeHead(begun)) => {
                 stream = begun;
-                match caller.read_large_head(&mut stream).await {
+                match conn.read_large_head(&mut stream).await {
                     Ok(head) => large_head = Some(head),
-                    Err(end) => break caller.without_head(stream, end).await,
+                    Err(end) => break conn.without_head(stream, end).await,
                 }
-                caller.has_large_head.store(true, Ordering::Relaxed);
+                conn.has_large_head.store(true, Ordering::Relaxed);
                 // The next head waits until hyper's buffers for this one are freed.
-                caller.timeouts.limit_heads(HeadLimits::NO_HEAD);
+                conn.timeouts.limit_heads(HeadLimits::NO_HEAD);
             }
             Ok(DriveEnd::LargeHeadServed(served)) => {
                 stream = served;
                 // hyper's buffers for the head are gone.
                 large_head = None;
-                caller.has_large_head.store(false, Ordering::Relaxed);
-                caller.timeouts.limit_heads(head_limits);
+                conn.has_large_head.store(false, Ordering::Relaxed);
+                conn.timeouts.limit_heads(head_limits);
                 stream.release();
             }
             Ok(DriveEnd::Closed) => break Ok(()),
@@ -161,10 +160,10 @@ pub(super) async fn serve<S>(
         }
     };
     drop(large_head);
-    caller.pool.close();
+    conn.pool.close();
     if let Err(end) = ended {
-        caller.timeouts.fail();
-        caller.report_end(end);
+        conn.timeouts.fail();
+        conn.report_end(end);
     }
 }
 
@@ -244,7 +243,7 @@ enum ConnEnd {
     Evicted,
 }
 
-impl Caller {
+impl HttpConn {
     /// Drives the connection until it ends, or hyper should not drive it. `large_head` is the head
     /// with which `stream` begins, if it is a large one.
     async fn drive<S>(
@@ -260,9 +259,9 @@ impl Caller {
         let service = service_fn(move |request| {
             // Runs before hyper reads further.
             let (request_guard, head_error) = answering.start(&request);
-            let caller = answering.clone();
+            let conn = answering.clone();
             Box::pin(async move {
-                Ok::<_, Infallible>(caller.answer(request, request_guard, head_error).await)
+                Ok::<_, Infallible>(conn.answer(request, request_guard, head_error).await)
             })
         });
         let builder = self.builder(large_head);
@@ -673,7 +672,7 @@ impl Caller {
         };
         let route = grant_route(&self.ingress, ingress_request, record).await?;
         let exchange = Exchange {
-            caller: self,
+            conn: self,
             key: &self.addr.key(identity),
             has_delegation,
             upgrade,
@@ -747,38 +746,30 @@ impl ForwardedBody {
         self,
         head: Response<()>,
         record: RequestRecord,
-        caller: &Caller,
+        conn: &HttpConn,
     ) -> Response<ResponseBody> {
         let exchange_guard = ExchangeGuard {
-            response_guard: caller.close_state.start(),
+            response_guard: conn.close_state.start(),
             record,
         };
-        let shutdown = &caller.ingress.shutdown;
-        let in_use = caller.permit.in_use();
+        let shutdown = &conn.ingress.shutdown;
+        let in_use = conn.permit.in_use();
         match self {
             Self::Body(body, upstream_guard, upload) => {
-                caller
-                    .timeouts
-                    .watch_target(upstream_guard.upstream.watch());
+                conn.timeouts.watch_target(upstream_guard.upstream.watch());
                 return head
                     .map(|()| ResponseBody::target(body, exchange_guard, upstream_guard, upload));
             }
-            Self::Upgraded {
-                caller: upgrade,
-                target,
-            } => {
-                caller.close_state.upgrade();
+            Self::Upgraded { upgrade, target } => {
+                conn.close_state.upgrade();
                 let exchange_guard = Box::new(exchange_guard);
                 shutdown.spawn_work(async move {
                     let _in_use = in_use;
                     relay_upgraded(upgrade, target, exchange_guard).await;
                 });
             }
-            Self::Tunnel {
-                caller: upgrade,
-                tunnel,
-            } => {
-                caller.close_state.upgrade();
+            Self::Tunnel { upgrade, tunnel } => {
+                conn.close_state.upgrade();
                 let exchange_guard = Box::new(exchange_guard);
                 shutdown.spawn_work(async move {
                     let _in_use = in_use;
@@ -801,7 +792,7 @@ enum UpgradeError {
 
 /// Relays bytes in both directions after a 101.
 async fn relay_upgraded(
-    caller: CallerUpgrade,
+    upgrade: CallerUpgrade,
     target: OnUpgrade,
     mut exchange_guard: Box<ExchangeGuard>,
 ) {
@@ -809,7 +800,7 @@ async fn relay_upgraded(
         let upgraded = target.await.map_err(UpgradeError::Target)?;
         TargetIo::from_upgraded(upgraded).map_err(|_other| UpgradeError::Foreign)
     };
-    match tokio::join!(caller, target) {
+    match tokio::join!(upgrade, target) {
         (Ok(caller), Ok(target)) => {
             relay_tunnel(
                 caller,

@@ -9,7 +9,7 @@ use tokio::io::{AsyncRead, AsyncWrite, AsyncWriteExt};
 use tokio::time::timeout;
 use tracing::debug;
 
-use super::caller::Caller;
+use super::conn::HttpConn;
 use super::head_check::HeadPhase;
 use super::head_check::size::{FIELDS_MAX, HeadExcess, HeadLimits, HeadSize, TARGET_MAX_BYTES};
 use super::timeouts::{TimedStream, TimeoutKind};
@@ -43,7 +43,7 @@ pub(super) enum LargeHeadEnd {
     TimedOut(TimeoutKind),
 }
 
-impl Caller {
+impl HttpConn {
     /// Reads a large head, whose beginning `stream` has withheld from hyper. Then `stream` has the
     /// whole head.
     pub(super) async fn read_large_head<S>(

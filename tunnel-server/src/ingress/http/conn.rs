@@ -1,4 +1,4 @@
-//! The state of one caller's connection, which its requests share.
+//! The state of a caller's HTTP connection, which its requests share.
 
 use std::sync::Arc;
 use std::sync::atomic::AtomicBool;
@@ -35,8 +35,8 @@ pub(in crate::ingress) trait CallerIo:
 
 impl<S: AsyncRead + AsyncWrite + PollCut + Send + Unpin> CallerIo for S {}
 
-/// State of one caller's connection that its requests share.
-pub(in crate::ingress) struct Caller {
+/// A caller's HTTP connection, plain or inside TLS.
+pub(in crate::ingress) struct HttpConn {
     pub(in crate::ingress) ingress: Arc<IngressContext>,
     pub(in crate::ingress) listener: Arc<HttpListener>,
     pub(in crate::ingress) addr: CallerAddr,
@@ -68,7 +68,7 @@ pub(in crate::ingress) struct Caller {
     pub(in crate::ingress) upgrade: Mutex<Option<oneshot::Sender<UpgradedCaller>>>,
 }
 
-impl Caller {
+impl HttpConn {
     /// Returns whether the caller has client-certificate delegation: connections to targets use the
     /// server's client certificate. The names of such callers may change while the connection is open.
     pub(in crate::ingress) fn has_delegation(&self, policy: &Policy) -> bool {
