@@ -48,16 +48,16 @@ impl ConnectProxy {
         has_delegation: bool,
     ) -> Result<CallerIdentity, ProxyError> {
         let access = self.access(
-            &conn.identity,
-            conn.addr,
+            &conn.caller.identity,
+            conn.caller.addr,
             has_delegation,
             UnreadToken::None,
         );
         let passwords = self.passwords.as_ref();
         let Some(passwords) = passwords.filter(|_| access.needs_credentials()) else {
-            return Ok(conn.identity.clone());
+            return Ok(conn.caller.identity.clone());
         };
-        let source = source(conn.addr.source());
+        let source = source(conn.caller.addr.source());
         let admitted = passwords.authenticate(
             PROXY_AUTHORIZATION,
             request.headers(),
@@ -125,7 +125,7 @@ pub(super) async fn forward(
     let has_delegation = conn.has_delegation(&policy);
     let name = proxy.authenticate(conn, &request, has_delegation)?;
     record.caller(&name);
-    let key = conn.addr.key(&name);
+    let key = conn.caller.addr.key(&name);
     let proxy_request = ProxyRequest::of(request.method(), request.uri(), request.headers())?;
     // The fields of a CONNECT pass on to nobody.
     let token = match proxy_request.kind {
@@ -134,14 +134,14 @@ pub(super) async fn forward(
     };
     let ingress_request = IngressRequest {
         policy: &policy,
-        caller: proxy.access(&name, conn.addr, has_delegation, token),
+        caller: proxy.access(&name, conn.caller.addr, has_delegation, token),
         target: IngressTarget::Proxy {
             request: &proxy_request,
             dialer: &proxy.direct,
         },
         cluster_user: None,
         claimed: None,
-        end_signal: conn.close_state.end_signal(),
+        end_signal: conn.caller.close_state.end_signal(),
         operation: RequestedOperation::of(&request),
     };
     let route = grant_route(&conn.ingress, ingress_request, record).await?;
