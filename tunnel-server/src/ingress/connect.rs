@@ -125,7 +125,7 @@ pub(super) async fn forward(
     let has_delegation = conn.has_delegation(&policy);
     let name = proxy.authenticate(conn, &request, has_delegation)?;
     record.caller(&name);
-    let key = conn.caller.addr.key(&name);
+    let caller_key = conn.caller.addr.key(&name);
     let proxy_request = ProxyRequest::of(request.method(), request.uri(), request.headers())?;
     // The fields of a CONNECT pass on to nobody.
     let token = match proxy_request.kind {
@@ -148,7 +148,7 @@ pub(super) async fn forward(
     match proxy_request.kind {
         RequestKind::Connect => {
             let params = TunnelParams {
-                key: &key,
+                caller_key: &caller_key,
                 trace_parent: trace_parent(request.headers()),
                 awaits_reply: true,
             };
@@ -164,7 +164,7 @@ pub(super) async fn forward(
         RequestKind::Read => {
             let exchange = Exchange {
                 conn,
-                key: &key,
+                caller_key: &caller_key,
                 has_delegation,
                 upgrade: None,
             };

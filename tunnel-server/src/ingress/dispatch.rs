@@ -82,7 +82,7 @@ pub(super) struct DirectRoute {
 #[derive(Debug)]
 pub(super) struct TunnelParams<'a> {
     /// Key that counts the streams of the caller.
-    pub(super) key: &'a CallerKey,
+    pub(super) caller_key: &'a CallerKey,
     /// Trace context for the agent's access log.
     pub(super) trace_parent: String,
     /// The tunnel is open only once the target has accepted.
@@ -287,7 +287,12 @@ pub(super) async fn open_tunnel(
         }
     };
     record.destination(&destination);
-    let mut request = stream_request(ingress, &destination, params.key, params.trace_parent);
+    let mut request = stream_request(
+        ingress,
+        &destination,
+        params.caller_key,
+        params.trace_parent,
+    );
     record.identify(&mut request.header);
     let mut attempt = TunnelAttempt {
         awaits_reply: params.awaits_reply,

@@ -647,7 +647,7 @@ impl HttpConn {
         let route = grant_route(&self.ingress, ingress_request, record).await?;
         let exchange = Exchange {
             conn: self,
-            key: &self.caller.addr.key(identity),
+            caller_key: &self.caller.addr.key(identity),
             has_delegation,
             upgrade,
         };

@@ -77,7 +77,7 @@ async fn open(
     };
     let route = grant_route(ingress, request, record).await?;
     let params = TunnelParams {
-        key: &CallerAddr::from(addr).key(caller.identity),
+        caller_key: &CallerAddr::from(addr).key(caller.identity),
         trace_parent: String::new(),
         awaits_reply: false,
     };

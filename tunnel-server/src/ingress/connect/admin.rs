@@ -147,7 +147,7 @@ impl AdminTunnels {
         let params = TunnelParams {
             // A caller that has access to this socket can also stop the server, so it counts as a
             // caller with a certificate.
-            key: &CallerKey::Local(user),
+            caller_key: &CallerKey::Local(user),
             trace_parent: trace_parent(request.headers()),
             awaits_reply: true,
         };

@@ -51,7 +51,7 @@ pub(in crate::ingress) enum ForwardedBody {
 pub(in crate::ingress) struct Exchange<'a> {
     pub(in crate::ingress) conn: &'a HttpConn,
     /// Key that counts the streams of the caller.
-    pub(in crate::ingress) key: &'a CallerKey,
+    pub(in crate::ingress) caller_key: &'a CallerKey,
     /// The request has client-certificate delegation.
     pub(in crate::ingress) has_delegation: bool,
     /// Protocols that the request asks to switch to.
@@ -77,14 +77,14 @@ impl Exchange<'_> {
             destination: destination.clone(),
             tls_profile: tls_profile.id,
             authorization: request.headers().get(AUTHORIZATION).cloned(),
-            caller: self.key.clone(),
+            caller_key: self.caller_key.clone(),
         });
         let upstream_request = UpstreamRequest {
             ingress: &conn.ingress,
             scheme: conn.listener.scheme,
             tls_profile,
             destination: &destination,
-            caller: self.key,
+            caller_key: self.caller_key,
             trace_parent: trace_parent(request.headers()),
             pool: pool_key.as_ref().map(|pool_key| (&*conn.pool, pool_key)),
         };

@@ -58,7 +58,7 @@ pub(crate) struct UpstreamRequest<'a> {
     /// The node and the target on that node.
     pub(crate) destination: &'a Destination,
     /// Key that counts the streams of the caller.
-    pub(crate) caller: &'a CallerKey,
+    pub(crate) caller_key: &'a CallerKey,
     /// Trace context for the agent's access log.
     pub(crate) trace_parent: String,
     /// The pool and the key of a reusable connection, if the request may use one.
@@ -119,7 +119,7 @@ impl UpstreamRequest<'_> {
             let mut stream_request = stream_request(
                 self.ingress,
                 self.destination,
-                self.caller,
+                self.caller_key,
                 self.trace_parent.clone(),
             );
             record.identify(&mut stream_request.header);
@@ -355,22 +355,22 @@ fn is_safe(head: &Parts) -> bool {
     matches!(head.method, Method::GET | Method::HEAD) && !head.headers.contains_key(UPGRADE)
 }
 
-/// Returns the request for streams of `caller` to a destination. `trace_parent` is the trace context
+/// Returns the request for streams of a caller to a destination. `trace_parent` is the trace context
 /// for the agent's access log.
 pub(in crate::ingress) fn stream_request<'a>(
     ingress: &IngressContext,
     destination: &'a Destination,
-    caller: &'a CallerKey,
+    caller_key: &'a CallerKey,
     trace_parent: String,
 ) -> StreamRequest<'a> {
     StreamRequest {
         node: &destination.node,
         header: StreamHeader {
             trace_parent,
-            source: source_number(caller),
+            source: source_number(caller_key),
             ..StreamHeader::new(StreamKind::Target(destination.target.clone()))
         },
-        caller,
+        caller_key,
         limit: ingress.limits.load().open_timeout,
     }
 }
