@@ -19,7 +19,7 @@ use super::dispatch::{
 };
 use super::error::ProxyError;
 use super::http::conn::HttpConn;
-use super::http::exchange::{Exchange, Forwarded, ForwardedBody};
+use super::http::exchange::{Exchange, ResponseContent, TargetResponse};
 use super::http::headers::{trace_parent, unread_token};
 use super::request_record::RequestRecord;
 use crate::outcome::Outcome;
@@ -115,12 +115,12 @@ pub(super) fn subject<B>(request: &Request<B>) -> String {
 }
 
 /// Answers one request on a CONNECT listener.
-pub(super) async fn forward(
+pub(super) async fn serve_request(
     proxy: &ConnectProxy,
     conn: &HttpConn,
     request: Request<Incoming>,
     record: &mut RequestRecord,
-) -> Result<Forwarded, ProxyError> {
+) -> Result<TargetResponse, ProxyError> {
     let policy = conn.ingress.policy.load();
     let has_delegation = conn.has_delegation(&policy);
     let name = proxy.authenticate(conn, &request, has_delegation)?;
@@ -153,9 +153,9 @@ pub(super) async fn forward(
                 awaits_reply: true,
             };
             let tunnel = open_tunnel(&conn.ingress, route, params, record).await?;
-            Ok(Forwarded {
+            Ok(TargetResponse {
                 head: Response::new(()),
-                forwarded_body: ForwardedBody::Tunnel {
+                content: ResponseContent::Tunnel {
                     upgrade: conn.take_upgrade(),
                     tunnel: Box::new(tunnel),
                 },
@@ -168,7 +168,7 @@ pub(super) async fn forward(
                 has_delegation,
                 upgrade: None,
             };
-            dispatch::forward(&exchange, route, request, record).await
+            dispatch::exchange(&exchange, route, request, record).await
         }
     }
 }

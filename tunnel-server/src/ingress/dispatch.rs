@@ -19,7 +19,7 @@ use super::connect::dial::DirectDialer;
 use super::context::IngressContext;
 use super::decide_again::ask_cluster;
 use super::error::ProxyError;
-use super::http::exchange::{Exchange, Forwarded, forward_direct};
+use super::http::exchange::{Exchange, TargetResponse, run_direct};
 use super::http::upstream::{accepted, stream_request};
 use super::request_record::{ExchangeGuard, RequestRecord};
 use super::tunnel::Tunnel;
@@ -195,7 +195,7 @@ async fn resolve_delegated(
     let routes = &ingress.routes;
     let decision = delegated::decide(request, &routes.load())?;
     let pod = match decision {
-        Decision::Forward(requested) => return Ok(requested),
+        Decision::Node(requested) => return Ok(requested),
         Decision::LookUp(pod) => pod,
     };
     let Some(pods) = &ingress.pods else {
@@ -244,26 +244,26 @@ impl DirectRoute {
     }
 }
 
-/// Forwards an HTTP request over its route. Returns the response for the caller.
+/// Sends an HTTP request over its route. Returns the response for the caller.
 ///
 /// # Errors
 /// Returns a [`ProxyError`] with the response for the caller.
-pub(super) async fn forward(
+pub(super) async fn exchange(
     exchange: &Exchange<'_>,
     route: Route<DirectRoute>,
     request: Request<Incoming>,
     record: &mut RequestRecord,
-) -> Result<Forwarded, ProxyError> {
+) -> Result<TargetResponse, ProxyError> {
     match route {
-        Route::Agent(target) => exchange.forward(request, target, record).await,
+        Route::Agent(target) => exchange.run(request, target, record).await,
         Route::Direct(direct) => {
             // Only few requests need the memory of a dial.
-            let forwarded = async {
+            let exchanged = async {
                 let socket = direct.dial(&exchange.conn.ingress, record).await?;
                 let target_label = direct.request.to_string();
-                forward_direct(exchange.conn, socket, request, &target_label, record).await
+                run_direct(exchange.conn, socket, request, &target_label, record).await
             };
-            Box::pin(forwarded).await
+            Box::pin(exchanged).await
         }
     }
 }

@@ -46,7 +46,7 @@ use crate::ingress::dispatch::{
 };
 use crate::ingress::error::ProxyError;
 use crate::ingress::http::conn::{CallerUpgrade, HttpConn};
-use crate::ingress::http::exchange::{Exchange, Forwarded, ForwardedBody};
+use crate::ingress::http::exchange::{Exchange, ResponseContent, TargetResponse};
 use crate::ingress::http::head_check::size::{CONNECTION_FIELDS, HeadLimits};
 use crate::ingress::http::head_check::{BodyFraming, HeadError};
 use crate::ingress::http::headers::{
@@ -544,20 +544,20 @@ impl HttpConn {
         let unanswered = self.caller.close_state.start();
         let wanted = requested_upgrade(request.version(), request.headers());
         let wanted = wanted.filter(|_| !is_connect);
-        let forwarded = match (self.refusal(head_error), &self.listener.connect) {
+        let served = match (self.refusal(head_error), &self.listener.connect) {
             (Some(failure), _) => Err(failure),
             (None, Some(proxy)) => {
-                Box::pin(connect::forward(proxy, self, request, &mut record)).await
+                Box::pin(connect::serve_request(proxy, self, request, &mut record)).await
             }
-            (None, None) => self.forward(request, wanted.as_ref(), &mut record).await,
+            (None, None) => {
+                self.serve_request(request, wanted.as_ref(), &mut record)
+                    .await
+            }
         };
-        let mut response = match forwarded {
-            Ok(Forwarded {
-                head,
-                forwarded_body,
-            }) => {
+        let mut response = match served {
+            Ok(TargetResponse { head, content }) => {
                 record.status(head.status());
-                forwarded_body.into_response(head, record, self)
+                content.into_response(head, record, self)
             }
             Err(failure) => {
                 record.fail(&failure);
@@ -604,12 +604,12 @@ impl HttpConn {
         bad.or(refused)
     }
 
-    async fn forward(
+    async fn serve_request(
         &self,
         request: Request<Incoming>,
         upgrade: Option<&HeaderValue>,
         record: &mut RequestRecord,
-    ) -> Result<Forwarded, ProxyError> {
+    ) -> Result<TargetResponse, ProxyError> {
         let policy = self.ingress.policy.load();
         // Few requests need the memory of a review.
         let token_user = match self.named_token(&policy.rules.in_force, request.headers()) {
@@ -651,7 +651,7 @@ impl HttpConn {
             has_delegation,
             upgrade,
         };
-        dispatch::forward(&exchange, route, request, record).await
+        dispatch::exchange(&exchange, route, request, record).await
     }
 
     /// Returns the bearer token of a request, if it claims an account that a rule names. The token passes on
@@ -715,7 +715,7 @@ fn stream_from_parts<S, F>(parts: Parts<TokioIo<TimedStream<S>>, F>) -> TimedStr
     stream
 }
 
-impl ForwardedBody {
+impl ResponseContent {
     fn into_response(
         self,
         head: Response<()>,

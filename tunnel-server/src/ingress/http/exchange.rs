@@ -25,16 +25,16 @@ use crate::routing::registry::CallerKey;
 use tunnel_routing::destination::AgentTarget;
 
 /// The head of a response and the body or stream that follows it.
-pub(in crate::ingress) struct Forwarded {
+pub(in crate::ingress) struct TargetResponse {
     pub(in crate::ingress) head: Response<()>,
-    pub(in crate::ingress) forwarded_body: ForwardedBody,
+    pub(in crate::ingress) content: ResponseContent,
 }
 
 #[expect(
     clippy::large_enum_variant,
     reason = "a body is the usual case, and its guard would be one more allocation"
 )]
-pub(in crate::ingress) enum ForwardedBody {
+pub(in crate::ingress) enum ResponseContent {
     Body(Incoming, UpstreamBodyGuard, Option<Arc<Upload>>),
     Upgraded {
         upgrade: CallerUpgrade,
@@ -59,12 +59,13 @@ pub(in crate::ingress) struct Exchange<'a> {
 }
 
 impl Exchange<'_> {
-    pub(in crate::ingress) async fn forward(
+    /// Sends a request to a target behind an agent.
+    pub(in crate::ingress) async fn run(
         &self,
         mut request: Request<Incoming>,
         target: AgentTarget,
         record: &mut RequestRecord,
-    ) -> Result<Forwarded, ProxyError> {
+    ) -> Result<TargetResponse, ProxyError> {
         let conn = self.conn;
         let host = host_field(&target, &request);
         let destination = target.destination;
@@ -102,9 +103,9 @@ impl Exchange<'_> {
             .filter(|_| has_clear_framing)
             .map(|pool_key| (conn.pool.clone(), pool_key));
         let (head, body) = response.into_parts();
-        let forwarded_body = match switched {
-            Some((upgrade, target)) => ForwardedBody::Upgraded { upgrade, target },
-            None => ForwardedBody::Body(
+        let content = match switched {
+            Some((upgrade, target)) => ResponseContent::Upgraded { upgrade, target },
+            None => ResponseContent::Body(
                 body,
                 UpstreamBodyGuard {
                     upstream,
@@ -114,21 +115,21 @@ impl Exchange<'_> {
                 upload,
             ),
         };
-        Ok(Forwarded {
+        Ok(TargetResponse {
             head: Response::from_parts(head, ()),
-            forwarded_body,
+            content,
         })
     }
 }
 
 /// Sends a plain HTTP request to a target that the server dialed.
-pub(in crate::ingress) async fn forward_direct(
+pub(in crate::ingress) async fn run_direct(
     conn: &HttpConn,
     mut socket: TargetSocket,
     mut request: Request<Incoming>,
     target_label: &str,
     record: &mut RequestRecord,
-) -> Result<Forwarded, ProxyError> {
+) -> Result<TargetResponse, ProxyError> {
     rewrite_request(&mut request, target_label.to_owned(), None, true);
     record.dialed(socket.bytes());
     // The framing of the request marks its end.
@@ -145,9 +146,9 @@ pub(in crate::ingress) async fn forward_direct(
         ingress: conn.ingress.clone(),
         reuse: None,
     };
-    Ok(Forwarded {
+    Ok(TargetResponse {
         head: Response::from_parts(head, ()),
-        forwarded_body: ForwardedBody::Body(body, upstream_guard, upload),
+        content: ResponseContent::Body(body, upstream_guard, upload),
     })
 }
 
