@@ -366,7 +366,7 @@ pub(super) async fn relay_tunnel<C>(
         relayed = tunnel.relay(&mut caller) => relayed,
         () = close_state.end_signal().notified() => {
             debug!("{} is refused by the rules in force", tunnel.name());
-            drop(exchange_guard);
+            exchange_guard.abort();
             let cut = tunnel.cut_for_peer(ResetCode::PeerCut, false);
             tokio::join!(cut, close_state.cut_behind(&mut caller));
             return;
@@ -402,7 +402,7 @@ pub(super) async fn relay_tunnel<C>(
                     record.set_outcome(Outcome::Cut);
                 }
             }
-            drop(exchange_guard);
+            exchange_guard.abort();
             let caller = CallerSide {
                 caller,
                 close_state,

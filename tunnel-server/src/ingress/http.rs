@@ -787,8 +787,7 @@ async fn relay_upgraded(
         (Ok(_caller), Err(error)) => {
             debug!(?error, "target connection failed before the upgrade");
             exchange_guard.record.set_outcome(Outcome::Cut);
-            // Dropped before the caller's connection, which therefore ends in a reset.
-            drop(exchange_guard);
+            exchange_guard.abort();
         }
     }
 }
