@@ -335,15 +335,15 @@ impl Attempt for TunnelAttempt<'_> {
 
 /// Relays bytes in both directions once the caller has the response that grants the tunnel.
 pub(super) async fn relay_granted<C, E>(
-    caller: impl Future<Output = Result<C, E>>,
+    upgrade: impl Future<Output = Result<C, E>>,
     tunnel: Box<Tunnel>,
     exchange_guard: Box<ExchangeGuard>,
 ) where
     C: AsyncRead + AsyncWrite + PollCut + Send + Unpin,
     E: std::fmt::Display,
 {
-    match caller.await {
-        Ok(caller) => relay_tunnel(caller, tunnel, exchange_guard).await,
+    match upgrade.await {
+        Ok(caller_stream) => relay_tunnel(caller_stream, tunnel, exchange_guard).await,
         Err(error) => debug!(%error, "caller disconnected before the tunnel was open"),
     }
 }
@@ -354,7 +354,7 @@ pub(super) async fn relay_granted<C, E>(
 /// The arguments are boxed, because a future holds each argument twice. The guard is the last
 /// argument and so is dropped first: an aborted relay ends in a reset.
 pub(super) async fn relay_tunnel<C>(
-    mut caller: C,
+    mut caller_stream: C,
     mut tunnel: Box<Tunnel>,
     mut exchange_guard: Box<ExchangeGuard>,
 ) where
@@ -363,12 +363,12 @@ pub(super) async fn relay_tunnel<C>(
     let close_state = exchange_guard.response_guard.close_state().clone();
     let relayed = tokio::select! {
         biased;
-        relayed = tunnel.relay(&mut caller) => relayed,
+        relayed = tunnel.relay(&mut caller_stream) => relayed,
         () = close_state.end_signal().notified() => {
             debug!("{} is refused by the rules in force", tunnel.name());
             exchange_guard.abort();
             let cut = tunnel.cut_for_peer(ResetCode::PeerCut, false);
-            tokio::join!(cut, close_state.cut_behind(&mut caller));
+            tokio::join!(cut, close_state.cut_behind(&mut caller_stream));
             return;
         }
     };
@@ -381,7 +381,7 @@ pub(super) async fn relay_tunnel<C>(
             debug!(?side, "{} ended with unread bytes", tunnel.name());
             exchange_guard.record.set_outcome(Outcome::Cut);
             tunnel.finish();
-            discard_input(&mut caller).await;
+            discard_input(&mut caller_stream).await;
             exchange_guard.response_guard.finish();
         }
         RelayEnd::Cut(side, cut) => {
@@ -403,25 +403,25 @@ pub(super) async fn relay_tunnel<C>(
                 }
             }
             exchange_guard.abort();
-            let caller = CallerSide {
-                caller,
+            let caller_side = CallerSide {
+                stream: caller_stream,
                 close_state,
             };
-            Box::pin(end_cut(caller, *tunnel, side, &cut)).await;
+            Box::pin(end_cut(caller_side, *tunnel, side, &cut)).await;
         }
     }
 }
 
-/// The side of a caller, whose connection is cut with it.
+/// The stream of a caller, whose connection is cut with it.
 struct CallerSide<C> {
-    caller: C,
+    stream: C,
     close_state: Arc<CloseState>,
 }
 
 impl<C: AsyncWrite + Send + Unpin> CutSide for CallerSide<C> {
     async fn cut_for_peer(mut self, _code: ResetCode, takes_none: bool) {
         if !takes_none {
-            self.close_state.cut_behind(&mut self.caller).await;
+            self.close_state.cut_behind(&mut self.stream).await;
         }
     }
 }

@@ -775,16 +775,16 @@ async fn relay_upgraded(
         TargetIo::from_upgraded(upgraded).map_err(|_other| UpgradeError::Foreign)
     };
     match tokio::join!(upgrade, target) {
-        (Ok(caller), Ok(target)) => {
+        (Ok(caller_stream), Ok(target)) => {
             relay_tunnel(
-                caller,
+                caller_stream,
                 Box::new(Tunnel::Upgraded(Box::new(target))),
                 exchange_guard,
             )
             .await;
         }
         (Err(error), _) => debug!(%error, "caller disconnected before the upgrade"),
-        (Ok(_caller), Err(error)) => {
+        (Ok(_caller_stream), Err(error)) => {
             debug!(?error, "target connection failed before the upgrade");
             exchange_guard.record.set_outcome(Outcome::Cut);
             exchange_guard.abort();
