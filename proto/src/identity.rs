@@ -214,7 +214,7 @@ impl PeerIdentity {
         }
     }
 
-    /// Returns the name of the replica if the peer is another server.
+    /// Returns the name of the peer if it is another server.
     pub fn replica(&self) -> Option<&ReplicaId> {
         match &self.role {
             Role::Peer(name) => Some(name),

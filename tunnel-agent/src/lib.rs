@@ -13,10 +13,10 @@
 //! | `credentials` | key and certificate in the data directory |
 //! | `enroll` | the first certificate: token and certificate request |
 //! | `connector` | the sessions that take new streams, one per server: dial, happy eyeballs, replacement, upgrade to QUIC |
-//! | [`assignment`] | which replicas an agent holds sessions with: pure, and public for simulators |
+//! | [`assignment`] | which servers an agent holds sessions with: pure, and public for simulators |
 //! | [`distance`] | which zones of servers are near: pure |
 //! | [`backoff`] | time of the next dial: pure, and public so that simulators dial as agents do |
-//! | [`search`] | when to dial again for a replica that no other connector holds: pure |
+//! | [`search`] | when to dial again for a server that no other connector holds: pure |
 //! | `session` | one session: admission, control stream, liveness, retirement, drain |
 //! | `egress` | one stream: dial policy, dial, reply, relay |
 //! | `handover` | the lock of the host, by which one agent of a node hands over to the next one |

@@ -39,7 +39,6 @@ mod peers;
 mod proxy_ports;
 mod records;
 mod reload;
-mod reported;
 mod revocations;
 mod rotation;
 mod services;
@@ -56,7 +55,6 @@ use cluster::{ClusterServices, start_cluster};
 pub use config_files::check_config_files;
 use context::{ProcessContext, ServerContext};
 use proxy_ports::ProxyPorts;
-use reported::ReportedCondition;
 use serving::ServingCredentials;
 use sessions::SessionInputs;
 pub use sockets::BoundAddrs;
@@ -158,9 +156,9 @@ impl App {
         admin::start_meta(sources.clone(), meta_listener, metrics_registry, &context);
         status_page::start(sockets.status, serving.certificates, sources, &context)?;
         if let Some(dns) = &dns {
-            let mut condition = ReportedCondition::new("resolvers", &context.readiness);
-            dns.follow_resolvers(move |lines| condition.set(lines), &context.shutdown)
-                .await;
+            let readiness = context.readiness.clone();
+            let report = move |lines| readiness.report_conditions("resolvers", lines);
+            dns.follow_resolvers(report, &context.shutdown).await;
         }
         drop(starting);
         sockets.bound.log();

@@ -184,12 +184,11 @@ impl IngressContext {
         };
         let close_state = Arc::new(CloseState::default());
         let socket = CallerStream::new(socket, close_state.clone());
-        let caller_closed = socket.caller_closed();
         let mut conn = CallerConn {
             addr,
             identity,
+            closed: socket.caller_closed(),
             close_state,
-            caller_closed,
             permit,
             has_delegation: false,
             server_name: None,

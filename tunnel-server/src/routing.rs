@@ -195,7 +195,7 @@ impl Routing {
                     via: None,
                     error: OpenError::NoAgent | OpenError::Suspect(_) | OpenError::Draining,
                 },
-            ) if !request.caller.is_replica() => unavailable,
+            ) if !request.caller_key.is_replica() => unavailable,
             outcome => return outcome,
         };
         let StreamKind::Target(target) = &request.header.kind else {
@@ -205,7 +205,7 @@ impl Routing {
             kind: StreamKind::Forward {
                 node: request.node.clone(),
                 target: target.clone(),
-                is_verified: request.caller.is_verified(),
+                is_verified: request.caller_key.is_verified(),
             },
             ..request.header.clone()
         };
@@ -300,8 +300,8 @@ impl Routing {
     }
 
     /// Adds an idle stream, see [`Registry::keep_idle`].
-    pub fn keep_idle(&self, node: &NodeName, via: &Via, caller: &CallerKey) -> IdleStream {
-        self.registry.keep_idle(node, via, caller)
+    pub fn keep_idle(&self, node: &NodeName, via: &Via, caller_key: &CallerKey) -> IdleStream {
+        self.registry.keep_idle(node, via, caller_key)
     }
 
     /// Evicts an idle stream, so that the server which refused a stream over `via` has a permit for

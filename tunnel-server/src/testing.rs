@@ -53,13 +53,13 @@ pub(crate) fn header() -> StreamHeader {
 pub(crate) async fn open(
     registry: &Arc<Registry>,
     node: &NodeName,
-    caller: &CallerKey,
+    caller_key: &CallerKey,
 ) -> Result<OpenStream, OpenError> {
     let peers = Peers::alone("server-1".parse().unwrap(), Vec::new());
     let request = StreamRequest {
         node,
         header: header(),
-        caller,
+        caller_key,
         limit: WAIT_TIMEOUT,
     };
     Routing::new(registry.clone(), peers).open(&request).await

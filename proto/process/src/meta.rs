@@ -32,7 +32,7 @@ use tokio::io::{AsyncRead, AsyncWrite};
 use tokio::net::{TcpListener, TcpStream, ToSocketAddrs, UnixListener, UnixStream};
 use tokio::sync::{Semaphore, oneshot};
 use tokio_util::sync::CancellationToken;
-use tracing::debug;
+use tracing::{debug, info, warn};
 
 use self::documents::Documents;
 use super::accept::RetryingListener;
@@ -632,6 +632,28 @@ impl Readiness {
         });
     }
 
+    /// Sets the conditions of a component, and logs each line that is new, and the end of the last one.
+    pub fn report_conditions(&self, component: &'static str, lines: Vec<String>) {
+        let before = self.conditions_of(component);
+        if before == lines {
+            return;
+        }
+        for line in lines.iter().filter(|line| !before.contains(line)) {
+            warn!(condition = component, "{line}");
+        }
+        if lines.is_empty() {
+            info!(condition = component, "condition cleared");
+        }
+        self.set_conditions(component, lines);
+    }
+
+    /// Returns the conditions of a component, one line each.
+    pub fn conditions_of(&self, component: &str) -> Vec<String> {
+        let state = self.0.lock();
+        let conditions = state.conditions.get(component);
+        conditions.map_or_else(Vec::new, |(_since, lines)| lines.clone())
+    }
+
     /// Returns the time since which a component has had conditions.
     pub fn condition_since(&self, component: &str) -> Option<SystemTime> {
         let state = self.0.lock();
@@ -721,14 +743,15 @@ mod tests {
         drop(block);
         readiness.set_conditions("ports", vec!["\"abc\" is no port".into()]);
         let since = readiness.condition_since("ports");
-        readiness.set_conditions("ports", vec!["\"abc\" is no port".into()]);
+        readiness.report_conditions("ports", vec!["\"abc\" is no port".into()]);
         assert!(since.is_some() && readiness.condition_since("ports") == since);
+        assert_eq!(readiness.conditions_of("ports"), ["\"abc\" is no port"]);
         let (status, body) = get(address, "/readyz?verbose").await.unwrap();
         assert_eq!(status, StatusCode::OK);
         assert_eq!(body, "[+] session\n[!] ports: \"abc\" is no port\nok\n");
         let (_, metrics) = get(address, "/metrics").await.unwrap();
         assert!(metrics.contains("tunnel_conditions{condition=\"ports\"} 1\n"));
-        readiness.set_conditions("ports", Vec::new());
+        readiness.report_conditions("ports", Vec::new());
         assert_eq!(readiness.condition_since("ports"), None);
         let (status, body) = get(address, "/readyz").await.unwrap();
         assert_eq!((status, body.as_str()), (StatusCode::OK, "ok\n"));

@@ -113,9 +113,9 @@ pub struct Welcome {
     pub streams_per_agent: u32,
     /// Time limit for the agent to dial a target.
     pub target_dial_timeout: Duration,
-    /// The name of this replica.
+    /// The name of this server.
     pub replica_id: ReplicaId,
-    /// All replicas, this one included.
+    /// All servers, this one included.
     pub members: Vec<Member>,
 }
 

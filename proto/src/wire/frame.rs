@@ -10,7 +10,7 @@ use prost::Message;
 /// Cap of a stream header or reply, in bytes. A header is a few dozen bytes, and a host name adds
 /// at most 253.
 pub const STREAM_MESSAGE_MAX: usize = 4 * 1024;
-/// Cap of a control message, in bytes. Welcome is the largest, because it lists replicas.
+/// Cap of a control message, in bytes. Welcome is the largest, because it lists servers.
 pub const CONTROL_MESSAGE_MAX: usize = 64 * 1024;
 /// Cap of a message between servers, in bytes.
 pub const PEER_MESSAGE_MAX: usize = 32 * 1024;

@@ -47,7 +47,7 @@ pub enum PeerMessage {
 /// The first message of each end.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct PeerHello {
-    /// The name of the sending replica. Must equal the name in its certificate.
+    /// The name of the sending server. Must equal the name in its certificate.
     pub replica: ReplicaId,
     /// A random number of the sending process.
     pub epoch: u64,
@@ -55,7 +55,7 @@ pub struct PeerHello {
     pub versions: (u32, u32),
     /// The addresses for agents, as `HOST:PORT`.
     pub addresses: Vec<String>,
-    /// The zone that the operator gave the sending replica.
+    /// The zone that the operator gave the sending server.
     pub zone: Option<ZoneName>,
 }
 

@@ -34,7 +34,7 @@ pub struct Config {
     pub warnings: Vec<String>,
     /// Server addresses in configured order; at least one.
     pub servers: Vec<ServerAddress>,
-    /// Largest number of replicas to hold a session with at a time.
+    /// Largest number of servers to hold a session with at a time.
     pub replicas: usize,
     /// Transport of sessions, after taking --proxy into account.
     pub transport: TransportChoice,

@@ -1,11 +1,11 @@
-//! Which replicas of the server an agent holds sessions with. Pure functions.
+//! Which servers an agent holds sessions with. Pure functions.
 //!
-//! Each agent ranks the replicas by a weight of its name and theirs (rendezvous hashing). A replica
-//! that comes or goes changes nothing between an agent and the other replicas, and the agents of a
-//! replica that goes are spread over all others.
+//! Each agent ranks the servers by a weight of its name and theirs (rendezvous hashing). A server
+//! that comes or goes changes nothing between an agent and the other servers, and the agents of a
+//! server that goes are spread over all others.
 //!
-//! The replicas of an agent are in different zones where there are several, so that the loss of a zone
-//! leaves the agent a session. A replica whose zone is unknown may be in any: one that is certainly in
+//! The servers of an agent are in different zones where there are several, so that the loss of a zone
+//! leaves the agent a session. A server whose zone is unknown may be in any: one that is certainly in
 //! another zone is preferred to it, and it is preferred to one that is certainly in the same.
 
 use tunnel_proto::wire::REPLICAS_MAX;
@@ -14,11 +14,11 @@ use tunnel_proto::wire::name::{NodeName, ReplicaId, ZoneName};
 
 use super::distance::ZoneDistances;
 
-/// Returns the replicas that the agent of `node` should hold sessions with, at most `count`, the
-/// preferred one first. Replicas that are leaving count only if all of them are.
+/// Returns the servers that the agent of `node` should hold sessions with, at most `count`, the
+/// preferred one first. Servers that are leaving count only if all of them are.
 ///
-/// The sessions are in as many zones as there are, of which the nearest are preferred. Among replicas
-/// in zones that are about as far, and without zones, the weights alone decide: each replica has the
+/// The sessions are in as many zones as there are, of which the nearest are preferred. Among servers
+/// in zones that are about as far, and without zones, the weights alone decide: each server has the
 /// least overlap with those before it, then the least distance, then the greatest weight.
 pub fn wanted_replicas(
     node: &NodeName,
@@ -61,7 +61,7 @@ pub fn wanted_replicas(
     wanted
 }
 
-/// Returns the replicas that the session at `index` of `sessions` may be replaced by, so that its zone is
+/// Returns the servers that the session at `index` of `sessions` may be replaced by, so that its zone is
 /// that of no other session. There are none if it is the first one in its zone, or if that is unknown.
 pub fn replicas_of_other_zones(
     members: &[Member],
@@ -96,9 +96,9 @@ fn zone_overlap(one: &Option<ZoneName>, other: &Option<ZoneName>) -> usize {
     }
 }
 
-/// Distributes `wanted` over connectors, which hold the replicas `current`. A connector that holds
-/// a wanted replica keeps it. Of the others, those without a replica come first. A connector gets
-/// none if another one holds each wanted replica: any replica will do for it.
+/// Distributes `wanted` over connectors, which hold the servers `current`. A connector that holds
+/// a wanted server keeps it. Of the others, those without a server come first. A connector gets
+/// none if another one holds each wanted server: any will do for it.
 pub fn assign_replicas(
     wanted: &[ReplicaId],
     current: &[Option<ReplicaId>],
@@ -130,7 +130,7 @@ pub fn own_addresses<'a>(members: &'a [Member], replica: &ReplicaId) -> Vec<&'a 
             .filter(|member| member.id != *replica)
             .any(|member| member.addresses.iter().any(|other| other == address))
     };
-    // The configured addresses reach a single replica as well.
+    // The configured addresses reach a single server as well.
     if members.len() < 2 {
         return Vec::new();
     }
@@ -161,7 +161,7 @@ pub fn other_addresses<'a>(members: &'a [Member], replicas: &[ReplicaId]) -> Vec
         .collect()
 }
 
-/// Returns the rank of a replica for a node: FNV-1a of both names, with the finalizer of
+/// Returns the rank of a server for a node: FNV-1a of both names, with the finalizer of
 /// splitmix64. FNV-1a alone hardly changes the upper bits for names that differ in their last
 /// character.
 fn weight(node: &NodeName, replica: &ReplicaId) -> u64 {
@@ -176,9 +176,9 @@ fn weight(node: &NodeName, replica: &ReplicaId) -> u64 {
     hash ^ (hash >> 31)
 }
 
-/// Addresses of one replica that are dialed. A replica advertises one or two.
+/// Addresses of one server that are dialed. A server advertises one or two.
 const ADDRESSES_MAX: usize = 8;
-/// Addresses of other replicas that are dialed: one of each in the largest installation.
+/// Addresses of other servers that are dialed: one of each in the largest installation.
 pub const OTHER_ADDRESSES_MAX: usize = REPLICAS_MAX;
 
 #[cfg(test)]
@@ -210,7 +210,7 @@ mod tests {
         texts.iter().map(member).collect()
     }
 
-    /// Returns the replicas that `node` wants while no distance is known.
+    /// Returns the servers that `node` wants while no distance is known.
     fn wanted_replicas(node: &NodeName, members: &[Member], count: usize) -> Vec<ReplicaId> {
         super::wanted_replicas(node, members, &ZoneDistances::default(), count)
     }

@@ -150,11 +150,11 @@ const WANTED_PAUSE: Duration = Duration::from_secs(2);
 /// Time over which the first dials of further connectors are spread, since all agents learn of a
 /// new server in the same moment.
 pub const START_SPREAD: Duration = Duration::from_secs(2);
-/// Time over which agents move to a replica that they prefer. Nothing depends on the move.
+/// Time over which agents move to a server that they prefer. Nothing depends on the move.
 pub const MOVE_SPREAD: Duration = Duration::from_secs(60);
 /// Time over which the dials of agents that had given up are spread after a change of the members.
 pub const RESUME_SPREAD: Duration = Duration::from_secs(2);
-/// Interval of the search for a replica that has an address of its own.
+/// Interval of the search for a server that has an address of its own.
 pub const ADDRESSED_INTERVAL: Duration = Duration::from_secs(60);
 /// Time over which the dials of all agents of a stopping server are spread if the server sets none,
 /// since they are notified in the same moment. Requests wait for the slowest of them.

@@ -3,7 +3,7 @@
 //! at [`Plan::poll_timeout`].
 //!
 //! The plan starts with one [`Connector`], which takes any server. The servers report who they are and
-//! which replicas there are. Then there are up to `--replicas` connectors, each with a replica of its
+//! which servers there are. Then there are up to `--replicas` connectors, each with a server of its
 //! own ([`assignment`](super::assignment)).
 
 use std::collections::{BTreeMap, HashMap, VecDeque};
@@ -72,11 +72,11 @@ pub(super) struct PlanSettings {
     pub(super) limits: Limits,
 }
 
-/// The connectors of an agent, at most one for each replica.
+/// The connectors of an agent, at most one for each server.
 ///
-/// Sessions are sticky. A connector keeps the replica that it reached first, also if another one is
-/// preferred, until a preferred replica is free and has an address of its own. No connector leaves
-/// a replica for one that another connector holds. Behind a load balancer a connector moves only to
+/// Sessions are sticky. A connector keeps the server that it reached first, also if another one is
+/// preferred, until a preferred server is free and has an address of its own. No connector leaves
+/// a server for one that another connector holds. Behind a load balancer a connector moves only to
 /// another zone, if another connector has a session in its own.
 pub(super) struct Plan {
     settings: PlanSettings,
@@ -304,8 +304,8 @@ impl Plan {
         }
     }
 
-    /// Serves an admitted session unless another connector has one with its replica, or the dial was
-    /// for another replica.
+    /// Serves an admitted session unless another connector has one with its server, or the dial was
+    /// for another server.
     fn handle_admitted(&mut self, id: DialId, replica: &ReplicaId, now: Instant) {
         let shared = &mut self.shared;
         let Some(dial) = shared.dials.get(&id) else {
@@ -382,7 +382,7 @@ impl Plan {
         }
     }
 
-    /// Starts and retires connectors, and assigns replicas to them, as often as sessions or members
+    /// Starts and retires connectors, and assigns servers to them, as often as sessions or members
     /// have changed.
     fn reconcile(&mut self, now: Instant) {
         while std::mem::take(&mut self.shared.is_changed) && !self.shared.is_draining {
@@ -426,7 +426,7 @@ impl Plan {
         }
     }
 
-    /// Returns the reported members, and the replicas of sessions, with the addresses that may be
+    /// Returns the reported members, and the servers of sessions, with the addresses that may be
     /// dialed. A server that has just started, or has lost its connections to the others, does not
     /// report those. Logs the other addresses when they change.
     fn members(&mut self) -> Vec<Member> {
@@ -462,7 +462,7 @@ impl Plan {
 
     /// Retires the newest connector without a session whose server stays. A session with a server
     /// that is stopping takes streams, so its connector retires only if another connector has a
-    /// live session with one of the `wanted` replicas. Returns `false` if there is no such
+    /// live session with one of the `wanted` servers. Returns `false` if there is no such
     /// connector.
     fn retire_connector(&mut self, wanted: &[ReplicaId]) -> bool {
         let is_wanted =
@@ -495,7 +495,7 @@ impl Plan {
         self.connectors.insert(id, connector);
     }
 
-    /// Returns an assignment of `replica`. The replicas `free` are dialed if it cannot be reached.
+    /// Returns an assignment of `replica`. The servers `free` are dialed if it cannot be reached.
     fn assignment(
         &self,
         members: &[Member],

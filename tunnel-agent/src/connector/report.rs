@@ -117,7 +117,7 @@ impl ConnectionLog {
         }
     }
 
-    /// Logs that no dial reached a replica without a session of this agent.
+    /// Logs that no dial reached a server without a session of this agent.
     pub(super) fn search_over(&self, members: usize) {
         warn!(
             node = %self.agent,
@@ -138,7 +138,7 @@ impl ConnectionLog {
         }
     }
 
-    /// Logs that no dial with newer credentials reached the replica of a session, nor a free one.
+    /// Logs that no dial with newer credentials reached the server of a session, nor a free one.
     pub(super) fn refresh_over(&self, members: usize) {
         warn!(
             node = %self.agent,

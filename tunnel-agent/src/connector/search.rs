@@ -1,9 +1,9 @@
-//! When to dial again after a dial has reached a replica that another connector holds. Pure.
+//! When to dial again after a dial has reached a server that another connector holds. Pure.
 
 use std::time::Duration;
 
-/// The search for a replica that no other connector of the set holds. A load balancer decides which
-/// replica a dial reaches.
+/// The search for a server that no other connector of the set holds. A load balancer decides which
+/// server a dial reaches.
 #[derive(Debug, Default)]
 pub struct ReplicaSearch {
     tries: u32,
@@ -28,12 +28,12 @@ impl ReplicaSearch {
     }
 }
 
-/// Dials for each known replica.
+/// Dials for each known server.
 const TRIES_PER_MEMBER: usize = 3;
-/// Fewest dials. Of the agents behind a load balancer that chooses one of two replicas at random,
+/// Fewest dials. Of the agents behind a load balancer that chooses one of two servers at random,
 /// one in 1024 goes on with one session until the members change.
 const TRIES_MIN: usize = 10;
-/// First wait after a dial that reached a replica of another connector. The wait doubles.
+/// First wait after a dial that reached a server of another connector. The wait doubles.
 const WAIT_MIN: Duration = Duration::from_secs(1);
 const WAIT_MAX: Duration = Duration::from_secs(60);
 /// Largest fraction by which the waits are extended.

@@ -90,7 +90,7 @@ pub(super) enum ConnectError {
         #[source]
         source: AdmitError,
     },
-    /// Another connector holds the replica, or this was a move to another one.
+    /// Another connector holds the server, or this was a move to another one.
     #[error("{remote}: another session of this agent is with this server")]
     Duplicate { remote: ServerAddr },
     #[error("another session is ready")]

@@ -10,7 +10,6 @@ use tunnel_process::timers::sleep_coalesced;
 
 use super::authority::Authority;
 use super::context::ServerContext;
-use super::reported::ReportedCondition;
 use crate::cluster::ApiServerClock;
 use crate::routing::clock::{self, ClockReading};
 use crate::routing::peers::Peers;
@@ -92,13 +91,13 @@ fn known_time(
 /// Reports the differences until the server stops.
 pub(super) fn report(authority: &Authority, context: &ServerContext) {
     let clocks = OtherClocks::new(authority, context);
-    let mut condition = ReportedCondition::new(LABEL, &context.readiness);
+    let readiness = context.readiness.clone();
     let revocations = authority.revocations.clone();
     context.shutdown.spawn_service(async move {
         let mut reported = Reported::default();
         let mut observed: Option<(KnownTime, Instant)> = None;
         loop {
-            condition.set(reported.lines(&clocks.seconds_ahead()));
+            readiness.report_conditions(LABEL, reported.lines(&clocks.seconds_ahead()));
             let (time, now) = (clocks.known_time(), Instant::now());
             let is_due = observed.is_none_or(|(before, at)| {
                 let is_same = std::mem::discriminant(&before) == std::mem::discriminant(&time);

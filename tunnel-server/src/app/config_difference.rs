@@ -8,18 +8,18 @@ use tunnel_process::timers::sleep_coalesced;
 use tunnel_proto::wire::name::ReplicaId;
 
 use super::context::ServerContext;
-use super::reported::ReportedCondition;
 
 /// Reports the differences until the server stops.
 pub(super) fn report(context: &ServerContext) {
     let peers = context.peers.clone();
-    let mut condition = ReportedCondition::new(LABEL, &context.readiness);
+    let readiness = context.readiness.clone();
     context.shutdown.spawn_service(async move {
         let mut differences = Differences::default();
         loop {
             let (own, others) = peers.configurations();
             if let Some(own) = own {
-                condition.set(differences.lines(own, &others, Instant::now()));
+                let lines = differences.lines(own, &others, Instant::now());
+                readiness.report_conditions(LABEL, lines);
             }
             sleep_coalesced(POLL).await;
         }

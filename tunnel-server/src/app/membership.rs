@@ -13,7 +13,6 @@ use tunnel_proto::wire::name::ReplicaId;
 
 use super::authority::Authority;
 use super::context::ServerContext;
-use super::reported::ReportedCondition;
 use crate::cluster::{OwnMembership, follow_peers};
 use crate::routing::peers::{PeerAddress, PeerState, Peers};
 
@@ -50,14 +49,14 @@ pub(super) fn membership(
 /// Reports a condition while this server has no connection to some of the others, or agents do not
 /// receive all servers and addresses. Without `has_peers` nothing changes after the start.
 pub(super) fn report_unconnected(peers: Arc<Peers>, has_peers: bool, context: &ServerContext) {
-    let mut reported = ReportedCondition::new(LABEL, &context.readiness);
+    let readiness = context.readiness.clone();
     context.shutdown.spawn_service(async move {
         let mut unconnected = Unconnected::default();
         loop {
             let condition = unconnected.condition(&links(&peers), Instant::now());
             let left_out = peers.left_out().condition();
             let lines = condition.into_iter().chain(left_out);
-            reported.set(lines.chain(peers.used_twice()).collect());
+            readiness.report_conditions(LABEL, lines.chain(peers.used_twice()).collect());
             if !has_peers {
                 return;
             }

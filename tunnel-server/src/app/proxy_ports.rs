@@ -10,12 +10,12 @@ use std::time::Duration;
 use tokio::net::TcpListener;
 use tokio_util::sync::DropGuard;
 use tracing::info;
+use tunnel_process::meta::Readiness;
 use tunnel_process::shutdown::Shutdown;
 use tunnel_process::timers::sleep_coalesced;
 use tunnel_proto::wire::name::Port;
 
 use super::context::ServerContext;
-use super::reported::ReportedCondition;
 use super::sockets::http_listener;
 use crate::config::{EXTRA_PORTS_MAX, ListenerSettings, ProxyPortListen};
 use crate::ingress::IngressContext;
@@ -27,7 +27,7 @@ pub(super) struct ProxyPorts {
     ingress: Arc<IngressContext>,
     tls: Arc<ListenerTls>,
     listeners: ListenerSettings,
-    condition: ReportedCondition,
+    readiness: Readiness,
     bound: BTreeMap<(SocketAddr, Scheme), DropGuard>,
     /// Time between two comparisons with the policy.
     interval: Duration,
@@ -45,7 +45,7 @@ impl ProxyPorts {
             ingress,
             tls,
             listeners: context.config.listeners.clone(),
-            condition: ReportedCondition::new(LABEL, &context.readiness),
+            readiness: context.readiness.clone(),
             bound: BTreeMap::new(),
             interval: context.config.limits.reload_every,
             shutdown: context.shutdown.clone(),
@@ -109,7 +109,7 @@ impl ProxyPorts {
                 Err(error) => lines.push(cannot_listen(address, port, &error)),
             }
         }
-        self.condition.set(lines);
+        self.readiness.report_conditions(LABEL, lines);
     }
 }
 

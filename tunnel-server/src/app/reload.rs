@@ -18,8 +18,7 @@ use tunnel_proto::wire::name::Port;
 
 use super::config_difference;
 use super::context::ServerContext;
-use super::reported::ReportedCondition;
-use super::services::{self, ServiceListeners, Services};
+use super::services::{ServiceListeners, Services};
 use super::sessions::FollowedSessions;
 use crate::admin::configuration::RunningConfig;
 use crate::config::{
@@ -49,10 +48,10 @@ impl Followers {
         context.peers.set_configuration(hash);
         config_difference::report(context);
         let (services, wanted) = watch::channel(Services::of(config));
-        let condition = ReportedCondition::new(services::LABEL, &context.readiness);
+        let readiness = context.readiness.clone();
         context
             .shutdown
-            .spawn_service(self.services.follow(wanted, condition));
+            .spawn_service(self.services.follow(wanted, readiness));
         let Some(file) = config.file.clone() else {
             return running;
         };

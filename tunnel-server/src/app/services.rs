@@ -11,11 +11,11 @@ use tokio::sync::watch;
 use tokio_util::sync::DropGuard;
 use tracing::info;
 use tunnel_process::followed::Followed;
+use tunnel_process::meta::Readiness;
 use tunnel_process::timers::sleep_coalesced;
 use tunnel_proto::wire::name::Port;
 
 use super::context::ServerContext;
-use super::reported::ReportedCondition;
 use super::sockets::ServiceSocket;
 use crate::config::Config;
 use crate::ingress::{IngressContext, ListenerKind};
@@ -97,13 +97,13 @@ impl ServiceListeners {
     pub(super) async fn follow(
         mut self,
         mut services: watch::Receiver<Services>,
-        mut condition: ReportedCondition,
+        readiness: Readiness,
     ) {
         loop {
             let wanted = services.borrow_and_update().clone();
             let failures = self.apply(wanted).await;
             let has_failures = !failures.is_empty();
-            condition.set(failures);
+            readiness.report_conditions(LABEL, failures);
             tokio::select! {
                 changed = services.changed() => if changed.is_err() {
                     // Without a file nothing changes, and the listeners stay.
@@ -174,6 +174,6 @@ impl ServiceListeners {
 }
 
 /// Component of the condition in `/readyz?verbose`.
-pub(super) const LABEL: &str = "services";
+const LABEL: &str = "services";
 /// Pause before a listener that could not be bound is tried again.
 const BIND_PAUSE: Duration = Duration::from_secs(1);

@@ -9,6 +9,7 @@ use rustls::server::ResolvesServerCert;
 use tunnel_process::file_watch::Loaded;
 use tunnel_process::host::{host_name, primary_address};
 use tunnel_process::settings::ConfigError;
+use tunnel_proto::dial::split_host_port;
 
 use super::context::ServerContext;
 use super::credential_watcher::{CredentialWatcher, read_roots, watch_pair};
@@ -83,13 +84,9 @@ fn serving_names(config: &Config) -> ServingNames {
         .map(|address| address.ip());
     addresses
         .extend(listening.filter(|address| !address.is_unspecified() && !address.is_loopback()));
-    for host in config
-        .advertise
-        .iter()
-        .filter_map(|advertised| advertised.rsplit_once(':'))
-        .map(|(host, _)| host)
-    {
-        match host.trim_matches(['[', ']']).parse() {
+    let advertised = config.advertise.iter();
+    for (host, _port) in advertised.filter_map(|advertised| split_host_port(advertised)) {
+        match host.parse() {
             Ok(address) => addresses.push(address),
             Err(_name) => names.push(host.to_owned()),
         }

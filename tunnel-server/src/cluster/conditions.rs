@@ -1,11 +1,6 @@
 //! Conditions that an operator should fix. A condition is logged once, and shown in
 //! `/readyz?verbose` and the metric `tunnel_conditions` for as long as it lasts.
 
-use std::collections::BTreeMap;
-use std::sync::Arc;
-
-use parking_lot::Mutex;
-use tracing::{info, warn};
 use tunnel_process::meta::Readiness;
 
 use super::objects::Object;
@@ -15,17 +10,11 @@ const LINES_MAX: usize = 32;
 
 /// The current conditions. Clones share them.
 #[derive(Debug, Clone)]
-pub(super) struct Conditions {
-    readiness: Readiness,
-    by_condition: Arc<Mutex<BTreeMap<&'static str, Vec<String>>>>,
-}
+pub(super) struct Conditions(Readiness);
 
 impl Conditions {
     pub(super) fn new(readiness: Readiness) -> Self {
-        Self {
-            readiness,
-            by_condition: Arc::default(),
-        }
+        Self(readiness)
     }
 
     /// Replaces the lines of a condition. An empty list clears it.
@@ -41,36 +30,15 @@ impl Conditions {
         lines: impl IntoIterator<Item = String>,
         count: usize,
     ) {
-        let name = condition.label();
         let mut lines: Vec<_> = lines.into_iter().take(LINES_MAX).collect();
         if count > LINES_MAX {
             lines.push(format!("and {} more", count - LINES_MAX));
         }
-        {
-            let mut by_condition = self.by_condition.lock();
-            let before = by_condition.get(name).map_or(&[][..], Vec::as_slice);
-            if before == lines {
-                return;
-            }
-            for line in lines.iter().filter(|line| !before.contains(line)) {
-                warn!(condition = name, "{line}");
-            }
-            if lines.is_empty() {
-                info!(condition = name, "condition cleared");
-                by_condition.remove(name);
-            } else {
-                by_condition.insert(name, lines.clone());
-            }
-        }
-        self.readiness.set_conditions(name, lines);
+        self.0.report_conditions(condition.label(), lines);
     }
 
     pub(super) fn of(&self, condition: Condition) -> Vec<String> {
-        let by_condition = self.by_condition.lock();
-        by_condition
-            .get(condition.label())
-            .cloned()
-            .unwrap_or_default()
+        self.0.conditions_of(condition.label())
     }
 }
 

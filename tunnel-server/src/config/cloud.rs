@@ -5,6 +5,7 @@ use std::net::IpAddr;
 
 use tunnel_process::networks::{effective_ip, forbidden_kind};
 use tunnel_process::settings::{ConfigErrors, parse_quoted};
+use tunnel_proto::dial::split_host_port;
 use tunnel_proto::wire::name::{CloudTarget, NodeName};
 
 use super::listeners::host_and_port;
@@ -165,8 +166,8 @@ fn service_address(text: &str) -> Result<String, String> {
 
 fn address(text: &str) -> Result<String, String> {
     let address = host_and_port(text)?;
-    if let Some((host, _port)) = address.rsplit_once(':')
-        && let Ok(ip) = host.trim_matches(['[', ']']).parse::<IpAddr>()
+    if let Some((host, _port)) = split_host_port(&address)
+        && let Ok(ip) = host.parse::<IpAddr>()
     {
         let kind = forbidden_kind(effective_ip(ip));
         if let Some(kind) = kind.or_else(|| (effective_ip(ip) != ip).then_some("translated")) {

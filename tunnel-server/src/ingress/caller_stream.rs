@@ -52,12 +52,12 @@ impl CloseState {
         self.cut.store(true, Ordering::Relaxed);
     }
 
-    /// Cuts the connection, of which `caller` is the stream or lies above it. Waits until the caller has
-    /// the bytes before the cut. Dropping the stream resets the connection.
-    pub async fn cut_behind<W: AsyncWrite + Unpin>(&self, caller: &mut W) {
+    /// Cuts the connection, of which `stream` is the byte stream, or that above it. Waits until the
+    /// caller has the bytes before the cut. Dropping the stream resets the connection.
+    pub async fn cut_behind<W: AsyncWrite + Unpin>(&self, stream: &mut W) {
         self.mark_cut();
         // The error is the cut.
-        let _cut = timeout(2 * CUT_LIMIT, caller.shutdown()).await;
+        let _cut = timeout(2 * CUT_LIMIT, stream.shutdown()).await;
     }
 
     /// Marks the connection as upgraded, so that half-closes are forwarded.
@@ -487,10 +487,10 @@ impl Drop for CallerStream {
 
 /// Discards a caller's remaining input until its end, for at most 1 s. A close with unread input
 /// would reset the connection before the caller has read everything.
-pub async fn discard_input<R: AsyncRead + Unpin>(caller: &mut R) {
+pub async fn discard_input<R: AsyncRead + Unpin>(stream: &mut R) {
     let _timed_out = timeout(
         LINGER_LIMIT,
-        tokio::io::copy(caller, &mut tokio::io::sink()),
+        tokio::io::copy(stream, &mut tokio::io::sink()),
     )
     .await;
 }

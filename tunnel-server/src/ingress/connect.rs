@@ -18,8 +18,8 @@ use super::dispatch::{
     self, IngressRequest, IngressTarget, TunnelParams, grant_route, open_tunnel,
 };
 use super::error::ProxyError;
-use super::http::caller::Caller;
-use super::http::exchange::{Exchange, Forwarded, ForwardedBody};
+use super::http::conn::HttpConn;
+use super::http::exchange::{Exchange, ResponseContent, TargetResponse};
 use super::http::headers::{trace_parent, unread_token};
 use super::request_record::RequestRecord;
 use crate::outcome::Outcome;
@@ -43,28 +43,28 @@ impl ConnectProxy {
     /// them.
     fn authenticate(
         &self,
-        caller: &Caller,
+        conn: &HttpConn,
         request: &Request<Incoming>,
         has_delegation: bool,
     ) -> Result<CallerIdentity, ProxyError> {
         let access = self.access(
-            &caller.identity,
-            caller.addr,
+            &conn.caller.identity,
+            conn.caller.addr,
             has_delegation,
             UnreadToken::None,
         );
         let passwords = self.passwords.as_ref();
         let Some(passwords) = passwords.filter(|_| access.needs_credentials()) else {
-            return Ok(caller.identity.clone());
+            return Ok(conn.caller.identity.clone());
         };
-        let source = source(caller.addr.source());
+        let source = source(conn.caller.addr.source());
         let admitted = passwords.authenticate(
             PROXY_AUTHORIZATION,
             request.headers(),
             source,
-            &caller.credentials,
+            &conn.credentials,
         );
-        caller.ingress.metrics.password(match admitted {
+        conn.ingress.metrics.password(match admitted {
             Ok(_) => "right",
             Err(BasicAuthError::Missing) => "missing",
             Err(BasicAuthError::Wrong) => "wrong",
@@ -115,17 +115,17 @@ pub(super) fn subject<B>(request: &Request<B>) -> String {
 }
 
 /// Answers one request on a CONNECT listener.
-pub(super) async fn forward(
+pub(super) async fn serve_request(
     proxy: &ConnectProxy,
-    caller: &Caller,
+    conn: &HttpConn,
     request: Request<Incoming>,
     record: &mut RequestRecord,
-) -> Result<Forwarded, ProxyError> {
-    let policy = caller.ingress.policy.load();
-    let has_delegation = caller.has_delegation(&policy);
-    let name = proxy.authenticate(caller, &request, has_delegation)?;
+) -> Result<TargetResponse, ProxyError> {
+    let policy = conn.ingress.policy.load();
+    let has_delegation = conn.has_delegation(&policy);
+    let name = proxy.authenticate(conn, &request, has_delegation)?;
     record.caller(&name);
-    let key = caller.addr.key(&name);
+    let caller_key = conn.caller.addr.key(&name);
     let proxy_request = ProxyRequest::of(request.method(), request.uri(), request.headers())?;
     // The fields of a CONNECT pass on to nobody.
     let token = match proxy_request.kind {
@@ -134,41 +134,41 @@ pub(super) async fn forward(
     };
     let ingress_request = IngressRequest {
         policy: &policy,
-        caller: proxy.access(&name, caller.addr, has_delegation, token),
+        caller: proxy.access(&name, conn.caller.addr, has_delegation, token),
         target: IngressTarget::Proxy {
             request: &proxy_request,
             dialer: &proxy.direct,
         },
         cluster_user: None,
         claimed: None,
-        end_signal: caller.close_state.end_signal(),
+        end_signal: conn.caller.close_state.end_signal(),
         operation: RequestedOperation::of(&request),
     };
-    let route = grant_route(&caller.ingress, ingress_request, record).await?;
+    let route = grant_route(&conn.ingress, ingress_request, record).await?;
     match proxy_request.kind {
         RequestKind::Connect => {
             let params = TunnelParams {
-                key: &key,
+                caller_key: &caller_key,
                 trace_parent: trace_parent(request.headers()),
                 awaits_reply: true,
             };
-            let tunnel = open_tunnel(&caller.ingress, route, params, record).await?;
-            Ok(Forwarded {
+            let tunnel = open_tunnel(&conn.ingress, route, params, record).await?;
+            Ok(TargetResponse {
                 head: Response::new(()),
-                forwarded_body: ForwardedBody::Tunnel {
-                    caller: caller.take_upgrade(),
+                content: ResponseContent::Tunnel {
+                    upgrade: conn.take_upgrade(),
                     tunnel: Box::new(tunnel),
                 },
             })
         }
         RequestKind::Read => {
             let exchange = Exchange {
-                caller,
-                key: &key,
+                conn,
+                caller_key: &caller_key,
                 has_delegation,
                 upgrade: None,
             };
-            dispatch::forward(&exchange, route, request, record).await
+            dispatch::exchange(&exchange, route, request, record).await
         }
     }
 }

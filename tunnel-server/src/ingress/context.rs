@@ -107,7 +107,8 @@ pub(super) struct CallerConn {
     pub(super) addr: CallerAddr,
     pub(super) identity: CallerIdentity,
     pub(super) close_state: Arc<CloseState>,
-    pub(super) caller_closed: CallerClosed,
+    /// Reports that the caller has closed its direction.
+    pub(super) closed: CallerClosed,
     /// Permit of the connection from the limiter of callers.
     pub(super) permit: Arc<ConnPermit>,
     /// The caller had client-certificate delegation in the handshake.

@@ -19,7 +19,7 @@ use super::connect::dial::DirectDialer;
 use super::context::IngressContext;
 use super::decide_again::ask_cluster;
 use super::error::ProxyError;
-use super::http::exchange::{Exchange, Forwarded, forward_direct};
+use super::http::exchange::{Exchange, TargetResponse, run_direct};
 use super::http::upstream::{accepted, stream_request};
 use super::request_record::{ExchangeGuard, RequestRecord};
 use super::tunnel::Tunnel;
@@ -82,7 +82,7 @@ pub(super) struct DirectRoute {
 #[derive(Debug)]
 pub(super) struct TunnelParams<'a> {
     /// Key that counts the streams of the caller.
-    pub(super) key: &'a CallerKey,
+    pub(super) caller_key: &'a CallerKey,
     /// Trace context for the agent's access log.
     pub(super) trace_parent: String,
     /// The tunnel is open only once the target has accepted.
@@ -195,7 +195,7 @@ async fn resolve_delegated(
     let routes = &ingress.routes;
     let decision = delegated::decide(request, &routes.load())?;
     let pod = match decision {
-        Decision::Forward(requested) => return Ok(requested),
+        Decision::Node(requested) => return Ok(requested),
         Decision::LookUp(pod) => pod,
     };
     let Some(pods) = &ingress.pods else {
@@ -244,26 +244,26 @@ impl DirectRoute {
     }
 }
 
-/// Forwards an HTTP request over its route. Returns the response for the caller.
+/// Sends an HTTP request over its route. Returns the response for the caller.
 ///
 /// # Errors
 /// Returns a [`ProxyError`] with the response for the caller.
-pub(super) async fn forward(
+pub(super) async fn exchange(
     exchange: &Exchange<'_>,
     route: Route<DirectRoute>,
     request: Request<Incoming>,
     record: &mut RequestRecord,
-) -> Result<Forwarded, ProxyError> {
+) -> Result<TargetResponse, ProxyError> {
     match route {
-        Route::Agent(target) => exchange.forward(request, target, record).await,
+        Route::Agent(target) => exchange.run(request, target, record).await,
         Route::Direct(direct) => {
             // Only few requests need the memory of a dial.
-            let forwarded = async {
-                let socket = direct.dial(&exchange.caller.ingress, record).await?;
+            let exchanged = async {
+                let socket = direct.dial(&exchange.conn.ingress, record).await?;
                 let target_label = direct.request.to_string();
-                forward_direct(exchange.caller, socket, request, &target_label, record).await
+                run_direct(exchange.conn, socket, request, &target_label, record).await
             };
-            Box::pin(forwarded).await
+            Box::pin(exchanged).await
         }
     }
 }
@@ -287,7 +287,12 @@ pub(super) async fn open_tunnel(
         }
     };
     record.destination(&destination);
-    let mut request = stream_request(ingress, &destination, params.key, params.trace_parent);
+    let mut request = stream_request(
+        ingress,
+        &destination,
+        params.caller_key,
+        params.trace_parent,
+    );
     record.identify(&mut request.header);
     let mut attempt = TunnelAttempt {
         awaits_reply: params.awaits_reply,
@@ -330,15 +335,15 @@ impl Attempt for TunnelAttempt<'_> {
 
 /// Relays bytes in both directions once the caller has the response that grants the tunnel.
 pub(super) async fn relay_granted<C, E>(
-    caller: impl Future<Output = Result<C, E>>,
+    upgrade: impl Future<Output = Result<C, E>>,
     tunnel: Box<Tunnel>,
     exchange_guard: Box<ExchangeGuard>,
 ) where
     C: AsyncRead + AsyncWrite + PollCut + Send + Unpin,
     E: std::fmt::Display,
 {
-    match caller.await {
-        Ok(caller) => relay_tunnel(caller, tunnel, exchange_guard).await,
+    match upgrade.await {
+        Ok(caller_stream) => relay_tunnel(caller_stream, tunnel, exchange_guard).await,
         Err(error) => debug!(%error, "caller disconnected before the tunnel was open"),
     }
 }
@@ -349,7 +354,7 @@ pub(super) async fn relay_granted<C, E>(
 /// The arguments are boxed, because a future holds each argument twice. The guard is the last
 /// argument and so is dropped first: an aborted relay ends in a reset.
 pub(super) async fn relay_tunnel<C>(
-    mut caller: C,
+    mut caller_stream: C,
     mut tunnel: Box<Tunnel>,
     mut exchange_guard: Box<ExchangeGuard>,
 ) where
@@ -358,12 +363,12 @@ pub(super) async fn relay_tunnel<C>(
     let close_state = exchange_guard.response_guard.close_state().clone();
     let relayed = tokio::select! {
         biased;
-        relayed = tunnel.relay(&mut caller) => relayed,
+        relayed = tunnel.relay(&mut caller_stream) => relayed,
         () = close_state.end_signal().notified() => {
             debug!("{} is refused by the rules in force", tunnel.name());
-            drop(exchange_guard);
+            exchange_guard.abort();
             let cut = tunnel.cut_for_peer(ResetCode::PeerCut, false);
-            tokio::join!(cut, close_state.cut_behind(&mut caller));
+            tokio::join!(cut, close_state.cut_behind(&mut caller_stream));
             return;
         }
     };
@@ -376,7 +381,7 @@ pub(super) async fn relay_tunnel<C>(
             debug!(?side, "{} ended with unread bytes", tunnel.name());
             exchange_guard.record.set_outcome(Outcome::Cut);
             tunnel.finish();
-            discard_input(&mut caller).await;
+            discard_input(&mut caller_stream).await;
             exchange_guard.response_guard.finish();
         }
         RelayEnd::Cut(side, cut) => {
@@ -397,26 +402,26 @@ pub(super) async fn relay_tunnel<C>(
                     record.set_outcome(Outcome::Cut);
                 }
             }
-            drop(exchange_guard);
-            let caller = CallerSide {
-                caller,
+            exchange_guard.abort();
+            let caller_side = CallerSide {
+                stream: caller_stream,
                 close_state,
             };
-            Box::pin(end_cut(caller, *tunnel, side, &cut)).await;
+            Box::pin(end_cut(caller_side, *tunnel, side, &cut)).await;
         }
     }
 }
 
-/// The side of a caller, whose connection is cut with it.
+/// The stream of a caller, whose connection is cut with it.
 struct CallerSide<C> {
-    caller: C,
+    stream: C,
     close_state: Arc<CloseState>,
 }
 
 impl<C: AsyncWrite + Send + Unpin> CutSide for CallerSide<C> {
     async fn cut_for_peer(mut self, _code: ResetCode, takes_none: bool) {
         if !takes_none {
-            self.close_state.cut_behind(&mut self.caller).await;
+            self.close_state.cut_behind(&mut self.stream).await;
         }
     }
 }

@@ -39,10 +39,10 @@ impl HeadMemory {
     }
 
     /// Returns a permit for a head of a caller from this address. It has no memory yet.
-    pub(crate) fn permit(self: &Arc<Self>, caller: IpAddr) -> HeadPermit {
+    pub(crate) fn permit(self: &Arc<Self>, address: IpAddr) -> HeadPermit {
         HeadPermit {
             memory: self.clone(),
-            source: source(caller),
+            source: source(address),
             bytes: 0,
             permit: self.pool.permit(),
         }
@@ -114,7 +114,7 @@ mod tests {
     fn heads_leave_half_of_the_pool_and_one_source_leaves_half_of_that() {
         let pool = BufferPool::new(1000);
         let memory = HeadMemory::new(pool.clone());
-        let permit = |caller: &str| memory.permit(caller.parse().unwrap());
+        let permit = |address: &str| memory.permit(address.parse().unwrap());
         let (mut first, mut second) = (permit("192.0.2.1"), permit("192.0.2.1"));
         assert!(first.grow(200) && first.grow(100) && second.grow(50));
         assert!(!second.grow(51), "the share of the source");

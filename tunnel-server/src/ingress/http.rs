@@ -1,7 +1,7 @@
 //! HTTP reverse proxy: hyper serves the caller's connection, the server routes each request, and
 //! hyper sends the request through a stream to the target.
 
-pub(in crate::ingress) mod caller;
+pub(in crate::ingress) mod conn;
 pub(crate) mod exchange;
 pub(crate) mod head_check;
 pub(crate) mod headers;
@@ -41,13 +41,12 @@ use super::connect;
 use super::context::{CallerConn, HttpListener, IngressContext};
 use crate::config::Limit;
 use crate::ingress::caller_addr::CallerIdentity;
-use crate::ingress::caller_stream::CallerClosed;
 use crate::ingress::dispatch::{
     self, IngressRequest, IngressTarget, grant_route, relay_granted, relay_tunnel,
 };
 use crate::ingress::error::ProxyError;
-use crate::ingress::http::caller::{Caller, CallerUpgrade};
-use crate::ingress::http::exchange::{Exchange, Forwarded, ForwardedBody};
+use crate::ingress::http::conn::{CallerUpgrade, HttpConn};
+use crate::ingress::http::exchange::{Exchange, ResponseContent, TargetResponse};
 use crate::ingress::http::head_check::size::{CONNECTION_FIELDS, HeadLimits};
 use crate::ingress::http::head_check::{BodyFraming, HeadError};
 use crate::ingress::http::headers::{
@@ -82,78 +81,56 @@ pub(super) async fn serve<S>(
     ingress: Arc<IngressContext>,
     listener: Arc<HttpListener>,
     stream: S,
-    conn: CallerConn,
+    caller: CallerConn,
 ) where
     S: AsyncRead + AsyncWrite + PollCut + Send + Unpin + 'static,
 {
-    let CallerConn {
-        addr,
-        identity,
-        close_state,
-        caller_closed,
-        permit,
-        has_delegation,
-        server_name,
-        certificate_error,
-        cluster_user,
-    } = conn;
     let limits = ingress.limits.load();
     let timeout_config = TimeoutConfig {
         head: limits.request_head_timeout,
         idle: limits.caller_idle_timeout,
     };
     let head_limits = HeadLimits::of_connection(limits.request_head_bytes);
-    let timeouts = ConnTimeouts::start(timeout_config, head_limits, permit.clone());
+    let timeouts = ConnTimeouts::start(timeout_config, head_limits, caller.permit.clone());
     let mut stream = TimedStream::new(stream, timeouts.clone());
-    let caller = Arc::new(Caller {
+    let conn = Arc::new(HttpConn {
         pool: Arc::new(UpstreamPool::new(ingress.drivers.clone())),
         upgrade: Mutex::default(),
         timeouts,
-        permit,
         is_connecting: AtomicBool::new(false),
         closes: AtomicBool::new(false),
         has_large_head: AtomicBool::new(false),
         ingress,
         listener,
-        addr,
-        identity,
-        close_state,
-        had_delegation: has_delegation,
-        server_name,
-        certificate_error,
-        cluster_user,
+        caller,
         credentials: Mutex::default(),
     });
     let mut large_head = None;
     let ended = loop {
         // The box is freed while the connection is idle.
-        let driven = Box::pin(
-            caller
-                .clone()
-                .drive(stream, large_head.as_ref(), &caller_closed),
-        );
+        let driven = Box::pin(conn.clone().drive(stream, large_head.as_ref()));
         match driven.await {
-            Ok(DriveEnd::Idle(idle)) => match caller.wait(idle, &caller_closed).await {
+            Ok(DriveEnd::Idle(idle)) => match conn.wait(idle).await {
                 Ok(Some(readable)) => stream = readable,
                 Ok(None) => break Ok(()),
                 Err(end) => break Err(end),
             },
             Ok(DriveEnd::LargeHead(begun)) => {
                 stream = begun;
-                match caller.read_large_head(&mut stream).await {
+                match conn.read_large_head(&mut stream).await {
                     Ok(head) => large_head = Some(head),
-                    Err(end) => break caller.without_head(stream, end).await,
+                    Err(end) => break conn.without_head(stream, end).await,
                 }
-                caller.has_large_head.store(true, Ordering::Relaxed);
+                conn.has_large_head.store(true, Ordering::Relaxed);
                 // The next head waits until hyper's buffers for this one are freed.
-                caller.timeouts.limit_heads(HeadLimits::NO_HEAD);
+                conn.timeouts.limit_heads(HeadLimits::NO_HEAD);
             }
             Ok(DriveEnd::LargeHeadServed(served)) => {
                 stream = served;
                 // hyper's buffers for the head are gone.
                 large_head = None;
-                caller.has_large_head.store(false, Ordering::Relaxed);
-                caller.timeouts.limit_heads(head_limits);
+                conn.has_large_head.store(false, Ordering::Relaxed);
+                conn.timeouts.limit_heads(head_limits);
                 stream.release();
             }
             Ok(DriveEnd::Closed) => break Ok(()),
@@ -161,10 +138,10 @@ pub(super) async fn serve<S>(
         }
     };
     drop(large_head);
-    caller.pool.close();
+    conn.pool.close();
     if let Err(end) = ended {
-        caller.timeouts.fail();
-        caller.report_end(end);
+        conn.timeouts.fail();
+        conn.report_end(end);
     }
 }
 
@@ -244,14 +221,13 @@ enum ConnEnd {
     Evicted,
 }
 
-impl Caller {
+impl HttpConn {
     /// Drives the connection until it ends, or hyper should not drive it. `large_head` is the head
     /// with which `stream` begins, if it is a large one.
     async fn drive<S>(
         self: Arc<Self>,
         stream: TimedStream<S>,
         large_head: Option<&LargeHead>,
-        caller_closed: &CallerClosed,
     ) -> Result<DriveEnd<S>, ConnEnd>
     where
         S: AsyncRead + AsyncWrite + PollCut + Send + Unpin + 'static,
@@ -260,20 +236,20 @@ impl Caller {
         let service = service_fn(move |request| {
             // Runs before hyper reads further.
             let (request_guard, head_error) = answering.start(&request);
-            let caller = answering.clone();
+            let conn = answering.clone();
             Box::pin(async move {
-                Ok::<_, Infallible>(caller.answer(request, request_guard, head_error).await)
+                Ok::<_, Infallible>(conn.answer(request, request_guard, head_error).await)
             })
         });
         let builder = self.builder(large_head);
         let mut connection = builder.serve_connection(TokioIo::new(stream), service);
         let wakeups = Arc::<Wakeups>::default();
         let mut expire = pin!(self.pool.expire());
-        let mut gone = pin!(self.gone(caller_closed));
+        let mut gone = pin!(self.gone());
         let drain = self.ingress.shutdown.drain();
         let mut idle = pin!(self.timeouts.idle_for(RELEASE_BUFFERS_AFTER));
         let mut stuck = pin!(self.stuck());
-        let mut end_signal = pin!(self.close_state.end_signal().notified());
+        let mut end_signal = pin!(self.caller.close_state.end_signal().notified());
         let requests = self.timeouts.requests();
         let mut other_head = pin!(async {
             match large_head {
@@ -305,9 +281,9 @@ impl Caller {
                         Err(error) => Err(self.fail(stream, error).await),
                     };
                 }
-                () = self.permit.evicted(), if !evicted => {
+                () = self.caller.permit.evicted(), if !evicted => {
                     evicted = true;
-                    evict_at = Some(self.eviction_time(caller_closed));
+                    evict_at = Some(self.eviction_time());
                     continue;
                 }
                 () = sleep_until(evict_at.unwrap_or_else(Instant::now)), if evict_at.is_some() => {
@@ -323,13 +299,13 @@ impl Caller {
                         None => DriveEnd::LargeHead(stream),
                     });
                 }
-                () = idle.as_mut(), if caller_closed.can_wait() && !draining && !has_expired && !evicted => {
+                () = idle.as_mut(), if self.caller.closed.can_wait() && !draining && !has_expired && !evicted => {
                     return Ok(DriveEnd::Idle(stream_from_parts(connection.into_parts())));
                 }
                 end = stuck.as_mut() => return Err(end),
                 () = end_signal.as_mut() => {
                     let mut stream = stream_from_parts(connection.into_parts());
-                    self.close_state.cut_behind(&mut stream).await;
+                    self.caller.close_state.cut_behind(&mut stream).await;
                     return Err(ConnEnd::Refused);
                 }
                 never = expire.as_mut() => match never {},
@@ -360,11 +336,11 @@ impl Caller {
 
     /// Returns when an evicted connection closes, unless a request is in progress then: at once, or
     /// after the time for a request that has just arrived.
-    fn eviction_time(&self, caller_closed: &CallerClosed) -> Instant {
+    fn eviction_time(&self) -> Instant {
         self.closes.store(true, Ordering::Relaxed);
         let now = Instant::now();
         match self.timeouts.activity() {
-            Activity::Idle if caller_closed.has_unread() => now + EVICTION_GRACE,
+            Activity::Idle if self.caller.closed.has_unread() => now + EVICTION_GRACE,
             Activity::Idle | Activity::Busy => now,
             Activity::Head(since) => since + EVICTION_GRACE,
         }
@@ -380,15 +356,15 @@ impl Caller {
             }
             () = self.timeouts.response_stalled() => ConnEnd::Stalled,
         };
-        self.close_state.mark_cut();
+        self.caller.close_state.mark_cut();
         end
     }
 
     /// Completes once the caller has disconnected while a response was in progress. Never completes
     /// during a CONNECT. After the response, while the body of the request goes on, completes only
     /// when the connection has failed: a FIN may end the body.
-    async fn gone(&self, caller_closed: &CallerClosed) {
-        caller_closed.closed().await;
+    async fn gone(&self) {
+        self.caller.closed.closed().await;
         // Between requests, hyper detects the end after it has read the data that was sent before
         // the end.
         self.timeouts.wait_for_request().await;
@@ -396,7 +372,7 @@ impl Caller {
             std::future::pending().await
         }
         if self.timeouts.is_answered() {
-            caller_closed.failed().await;
+            self.caller.closed.failed().await;
         }
     }
 
@@ -408,29 +384,25 @@ impl Caller {
         // hyper has answered a request that it could not parse. If output is still unwritten, the
         // connection is reset so that the caller notices the loss.
         if self.timeouts.is_write_blocked() {
-            self.close_state.mark_cut();
+            self.caller.close_state.mark_cut();
         } else if error.is_parse() {
             close_gracefully(stream).await;
-        } else if self.close_state.is_cut() {
-            self.close_state.cut_behind(&mut stream).await;
+        } else if self.caller.close_state.is_cut() {
+            self.caller.close_state.cut_behind(&mut stream).await;
         }
         ConnEnd::Http(error)
     }
 
     /// Waits without hyper until the caller sends data, and then returns the stream.
-    async fn wait<S>(
-        &self,
-        stream: TimedStream<S>,
-        caller_closed: &CallerClosed,
-    ) -> Result<Option<TimedStream<S>>, ConnEnd>
+    async fn wait<S>(&self, stream: TimedStream<S>) -> Result<Option<TimedStream<S>>, ConnEnd>
     where
         S: AsyncRead + AsyncWrite + PollCut + Send + Unpin + 'static,
     {
         tokio::select! {
             biased;
-            () = caller_closed.readable() => return Ok(Some(stream)),
-            () = self.permit.evicted() => {
-                if caller_closed.has_unread() {
+            () = self.caller.closed.readable() => return Ok(Some(stream)),
+            () = self.caller.permit.evicted() => {
+                if self.caller.closed.has_unread() {
                     return Ok(Some(stream));
                 }
                 return Err(self.evict(stream));
@@ -444,7 +416,7 @@ impl Caller {
 
     /// Reports why a connection was dropped without a clean shutdown.
     fn report_end(&self, end: ConnEnd) {
-        let (metrics, addr) = (&self.ingress.metrics, self.addr);
+        let (metrics, addr) = (&self.ingress.metrics, self.caller.addr);
         match end {
             ConnEnd::Http(error) if error.is_parse() => {
                 // hyper has already answered with 400, 414 or 431.
@@ -475,7 +447,7 @@ impl Caller {
             TimeoutKind::Idle => Limit::CallerIdleTimeout,
         };
         self.ingress.metrics.limit(limit);
-        debug!(peer = %self.addr, limit = limit.name(), "caller connection timed out");
+        debug!(peer = %self.caller.addr, limit = limit.name(), "caller connection timed out");
     }
 
     /// Ends a connection whose large head is not served.
@@ -560,32 +532,32 @@ impl Caller {
         };
         let mut record = RequestRecord::start(
             self.listener.name,
-            self.addr,
+            self.caller.addr,
             subject,
             &self.ingress.metrics,
         );
         record.head(&request);
-        record.caller(&self.identity);
+        record.caller(&self.caller.identity);
         record.ends_with(&self.ingress.shutdown);
         let is_of_kubelet = KubeletPath::of(request.uri().path()) != KubeletPath::Other;
         // A caller that gets no answer gets a reset.
-        let unanswered = self.close_state.start();
+        let unanswered = self.caller.close_state.start();
         let wanted = requested_upgrade(request.version(), request.headers());
         let wanted = wanted.filter(|_| !is_connect);
-        let forwarded = match (self.refusal(head_error), &self.listener.connect) {
+        let served = match (self.refusal(head_error), &self.listener.connect) {
             (Some(failure), _) => Err(failure),
             (None, Some(proxy)) => {
-                Box::pin(connect::forward(proxy, self, request, &mut record)).await
+                Box::pin(connect::serve_request(proxy, self, request, &mut record)).await
             }
-            (None, None) => self.forward(request, wanted.as_ref(), &mut record).await,
+            (None, None) => {
+                self.serve_request(request, wanted.as_ref(), &mut record)
+                    .await
+            }
         };
-        let mut response = match forwarded {
-            Ok(Forwarded {
-                head,
-                forwarded_body,
-            }) => {
+        let mut response = match served {
+            Ok(TargetResponse { head, content }) => {
                 record.status(head.status());
-                forwarded_body.into_response(head, record, self)
+                content.into_response(head, record, self)
             }
             Err(failure) => {
                 record.fail(&failure);
@@ -626,17 +598,18 @@ impl Caller {
         let bad = head_error
             .map(|head_error| ProxyError::new(Outcome::BadRequest, head_error.to_string()));
         let refused = self
+            .caller
             .certificate_error
             .map(|error| ProxyError::new(Outcome::RefusedByPolicy, error.to_string()));
         bad.or(refused)
     }
 
-    async fn forward(
+    async fn serve_request(
         &self,
         request: Request<Incoming>,
         upgrade: Option<&HeaderValue>,
         record: &mut RequestRecord,
-    ) -> Result<Forwarded, ProxyError> {
+    ) -> Result<TargetResponse, ProxyError> {
         let policy = self.ingress.policy.load();
         // Few requests need the memory of a review.
         let token_user = match self.named_token(&policy.rules.in_force, request.headers()) {
@@ -646,7 +619,7 @@ impl Caller {
         let account = token_user.as_ref();
         let account = account.and_then(|user| account_name(&user.name));
         let account = account.map(|account| CallerIdentity::ServiceAccount(account.into()));
-        let identity = account.as_ref().unwrap_or(&self.identity);
+        let identity = account.as_ref().unwrap_or(&self.caller.identity);
         if account.is_some() {
             record.caller(identity);
         }
@@ -660,31 +633,31 @@ impl Caller {
             caller: AccessCaller {
                 identity,
                 listener: self.listener.kind(),
-                source: self.addr.tcp_source(),
+                source: self.caller.addr.tcp_source(),
                 must_authenticate: false,
                 has_delegation,
                 token,
             },
-            cluster_user: token_user.as_ref().or(self.cluster_user.as_ref()),
+            cluster_user: token_user.as_ref().or(self.caller.cluster_user.as_ref()),
             claimed: self.claimed_account(&policy.rules, request.headers()),
-            end_signal: self.close_state.end_signal(),
+            end_signal: self.caller.close_state.end_signal(),
             target: self.target(&request, has_delegation),
             operation: RequestedOperation::of(&request),
         };
         let route = grant_route(&self.ingress, ingress_request, record).await?;
         let exchange = Exchange {
-            caller: self,
-            key: &self.addr.key(identity),
+            conn: self,
+            caller_key: &self.caller.addr.key(identity),
             has_delegation,
             upgrade,
         };
-        dispatch::forward(&exchange, route, request, record).await
+        dispatch::exchange(&exchange, route, request, record).await
     }
 
     /// Returns the bearer token of a request, if it claims an account that a rule names. The token passes on
     /// to the target in any case.
     fn named_token<'a>(&self, rules: &RuleTable, headers: &'a HeaderMap) -> Option<&'a str> {
-        if rules.callers.is_empty() || self.identity != CallerIdentity::Anonymous {
+        if rules.callers.is_empty() || self.caller.identity != CallerIdentity::Anonymous {
             return None;
         }
         let token = bearer_token(headers)?;
@@ -695,7 +668,7 @@ impl Caller {
     /// Returns the account that a bearer token claims, if the rules of a dry run name it.
     fn claimed_account(&self, rules: &Rules, headers: &HeaderMap) -> Option<CallerIdentity> {
         let dry_run = rules.dry_run.as_ref();
-        let dry_run = dry_run.filter(|_| self.identity == CallerIdentity::Anonymous)?;
+        let dry_run = dry_run.filter(|_| self.caller.identity == CallerIdentity::Anonymous)?;
         let account = claimed_account(bearer_token(headers)?)?;
         let is_named = dry_run.names_account(&account);
         is_named.then(|| CallerIdentity::ServiceAccount(account.into()))
@@ -706,7 +679,7 @@ impl Caller {
         let Some(reviewer) = &self.ingress.reviewer else {
             return Ok(None);
         };
-        let reviewed = reviewer.user_of(token, self.addr.source()).await;
+        let reviewed = reviewer.user_of(token, self.caller.addr.source()).await;
         reviewed.map_err(|error| {
             let text = format!("the bearer token cannot be reviewed: {error}");
             ProxyError::new(Outcome::RefusedByPolicy, text)
@@ -730,7 +703,7 @@ impl Caller {
         }
         IngressTarget::Delegated(DelegatedRequest {
             facts,
-            server_name: self.server_name.as_ref(),
+            server_name: self.caller.server_name.as_ref(),
         })
     }
 }
@@ -742,43 +715,35 @@ fn stream_from_parts<S, F>(parts: Parts<TokioIo<TimedStream<S>>, F>) -> TimedStr
     stream
 }
 
-impl ForwardedBody {
+impl ResponseContent {
     fn into_response(
         self,
         head: Response<()>,
         record: RequestRecord,
-        caller: &Caller,
+        conn: &HttpConn,
     ) -> Response<ResponseBody> {
         let exchange_guard = ExchangeGuard {
-            response_guard: caller.close_state.start(),
+            response_guard: conn.caller.close_state.start(),
             record,
         };
-        let shutdown = &caller.ingress.shutdown;
-        let in_use = caller.permit.in_use();
+        let shutdown = &conn.ingress.shutdown;
+        let in_use = conn.caller.permit.in_use();
         match self {
             Self::Body(body, upstream_guard, upload) => {
-                caller
-                    .timeouts
-                    .watch_target(upstream_guard.upstream.watch());
+                conn.timeouts.watch_target(upstream_guard.upstream.watch());
                 return head
                     .map(|()| ResponseBody::target(body, exchange_guard, upstream_guard, upload));
             }
-            Self::Upgraded {
-                caller: upgrade,
-                target,
-            } => {
-                caller.close_state.upgrade();
+            Self::Upgraded { upgrade, target } => {
+                conn.caller.close_state.upgrade();
                 let exchange_guard = Box::new(exchange_guard);
                 shutdown.spawn_work(async move {
                     let _in_use = in_use;
                     relay_upgraded(upgrade, target, exchange_guard).await;
                 });
             }
-            Self::Tunnel {
-                caller: upgrade,
-                tunnel,
-            } => {
-                caller.close_state.upgrade();
+            Self::Tunnel { upgrade, tunnel } => {
+                conn.caller.close_state.upgrade();
                 let exchange_guard = Box::new(exchange_guard);
                 shutdown.spawn_work(async move {
                     let _in_use = in_use;
@@ -801,7 +766,7 @@ enum UpgradeError {
 
 /// Relays bytes in both directions after a 101.
 async fn relay_upgraded(
-    caller: CallerUpgrade,
+    upgrade: CallerUpgrade,
     target: OnUpgrade,
     mut exchange_guard: Box<ExchangeGuard>,
 ) {
@@ -809,21 +774,20 @@ async fn relay_upgraded(
         let upgraded = target.await.map_err(UpgradeError::Target)?;
         TargetIo::from_upgraded(upgraded).map_err(|_other| UpgradeError::Foreign)
     };
-    match tokio::join!(caller, target) {
-        (Ok(caller), Ok(target)) => {
+    match tokio::join!(upgrade, target) {
+        (Ok(caller_stream), Ok(target)) => {
             relay_tunnel(
-                caller,
+                caller_stream,
                 Box::new(Tunnel::Upgraded(Box::new(target))),
                 exchange_guard,
             )
             .await;
         }
         (Err(error), _) => debug!(%error, "caller disconnected before the upgrade"),
-        (Ok(_caller), Err(error)) => {
+        (Ok(_caller_stream), Err(error)) => {
             debug!(?error, "target connection failed before the upgrade");
             exchange_guard.record.set_outcome(Outcome::Cut);
-            // Dropped before the caller's connection, which therefore ends in a reset.
-            drop(exchange_guard);
+            exchange_guard.abort();
         }
     }
 }

@@ -303,6 +303,12 @@ impl ExchangeGuard {
         self.record.set_outcome(Outcome::Ok);
         self.response_guard.finish();
     }
+
+    /// Marks the caller's connection as cut and ends the record, as a drop does. What of the connection
+    /// is shut down or dropped after this call is a reset for the caller, and before it a clean end.
+    pub fn abort(self) {
+        drop(self);
+    }
 }
 
 impl From<StreamEnd> for Outcome {

@@ -30,7 +30,7 @@ pub async fn serve(
 ) {
     let close_state = Arc::new(CloseState::default());
     close_state.upgrade();
-    let caller = CallerStream::new(tcp, close_state.clone());
+    let caller_stream = CallerStream::new(tcp, close_state.clone());
     // Dropped before the socket, so that an end without `finish` is a reset.
     let mut exchange_guard = Box::new(ExchangeGuard {
         response_guard: close_state.start(),
@@ -48,7 +48,7 @@ pub async fn serve(
     match opening.await {
         Ok(tunnel) => {
             exchange_guard.record.started();
-            relay_tunnel(caller, Box::new(tunnel), exchange_guard).await;
+            relay_tunnel(caller_stream, Box::new(tunnel), exchange_guard).await;
         }
         Err(failure) => exchange_guard.record.fail(&failure),
     }
@@ -77,7 +77,7 @@ async fn open(
     };
     let route = grant_route(ingress, request, record).await?;
     let params = TunnelParams {
-        key: &CallerAddr::from(addr).key(caller.identity),
+        caller_key: &CallerAddr::from(addr).key(caller.identity),
         trace_parent: String::new(),
         awaits_reply: false,
     };

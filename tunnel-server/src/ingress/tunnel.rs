@@ -25,11 +25,11 @@ pub(super) enum Tunnel {
 
 impl Tunnel {
     /// Relays bytes in both directions. Half-closes are forwarded.
-    pub(super) async fn relay<C>(&mut self, caller: &mut C) -> RelayEnd
+    pub(super) async fn relay<C>(&mut self, caller_stream: &mut C) -> RelayEnd
     where
         C: AsyncRead + AsyncWrite + PollCut + Unpin,
     {
-        let caller = &mut Socket(caller);
+        let caller = &mut Socket(caller_stream);
         match self {
             Self::Agent { stream, .. } => relay(caller, stream).await.end,
             Self::Direct(socket) => relay(caller, &mut Socket(socket)).await.end,

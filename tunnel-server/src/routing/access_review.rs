@@ -182,14 +182,15 @@ impl AccessReviewer {
         ClusterUser::of_certificate(leaf).map(Arc::new)
     }
 
-    /// Returns the user of a token, or `None` if the cluster does not accept it. Cancel-safe.
+    /// Returns the user of a token from this address, or `None` if the cluster does not accept it.
+    /// Cancel-safe.
     ///
     /// # Errors
     /// [`ReviewError`] if there is no answer.
     pub async fn user_of(
         &self,
         token: &str,
-        caller: IpAddr,
+        address: IpAddr,
     ) -> Result<Option<Arc<ClusterUser>>, ReviewError> {
         let key = key(&["token", token]);
         let is_known = {
@@ -207,7 +208,7 @@ impl AccessReviewer {
             let _turn = if is_known {
                 None
             } else {
-                Some(self.token_turn(source(caller)).await?)
+                Some(self.token_turn(source(address)).await?)
             };
             let queue = match is_known {
                 true => &self.known_tokens,

@@ -67,16 +67,6 @@ pub enum Replay {
     Safe,
 }
 
-impl Replay {
-    /// Returns the value for a request of which nothing was sent.
-    pub fn of_unsent(self) -> Self {
-        match self {
-            Self::Never => Self::Unserved,
-            Self::Unserved | Self::Safe => self,
-        }
-    }
-}
-
 /// What follows a failure.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum NextAttempt {

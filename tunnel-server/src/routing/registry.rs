@@ -119,13 +119,13 @@ impl From<OpenError> for NotOpened {
     }
 }
 
-/// A request for a stream of `caller` to the target of a node.
+/// A request for a stream of a caller to the target of a node.
 #[derive(Debug)]
 pub struct StreamRequest<'a> {
     pub node: &'a NodeName,
     pub header: StreamHeader,
     /// Key that counts the stream.
-    pub caller: &'a CallerKey,
+    pub caller_key: &'a CallerKey,
     /// Time to open the stream. The same time bounds the wait for the agent's reply.
     pub limit: Duration,
 }
@@ -448,7 +448,9 @@ impl Registry {
         except: &[Via],
     ) -> Result<Opened, NotOpened> {
         let (agent, limiter) = self.choose_session(request.node, except)?;
-        let permit = self.permit(request.node, request.caller, &limiter).await;
+        let permit = self
+            .permit(request.node, request.caller_key, &limiter)
+            .await;
         let permit = permit.map_err(OpenError::TooManyStreams)?;
         let via = Via::Local(agent.id);
         let opening = agent.session.open(&request.header, request.limit);
@@ -491,10 +493,10 @@ impl Registry {
         })
     }
 
-    /// Adds an idle stream of `caller` over `via`, which is evicted when a new stream needs its
+    /// Adds an idle stream of a caller over `via`, which is evicted when a new stream needs its
     /// permit.
-    pub fn keep_idle(&self, node: &NodeName, via: &Via, caller: &CallerKey) -> IdleStream {
-        self.idle.add(node, via, caller)
+    pub fn keep_idle(&self, node: &NodeName, via: &Via, caller_key: &CallerKey) -> IdleStream {
+        self.idle.add(node, via, caller_key)
     }
 
     /// Evicts the oldest idle stream over `via`. Returns whether there was one.
@@ -509,26 +511,26 @@ impl Registry {
         self.idle.count(node, via) < share.max(1)
     }
 
-    /// Acquires the permit of a new stream of `caller`. Idle streams of callers of this server yield
+    /// Acquires the permit of a new stream of a caller. Idle streams of callers of this server yield
     /// to the new one.
     async fn permit(
         &self,
         node: &NodeName,
-        caller: &CallerKey,
+        caller_key: &CallerKey,
         limiter: &Arc<StreamLimiter>,
     ) -> Result<StreamPermit, QuotaExhausted> {
         // Another server may have evicted one of its idle streams for this stream.
-        let mut can_wait = caller.is_replica();
+        let mut can_wait = caller_key.is_replica();
         let mut deadline = None;
         loop {
             let released = limiter.released();
-            let exhausted = match limiter.acquire(caller) {
+            let exhausted = match limiter.acquire(caller_key) {
                 Ok(permit) => return Ok(permit),
                 Err(exhausted) => exhausted,
             };
             // The permit that wakes this loop may be of another share than the evicted one's.
             can_wait |= self.idle.evict(node, |via, other| {
-                matches!(via, Via::Local(_)) && exhausted.quota.includes(other, caller)
+                matches!(via, Via::Local(_)) && exhausted.quota.includes(other, caller_key)
             });
             if !can_wait {
                 return Err(exhausted);

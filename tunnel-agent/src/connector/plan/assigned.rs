@@ -9,17 +9,17 @@ use crate::config::ServerAddress;
 /// What one connector dials.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(super) struct Assignment {
-    /// The replica to hold a session with; without one, any replica will do.
+    /// The server to hold a session with; without one, any server will do.
     pub(super) replica: Option<ReplicaId>,
-    /// The servers to dial, in this order: the replica's own addresses, the configured ones, and
-    /// those of replicas that no other connector holds.
+    /// The servers to dial, in this order: the server's own addresses, the configured ones, and
+    /// those of servers that no other connector holds.
     pub(super) servers: Arc<[ServerAddress]>,
     /// Number of the first servers that are addresses of `replica` alone.
     pub(super) own_servers: usize,
-    /// Replicas of zones in which no connector has a session, if this connector's session is not the
+    /// Servers of zones in which no connector has a session, if this connector's session is not the
     /// only one in its zone. Without an address of `replica`, a move to any of them will do.
     pub(super) other_zones: Arc<[ReplicaId]>,
-    /// Number of known replicas, which bounds the search for a free one.
+    /// Number of known servers, which bounds the search for a free one.
     pub(super) members: usize,
     /// Changes with the reported members.
     pub(super) members_generation: u64,
@@ -33,7 +33,7 @@ impl Assignment {
         self.servers.get(..self.own_servers).unwrap_or_default()
     }
 
-    /// Returns the replicas to which the connector moves if its session is with none of them.
+    /// Returns the servers to which the connector moves if its session is with none of them.
     pub(super) fn move_targets(&self) -> &[ReplicaId] {
         match &self.replica {
             Some(replica) if self.is_addressed() => std::slice::from_ref(replica),
@@ -41,7 +41,7 @@ impl Assignment {
         }
     }
 
-    /// Returns the servers that a move dials. A load balancer selects one of all replicas.
+    /// Returns the servers that a move dials. A load balancer selects one of all servers.
     pub(super) fn move_servers(&self) -> &[ServerAddress] {
         if self.is_addressed() {
             self.own_servers()

@@ -27,7 +27,7 @@ pub(super) enum DialPurpose {
     Upgrade,
     /// The session uses older credentials.
     Refresh,
-    /// The session is with another replica than the assigned one, or in the zone of another session.
+    /// The session is with another server than the assigned one, or in the zone of another session.
     Move,
 }
 
@@ -52,7 +52,7 @@ impl Attempt {
         action
     }
 
-    /// Returns whether a dial reached a replica that another connector holds.
+    /// Returns whether a dial reached a server that another connector holds.
     pub(super) fn has_duplicate(&self) -> bool {
         self.failures
             .iter()

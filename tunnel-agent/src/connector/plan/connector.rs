@@ -36,14 +36,14 @@ pub(super) struct Connector {
     pub(super) backoff: Backoff,
     pub(super) transport_policy: TransportPolicy,
     pub(super) endpoints: Endpoints,
-    /// The addresses that a move dials: those of the assigned replica alone, if it has any.
+    /// The addresses that a move dials: those of the assigned server alone, if it has any.
     pub(super) move_endpoints: Endpoints,
     pub(super) current: Option<CurrentSession>,
     pub(super) attempt: Option<Attempt>,
     pub(super) retry: Option<Retry>,
     /// Time to dial a session with newer credentials while the current one serves.
     pub(super) refresh_at: Option<Instant>,
-    /// Time to dial the assigned replica while the current session is with another one.
+    /// Time to dial the assigned server while the current session is with another one.
     pub(super) move_at: Option<Instant>,
     /// Time at which the last session ended because its server stops.
     pub(super) server_stopped_at: Option<Instant>,
@@ -59,7 +59,7 @@ pub(super) struct Connector {
 pub(super) struct Retry {
     pub(super) at: Instant,
     /// Whether a change of the members, or a client that waits for a session, may end the wait: the
-    /// dial before reached no server, or a replica of another connector. The wait after a refusal
+    /// dial before reached no server, or a server of another connector. The wait after a refusal
     /// stays.
     pub(super) may_end_early: bool,
 }

@@ -149,7 +149,7 @@ impl Connector {
                 if let Some(endpoints) = attempt.next_endpoints.take() {
                     self.move_endpoints.advance_to(endpoints);
                 }
-                // The next address of the same replica may work. A refusal holds for all of them.
+                // The next address of the same server may work. A refusal holds for all of them.
                 if code.is_none() && !self.move_endpoints.is_at_end() {
                     self.move_at = Some(now);
                 } else {

@@ -1,4 +1,4 @@
-//! Which replica a connector holds: its assignment, moves, replicas that another connector holds,
+//! Which server a connector holds: its assignment, moves, servers that another connector holds,
 //! and servers that are stopping.
 
 use std::time::Duration;
@@ -70,7 +70,7 @@ impl Connector {
     }
 
     /// Selects the server at which the next dial begins after one that gave the current session.
-    /// That is the assigned replica's own address if the session is with that replica, and
+    /// That is the assigned server's own address if the session is with that server, and
     /// otherwise the address that was dialed.
     pub(super) fn record_position(&mut self, dialed: Endpoints) {
         let assigned = self.assignment.replica.as_ref();
@@ -91,8 +91,8 @@ impl Connector {
             .is_none_or(CurrentSession::needs_replacement)
     }
 
-    /// Schedules the dial of the replicas to move to if the current session is with none of them. The
-    /// set assigns only replicas that no other connector holds.
+    /// Schedules the dial of the servers to move to if the current session is with none of them. The
+    /// set assigns only servers that no other connector holds.
     pub(super) fn plan_move(&mut self, shared: &mut Shared, now: Instant) {
         let targets = self.assignment.move_targets();
         let is_elsewhere = self.current.as_ref().is_some_and(|current| {
@@ -106,7 +106,7 @@ impl Connector {
         }
     }
 
-    /// Schedules another dial of the assigned replica, unless the search is over.
+    /// Schedules another dial of the assigned server, unless the search is over.
     pub(super) fn retry_move(&mut self, shared: &mut Shared, now: Instant) {
         let wait = self.search.next(self.assignment.members, shared.random());
         self.move_at = wait.map(|wait| now + wait);
@@ -118,8 +118,8 @@ impl Connector {
             .is_some_and(|attempt| attempt.purpose == DialPurpose::Move)
     }
 
-    /// Handles a dial that reached a replica of another connector. The load balancer may choose
-    /// another replica next time. The search for a replica with an address of its own never ends,
+    /// Handles a dial that reached a server of another connector. The load balancer may choose
+    /// another server next time. The search for a server with an address of its own never ends,
     /// since a path to it may be back without a change of the members.
     pub(super) fn handle_duplicate(&mut self, shared: &mut Shared, now: Instant) {
         let members = self.assignment.members;
@@ -136,9 +136,9 @@ impl Connector {
         }
     }
 
-    /// Returns when to dial again with newer credentials after a dial that reached a replica of
+    /// Returns when to dial again with newer credentials after a dial that reached a server of
     /// another connector, or `None` when the search is over. Then the session goes on with its
-    /// older credentials, until the server closes it or a dial may reach another replica.
+    /// older credentials, until the server closes it or a dial may reach another server.
     pub(super) fn next_refresh(&mut self, shared: &mut Shared, now: Instant) -> Option<Instant> {
         let members = self.assignment.members;
         let wait = self.refresh_search.next(members, shared.random());

@@ -75,7 +75,7 @@ pub(super) struct Shared {
     pub(super) wanted_at: Instant,
     /// Whether a connector other than that of the event has a live session.
     pub(super) has_other_live: bool,
-    /// Whether replicas must be assigned again.
+    /// Whether servers must be assigned again.
     pub(super) is_changed: bool,
     pub(super) is_draining: bool,
 }
@@ -85,7 +85,7 @@ pub(super) struct Dial {
     pub(super) connector: ConnectorId,
     pub(super) transport: SessionTransport,
     pub(super) credentials: u64,
-    /// The only acceptable replicas, if this is a move to one of them.
+    /// The only acceptable servers, if this is a move to one of them.
     pub(super) only: Option<Arc<[ReplicaId]>>,
 }
 

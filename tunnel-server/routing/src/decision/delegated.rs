@@ -39,7 +39,7 @@ pub struct DelegatedRequest<'a> {
 /// The next step for a request.
 #[derive(Debug, PartialEq, Eq)]
 pub enum Decision {
-    Forward(RequestedNode),
+    Node(RequestedNode),
     /// The node is the one that this Pod runs on.
     LookUp(Pod),
 }
@@ -58,7 +58,7 @@ pub fn decide(
         return Err(bad_request("the request has no Host"));
     }
     match request.server_name.map(|name| routes.by_name(name)) {
-        Some(Ok(node)) => return requested(request, node, routes).map(Decision::Forward),
+        Some(Ok(node)) => return requested(request, node, routes).map(Decision::Node),
         // The caller has named a node by SNI. The user's Host must not choose between the nodes
         // that share the name.
         Some(Err(error @ RouteError::AmbiguousName(..))) => return Err(error.into()),
@@ -67,7 +67,7 @@ pub fn decide(
     match KubeletPath::of(facts.uri.path()) {
         KubeletPath::Stream(pod) => Ok(Decision::LookUp(pod)),
         KubeletPath::Malformed => Err(bad_request("the kubelet path does not name a valid pod")),
-        KubeletPath::Other => decide_by_host(request, routes).map(Decision::Forward),
+        KubeletPath::Other => decide_by_host(request, routes).map(Decision::Node),
     }
 }
 

@@ -10,7 +10,7 @@ use tunnel_proto::wire::REPLICAS_MAX;
 use tunnel_proto::wire::name::NodeName;
 
 use crate::admin::failures::FailureStatus;
-use crate::admin::status::{NodeState, NodeStatus, VersionSkew};
+use crate::admin::status::{GoneServer, NodeState, NodeStatus, VersionSkew};
 
 /// What is looked for.
 #[derive(Debug, Clone)]
@@ -327,65 +327,57 @@ impl SessionNumbers {
 /// Returns the fault of a node without a connected agent.
 /// `has_failed` means that connections of it, or from its last address, have failed since.
 fn away(node: &NodeStatus, has_failed: bool) -> (FaultKind, Fault) {
+    let name = &node.node;
     let severity = if NodeState::of(node).needs_operator() {
         Severity::Error
     } else {
         Severity::Info
     };
-    if let Some(at) = node.revoked_at.as_ref().filter(|_| node.is_revoked()) {
+    // What several nodes have in common, and how all of them are fixed; then the same of this one.
+    let fault = |several: String, fix_all: &'static str, what: String, fix: String| {
         let kind = FaultKind {
             noun: "nodes",
-            what: "the nodes are revoked".to_owned(),
-            fix: "if that was a mistake: tunnel-server nodes unrevoke NAME...",
+            what: several,
+            fix: fix_all,
         };
         let fault = Fault {
             severity,
-            place: node.node.clone(),
-            what: format!("the node was revoked at {at}"),
-            fix: format!(
-                "if that was a mistake: tunnel-server nodes unrevoke {}",
-                node.node
-            ),
+            place: name.clone(),
+            what,
+            fix,
         };
-        return (kind, fault);
+        (kind, fault)
+    };
+    if let Some(at) = node.revoked_at.as_ref().filter(|_| node.is_revoked()) {
+        let several = "the nodes are revoked".to_owned();
+        let fix_all = "if that was a mistake: tunnel-server nodes unrevoke NAME...";
+        let fix = format!("if that was a mistake: tunnel-server nodes unrevoke {name}");
+        return fault(
+            several,
+            fix_all,
+            format!("the node was revoked at {at}"),
+            fix,
+        );
     }
     if node.is_pending {
-        let kind = FaultKind {
-            noun: "nodes",
-            what: "no agent has ever connected, and no token was used".to_owned(),
-            fix: "join the nodes; or tunnel-server nodes forget NAME...",
-        };
-        let fault = Fault {
-            severity,
-            place: node.node.clone(),
-            what: "no agent has ever connected, and no token was used".to_owned(),
-            fix: format!(
-                "tunnel-server token create --node {name} prints the command for the node; if it will \
-                 not come: tunnel-server nodes forget {name}",
-                name = node.node
-            ),
-        };
-        return (kind, fault);
+        let what = "no agent has ever connected, and no token was used".to_owned();
+        let fix_all = "join the nodes; or tunnel-server nodes forget NAME...";
+        let fix = format!(
+            "tunnel-server token create --node {name} prints the command for the node; if it will \
+             not come: tunnel-server nodes forget {name}"
+        );
+        return fault(what.clone(), fix_all, what, fix);
     }
-    if let Some(server) = &node.gone_server {
-        let kind = FaultKind {
-            noun: "nodes",
-            what: "their server is gone, and no other one has seen their agents since".to_owned(),
-            fix: "on the host of the server: systemctl status tunnel-server; tunnel-server nodes --away",
-        };
-        let fault = Fault {
-            severity,
-            place: node.node.clone(),
-            what: format!(
-                "unknown: server {} held it and is gone since {}, and no other one has seen the agent since",
-                server.name, server.since
-            ),
-            fix: format!(
-                "on the host of {}: systemctl status tunnel-server",
-                server.name
-            ),
-        };
-        return (kind, fault);
+    if let Some(GoneServer { name, since }) = &node.gone_server {
+        let several =
+            "their server is gone, and no other one has seen their agents since".to_owned();
+        let fix_all =
+            "on the host of the server: systemctl status tunnel-server; tunnel-server nodes --away";
+        let what = format!(
+            "unknown: server {name} held it and is gone since {since}, and no other one has seen the agent since"
+        );
+        let fix = format!("on the host of {name}: systemctl status tunnel-server");
+        return fault(several, fix_all, what, fix);
     }
     let close = node.last_close.as_ref();
     let seen = node.last_seen.as_ref();
@@ -395,7 +387,7 @@ fn away(node: &NodeStatus, has_failed: bool) -> (FaultKind, Fault) {
     let reason = close.map(|close| &close.reason);
     let reason = reason.filter(|reason| !reason.is_empty());
     let reason = reason.map_or_else(String::new, |reason| format!(" ({reason})"));
-    let several = if seen.is_some() {
+    let when = if seen.is_some() {
         "seen before"
     } else {
         "never seen"
@@ -408,29 +400,22 @@ fn away(node: &NodeStatus, has_failed: bool) -> (FaultKind, Fault) {
     } else {
         ("; no connection with its name has arrived since", "")
     };
-    let kind = FaultKind {
-        noun: "nodes",
-        what: format!("no agent is connected{several_since}; {several}{ended}"),
-        fix: "tunnel-server nodes --away -o wide; tunnel-server nodes --failed; on a node: \
-              tunnel-agent doctor",
+    let several = format!("no agent is connected{several_since}; {when}{ended}");
+    let fix_all = "tunnel-server nodes --away -o wide; tunnel-server nodes --failed; on a node: \
+                   tunnel-agent doctor";
+    let what = format!("no agent is connected; {seen_at}{ended}{reason}{since}");
+    let fix = if has_failed {
+        format!("tunnel-server nodes --failed {name}")
+    } else if seen.is_none() && node.enrollment.is_some() {
+        "the agent has enrolled and not connected, so perhaps it cannot store its certificate: on the \
+         node, a disk that is full or read-only; tunnel-agent doctor; journalctl -u tunnel-agent"
+            .to_owned()
+    } else {
+        "the node is off, or its DNS, a proxy or a firewall keeps the agent from this server; on the \
+         node: tunnel-agent doctor; journalctl -u tunnel-agent"
+            .to_owned()
     };
-    let fault = Fault {
-        severity,
-        place: node.node.clone(),
-        what: format!("no agent is connected; {seen_at}{ended}{reason}{since}"),
-        fix: if has_failed {
-            format!("tunnel-server nodes --failed {}", node.node)
-        } else if seen.is_none() && node.enrollment.is_some() {
-            "the agent has enrolled and not connected, so perhaps it cannot store its certificate: on the \
-             node, a disk that is full or read-only; tunnel-agent doctor; journalctl -u tunnel-agent"
-                .to_owned()
-        } else {
-            "the node is off, or its DNS, a proxy or a firewall keeps the agent from this server; on \
-             the node: tunnel-agent doctor; journalctl -u tunnel-agent"
-                .to_owned()
-        },
-    };
-    (kind, fault)
+    fault(several, fix_all, what, fix)
 }
 
 /// Returns the fault of an address that several nodes have.

@@ -72,22 +72,11 @@ pub(super) struct TotalFacts {
 #[serde(rename_all = "camelCase")]
 pub(super) struct HistoryFacts {
     /// The last minute that is over.
-    pub(super) last_minute: Option<PointFacts>,
+    pub(super) last_minute: Option<MinutePoint>,
     /// The last 60 minutes, and the 96 quarters of an hour of the last day. The last entry is the
     /// current one; `null` is one in which nothing was observed.
     pub(super) hour: SeriesFacts,
     pub(super) day: SeriesFacts,
-}
-
-/// What happened in one minute.
-#[derive(Debug, Serialize)]
-#[serde(rename_all = "camelCase")]
-pub(super) struct PointFacts {
-    pub(super) sessions: u64,
-    pub(super) requests: u64,
-    pub(super) errors: u64,
-    pub(super) bytes_in: u64,
-    pub(super) bytes_out: u64,
 }
 
 /// What happened in each minute, on average over the minutes of an entry.
@@ -103,7 +92,7 @@ pub(super) struct SeriesFacts {
 impl HistoryFacts {
     pub(super) fn new(minutes: &MinuteRing) -> Self {
         Self {
-            last_minute: minutes.last_minute().map(PointFacts::from),
+            last_minute: minutes.last_minute().copied(),
             hour: SeriesFacts::new(minutes, 60, 1),
             day: SeriesFacts::new(minutes, 96, 15),
         }
@@ -117,18 +106,6 @@ impl SeriesFacts {
             requests: minutes.means(count, each, |point| point.requests),
             errors: minutes.means(count, each, |point| point.errors),
             bytes: minutes.means(count, each, |point| point.bytes_in + point.bytes_out),
-        }
-    }
-}
-
-impl From<&MinutePoint> for PointFacts {
-    fn from(point: &MinutePoint) -> Self {
-        Self {
-            sessions: point.sessions,
-            requests: point.requests,
-            errors: point.errors,
-            bytes_in: point.bytes_in,
-            bytes_out: point.bytes_out,
         }
     }
 }

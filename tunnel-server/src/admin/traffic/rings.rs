@@ -3,10 +3,14 @@
 
 use std::collections::VecDeque;
 
+use serde::Serialize;
+
 /// What happened in the installation in one minute.
-#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize)]
+#[serde(rename_all = "camelCase")]
 pub(crate) struct MinutePoint {
     /// Minutes since the Unix epoch.
+    #[serde(skip)]
     pub(crate) minute: u64,
     /// Sessions of agents at the end of the minute.
     pub(crate) sessions: u64,

@@ -19,7 +19,7 @@ use tokio::io::{AsyncRead, AsyncWrite, AsyncWriteExt};
 use tokio::net::UnixStream;
 use tokio::time::Instant;
 use tokio_rustls::TlsConnector;
-use tunnel_proto::dial::dial_host;
+use tunnel_proto::dial::{dial_host, split_host_port};
 use tunnel_proto::tls;
 use tunnel_proto::tls::files::{FileError, KeyPairFiles, load_roots};
 use tunnel_proto::wire::name::{NodeName, Port};
@@ -93,9 +93,8 @@ impl ConnectArgs {
             return self.connect_over(socket).await;
         };
         let tls = self.tls()?;
-        let host = server.rsplit_once(':').map(|(host, _port)| host);
-        let host = host.map(|host| host.trim_matches(['[', ']']).to_owned());
-        let name = host.and_then(|host| ServerName::try_from(host).ok());
+        let name = split_host_port(server)
+            .and_then(|(host, _port)| ServerName::try_from(host.to_owned()).ok());
         let name = name.ok_or_else(|| ConnectError::Address(server.clone()))?;
         let reach = |error| ConnectError::Unreachable(server.clone(), error);
         let dialing = async {

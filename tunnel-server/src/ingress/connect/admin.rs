@@ -98,14 +98,14 @@ impl AdminTunnels {
         {
             granted.headers_mut().insert(VIA_HEADER, name);
         }
-        let caller = hyper::upgrade::on(&mut request).map_ok(TokioIo::new);
+        let upgrade = hyper::upgrade::on(&mut request).map_ok(TokioIo::new);
         let exchange_guard = Box::new(ExchangeGuard {
             response_guard: close_state.start(),
             record,
         });
         self.ingress.shutdown.spawn_work(async move {
             let _permit = permit;
-            relay_granted(caller, Box::new(tunnel), exchange_guard).await;
+            relay_granted(upgrade, Box::new(tunnel), exchange_guard).await;
         });
         granted
     }
@@ -147,7 +147,7 @@ impl AdminTunnels {
         let params = TunnelParams {
             // A caller that has access to this socket can also stop the server, so it counts as a
             // caller with a certificate.
-            key: &CallerKey::Local(user),
+            caller_key: &CallerKey::Local(user),
             trace_parent: trace_parent(request.headers()),
             awaits_reply: true,
         };

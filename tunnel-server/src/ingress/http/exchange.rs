@@ -10,7 +10,7 @@ use hyper::body::Incoming;
 use hyper::upgrade::OnUpgrade;
 use tunnel_proto::egress::TargetSocket;
 
-use super::caller::{Caller, CallerUpgrade};
+use super::conn::{CallerUpgrade, HttpConn};
 use super::headers::{
     can_reuse_connection, has_conflicting_framing, rewrite_request, rewrite_response, trace_parent,
     validate_response,
@@ -25,33 +25,33 @@ use crate::routing::registry::CallerKey;
 use tunnel_routing::destination::AgentTarget;
 
 /// The head of a response and the body or stream that follows it.
-pub(in crate::ingress) struct Forwarded {
+pub(in crate::ingress) struct TargetResponse {
     pub(in crate::ingress) head: Response<()>,
-    pub(in crate::ingress) forwarded_body: ForwardedBody,
+    pub(in crate::ingress) content: ResponseContent,
 }
 
 #[expect(
     clippy::large_enum_variant,
     reason = "a body is the usual case, and its guard would be one more allocation"
 )]
-pub(in crate::ingress) enum ForwardedBody {
+pub(in crate::ingress) enum ResponseContent {
     Body(Incoming, UpstreamBodyGuard, Option<Arc<Upload>>),
     Upgraded {
-        caller: CallerUpgrade,
+        upgrade: CallerUpgrade,
         target: OnUpgrade,
     },
     /// A byte stream to the target of a CONNECT.
     Tunnel {
-        caller: CallerUpgrade,
+        upgrade: CallerUpgrade,
         tunnel: Box<Tunnel>,
     },
 }
 
 /// The parameters of an exchange with a target behind an agent.
 pub(in crate::ingress) struct Exchange<'a> {
-    pub(in crate::ingress) caller: &'a Caller,
+    pub(in crate::ingress) conn: &'a HttpConn,
     /// Key that counts the streams of the caller.
-    pub(in crate::ingress) key: &'a CallerKey,
+    pub(in crate::ingress) caller_key: &'a CallerKey,
     /// The request has client-certificate delegation.
     pub(in crate::ingress) has_delegation: bool,
     /// Protocols that the request asks to switch to.
@@ -59,34 +59,35 @@ pub(in crate::ingress) struct Exchange<'a> {
 }
 
 impl Exchange<'_> {
-    pub(in crate::ingress) async fn forward(
+    /// Sends a request to a target behind an agent.
+    pub(in crate::ingress) async fn run(
         &self,
         mut request: Request<Incoming>,
         target: AgentTarget,
         record: &mut RequestRecord,
-    ) -> Result<Forwarded, ProxyError> {
-        let caller = self.caller;
+    ) -> Result<TargetResponse, ProxyError> {
+        let conn = self.conn;
         let host = host_field(&target, &request);
         let destination = target.destination;
         record.destination(&destination);
         let is_reusable =
-            can_reuse_connection(&request) && !caller.has_large_head.load(Ordering::Relaxed);
+            can_reuse_connection(&request) && !conn.has_large_head.load(Ordering::Relaxed);
         rewrite_request(&mut request, host, self.upgrade, !is_reusable);
-        let tls_profile = caller.ingress.targets.tls_profile(self.has_delegation);
+        let tls_profile = conn.ingress.targets.tls_profile(self.has_delegation);
         let pool_key = is_reusable.then(|| PoolKey {
             destination: destination.clone(),
             tls_profile: tls_profile.id,
             authorization: request.headers().get(AUTHORIZATION).cloned(),
-            caller: self.key.clone(),
+            caller_key: self.caller_key.clone(),
         });
         let upstream_request = UpstreamRequest {
-            ingress: &caller.ingress,
-            scheme: caller.listener.scheme,
+            ingress: &conn.ingress,
+            scheme: conn.listener.scheme,
             tls_profile,
             destination: &destination,
-            caller: self.key,
+            caller_key: self.caller_key,
             trace_parent: trace_parent(request.headers()),
-            pool: pool_key.as_ref().map(|pool_key| (&*caller.pool, pool_key)),
+            pool: pool_key.as_ref().map(|pool_key| (&*conn.pool, pool_key)),
         };
         let (request, upload) = with_upload(request);
         // Boxed, so that it is not copied with each of the futures that wait for it.
@@ -97,44 +98,44 @@ impl Exchange<'_> {
         let switched = switches.then(|| hyper::upgrade::on(&mut response));
         let has_clear_framing = !has_conflicting_framing(response.headers());
         rewrite_response(&mut response, switched.is_some());
-        let switched = switched.map(|target| (caller.take_upgrade(), target));
+        let switched = switched.map(|target| (conn.take_upgrade(), target));
         let reuse = pool_key
             .filter(|_| has_clear_framing)
-            .map(|pool_key| (caller.pool.clone(), pool_key));
+            .map(|pool_key| (conn.pool.clone(), pool_key));
         let (head, body) = response.into_parts();
-        let forwarded_body = match switched {
-            Some((caller, target)) => ForwardedBody::Upgraded { caller, target },
-            None => ForwardedBody::Body(
+        let content = match switched {
+            Some((upgrade, target)) => ResponseContent::Upgraded { upgrade, target },
+            None => ResponseContent::Body(
                 body,
                 UpstreamBodyGuard {
                     upstream,
-                    ingress: caller.ingress.clone(),
+                    ingress: conn.ingress.clone(),
                     reuse,
                 },
                 upload,
             ),
         };
-        Ok(Forwarded {
+        Ok(TargetResponse {
             head: Response::from_parts(head, ()),
-            forwarded_body,
+            content,
         })
     }
 }
 
 /// Sends a plain HTTP request to a target that the server dialed.
-pub(in crate::ingress) async fn forward_direct(
-    caller: &Caller,
+pub(in crate::ingress) async fn run_direct(
+    conn: &HttpConn,
     mut socket: TargetSocket,
     mut request: Request<Incoming>,
     target_label: &str,
     record: &mut RequestRecord,
-) -> Result<Forwarded, ProxyError> {
+) -> Result<TargetResponse, ProxyError> {
     rewrite_request(&mut request, target_label.to_owned(), None, true);
     record.dialed(socket.bytes());
     // The framing of the request marks its end.
     socket.finish();
     let (request, upload) = with_upload(request);
-    let exchanged = exchange_direct(&caller.ingress, socket, request, target_label);
+    let exchanged = exchange_direct(&conn.ingress, socket, request, target_label);
     let (mut response, mut upstream) = exchanged.await?;
     let upload = upload.map(|handle| upstream.outlast(handle));
     check_response(None, &response, &target_label)?;
@@ -142,12 +143,12 @@ pub(in crate::ingress) async fn forward_direct(
     let (head, body) = response.into_parts();
     let upstream_guard = UpstreamBodyGuard {
         upstream,
-        ingress: caller.ingress.clone(),
+        ingress: conn.ingress.clone(),
         reuse: None,
     };
-    Ok(Forwarded {
+    Ok(TargetResponse {
         head: Response::from_parts(head, ()),
-        forwarded_body: ForwardedBody::Body(body, upstream_guard, upload),
+        content: ResponseContent::Body(body, upstream_guard, upload),
     })
 }
 

@@ -13,6 +13,7 @@ use hyper::body::{Body, Frame};
 use tunnel_proto::wire::header::TRACE_PARENT_MAX;
 
 use crate::routing::access_review::claimed_account;
+use crate::routing::attempts::Replay;
 use tunnel_routing::decision::{SELECT_DEST, SELECT_HOST, has_supported_coding};
 use tunnel_routing::policy::{Rules, UnreadToken};
 
@@ -101,17 +102,31 @@ pub(crate) fn has_conflicting_framing(headers: &HeaderMap) -> bool {
     headers.contains_key(TRANSFER_ENCODING) && headers.contains_key(CONTENT_LENGTH)
 }
 
+/// Returns whether a request can be sent a second time. The target may serve one twice whose method is
+/// safe (RFC 9110, section 9.2.1), but an upgrade is not: `exec` of a kubelet is a GET.
+pub(crate) fn replay_of(request: &Request<impl Body>) -> Replay {
+    let has_upgrade = request.headers().contains_key(UPGRADE);
+    if !request.body().is_end_stream() {
+        Replay::Never
+    } else if matches!(*request.method(), Method::GET | Method::HEAD) && !has_upgrade {
+        Replay::Safe
+    } else {
+        Replay::Unserved
+    }
+}
+
 /// Returns whether the connection to the target can be kept for another request after this one. The
-/// request must be safe to send again and have no body, and the caller must not intend to close its
-/// connection.
+/// request must be safe to send again, and the caller must not intend to close its connection.
 pub(crate) fn can_reuse_connection(request: &Request<impl Body>) -> bool {
-    matches!(
-        *request.method(),
-        Method::GET | Method::HEAD | Method::OPTIONS
-    ) && request.version() == Version::HTTP_11
-        && request.body().is_end_stream()
-        && !request.headers().contains_key(UPGRADE)
-        && !list_contains(request.headers(), &CONNECTION, "close")
+    let headers = request.headers();
+    let is_safe = match replay_of(request) {
+        Replay::Safe => true,
+        Replay::Unserved => *request.method() == Method::OPTIONS && !headers.contains_key(UPGRADE),
+        Replay::Never => false,
+    };
+    is_safe
+        && request.version() == Version::HTTP_11
+        && !list_contains(headers, &CONNECTION, "close")
 }
 
 fn list_contains(headers: &HeaderMap, field: &HeaderName, member: &str) -> bool {

@@ -9,7 +9,7 @@ use tokio::io::{AsyncRead, AsyncWrite, AsyncWriteExt};
 use tokio::time::timeout;
 use tracing::debug;
 
-use super::caller::Caller;
+use super::conn::HttpConn;
 use super::head_check::HeadPhase;
 use super::head_check::size::{FIELDS_MAX, HeadExcess, HeadLimits, HeadSize, TARGET_MAX_BYTES};
 use super::timeouts::{TimedStream, TimeoutKind};
@@ -43,7 +43,7 @@ pub(super) enum LargeHeadEnd {
     TimedOut(TimeoutKind),
 }
 
-impl Caller {
+impl HttpConn {
     /// Reads a large head, whose beginning `stream` has withheld from hyper. Then `stream` has the
     /// whole head.
     pub(super) async fn read_large_head<S>(
@@ -61,7 +61,7 @@ impl Caller {
                 Ok(Err(refused)) => refused,
                 Err(Gone) => return Err(LargeHeadEnd::Gone),
             },
-            () = self.permit.evicted() => return Err(LargeHeadEnd::Evicted),
+            () = self.caller.permit.evicted() => return Err(LargeHeadEnd::Evicted),
             () = self.ingress.shutdown.drain().cancelled() => return Err(LargeHeadEnd::Gone),
             expired = self.timeouts.expired_in_state() => {
                 return Err(LargeHeadEnd::TimedOut(expired));
@@ -80,7 +80,7 @@ impl Caller {
     {
         let ingress = &self.ingress;
         let limits = HeadLimits::with_memory(ingress.limits.load().request_head_bytes);
-        let mut memory = ingress.head_memory.permit(self.addr.source());
+        let mut memory = ingress.head_memory.permit(self.caller.addr.source());
         let mut head = stream.take_large_head();
         loop {
             let data = match stream.read_unchecked().await {
@@ -112,10 +112,14 @@ impl Caller {
         failure: &ProxyError,
     ) {
         let metrics = &self.ingress.metrics;
-        let mut record =
-            RequestRecord::start(self.listener.name, self.addr, "large request head", metrics);
+        let mut record = RequestRecord::start(
+            self.listener.name,
+            self.caller.addr,
+            "large request head",
+            metrics,
+        );
         record.unreadable();
-        record.caller(&self.identity);
+        record.caller(&self.caller.identity);
         record.status(failure.outcome.status());
         record.fail(failure);
         let answer = failure.last_answer();

@@ -3,16 +3,15 @@
 
 use std::fmt;
 use std::future::{pending, poll_fn};
+use std::mem::take;
 use std::pin::pin;
 use std::sync::Arc;
 use std::task::Poll;
 use std::time::Duration;
 
-use http::header::UPGRADE;
-use http::request::Parts;
-use http::{Method, Request, Response};
+use http::{Request, Response};
 use http_body_util::{Either, Empty};
-use hyper::body::{Body as _, Incoming};
+use hyper::body::Incoming;
 use tokio::time::{sleep, timeout};
 use tokio_rustls::TlsConnector;
 use tunnel_proto::egress::TargetSocket;
@@ -20,6 +19,7 @@ use tunnel_proto::tls;
 use tunnel_proto::transport::{Stream, source_number};
 use tunnel_proto::wire::header::{StreamHeader, StreamKind};
 
+use super::headers::replay_of;
 use super::request_body::RequestBody;
 use crate::config::Limit;
 use crate::ingress::context::IngressContext;
@@ -38,9 +38,8 @@ mod pool;
 mod sent_head;
 mod target_io;
 
-use connection::{Carrier, SendError, SentBody, Upstream};
+use connection::{Carrier, Resend, SendError, SentBody, Upstream};
 pub(crate) use pool::{PoolKey, UpstreamPool};
-use sent_head::SentHead;
 pub(in crate::ingress) use target_io::{TargetConn, TargetIo};
 
 /// Time for which a request waits before anything of it is sent, while its caller has the most unread
@@ -58,7 +57,7 @@ pub(crate) struct UpstreamRequest<'a> {
     /// The node and the target on that node.
     pub(crate) destination: &'a Destination,
     /// Key that counts the streams of the caller.
-    pub(crate) caller: &'a CallerKey,
+    pub(crate) caller_key: &'a CallerKey,
     /// Trace context for the agent's access log.
     pub(crate) trace_parent: String,
     /// The pool and the key of a reusable connection, if the request may use one.
@@ -77,16 +76,9 @@ impl UpstreamRequest<'_> {
         request: Request<RequestBody>,
         record: &mut RequestRecord,
     ) -> Result<(Response<Incoming>, Upstream), ProxyError> {
-        let (head, body) = request.into_parts();
-        let replay = if !body.is_end_stream() {
-            Replay::Never
-        } else if is_safe(&head) {
-            Replay::Safe
-        } else {
-            Replay::Unserved
-        };
-        let mut request = Some(Request::from_parts(head, Either::Left(body)));
-        let (mut attempts, mut failed, mut sent_head) = (Attempts::default(), None, None);
+        let replay = replay_of(&request);
+        let request = request.map(Either::Left);
+        let (mut attempts, mut failed) = (Attempts::default(), None);
         let idle = match self.pool {
             Some((pool, pool_key)) => {
                 let routing = &self.ingress.routing;
@@ -94,39 +86,39 @@ impl UpstreamRequest<'_> {
             }
             None => None,
         };
-        if let Some(mut upstream) = idle
-            && let Some(sent) = request.take()
-        {
+        let resend = if let Some(mut upstream) = idle {
             let carrier = &upstream.carrier;
             let via = carrier.via.clone();
             record.reused(via.clone(), carrier.bytes.clone(), carrier.audit_id);
             // Boxed, since it is the largest part of this future.
-            let mut error = match Box::pin(self.send(&mut upstream, sent, replay)).await {
+            let mut error = match Box::pin(self.send(&mut upstream, request, replay)).await {
                 Ok(response) => return Ok((response, upstream)),
                 Err(error) => error,
             };
-            (request, sent_head) = (error.unsent.take(), error.head.take());
-            if request.is_none() {
-                let replay = sent_head.as_ref().map_or(Replay::Never, |_head| replay);
+            let resend = take(&mut error.resend);
+            if !matches!(resend, Resend::Request(_)) {
+                let replay = resend.replay(replay);
                 let FailedAttempt { end, error } = self.failed(*error, via.as_ref(), replay, true);
                 if attempts.next(via.as_ref(), &end) == NextAttempt::GiveUp {
                     return Err(error);
                 }
                 failed = (attempts.resent() == Some(ResendCause::SessionLost)).then_some(error);
             }
-        }
+            resend
+        } else {
+            Resend::Request(request)
+        };
         let exchanged = async move {
             let mut stream_request = stream_request(
                 self.ingress,
                 self.destination,
-                self.caller,
+                self.caller_key,
                 self.trace_parent.clone(),
             );
             record.identify(&mut stream_request.header);
             let mut attempt = SendAttempt {
                 upstream: self,
-                request,
-                head: sent_head,
+                resend,
                 replay,
                 record,
             };
@@ -177,7 +169,10 @@ impl UpstreamRequest<'_> {
         };
         let head = upstream.traffic.take_head();
         sent.map_err(|mut error| {
-            error.head = head;
+            let is_sent = matches!(error.resend, Resend::Nothing);
+            if let Some(head) = head.filter(|_| is_sent) {
+                error.resend = Resend::Head(head);
+            }
             error
         })
     }
@@ -270,10 +265,8 @@ fn unsent_for_long(
 /// Sends a request over the stream of each attempt.
 struct SendAttempt<'a> {
     upstream: &'a UpstreamRequest<'a>,
-    /// The request, as long as nothing of it was sent.
-    request: Option<Request<SentBody>>,
-    /// The head of the request after that, unless it has a body.
-    head: Option<SentHead>,
+    /// What the next attempt sends.
+    resend: Resend,
     replay: Replay,
     record: &'a mut RequestRecord,
 }
@@ -298,13 +291,13 @@ impl Attempt for SendAttempt<'_> {
             accepted(&mut opened.stream, upstream.destination).await?;
         }
         let via = opened.via.clone();
-        let request = match (self.request.take(), self.head.take()) {
-            (Some(request), _) => Some(request),
-            (None, Some(head)) => {
+        let request = match take(&mut self.resend) {
+            Resend::Request(request) => Some(request),
+            Resend::Head(head) => {
                 let again = |head| Request::from_parts(head, Either::Right(Empty::new()));
                 Box::pin(head.parse()).await.map(again)
             }
-            (None, None) => None,
+            Resend::Nothing => None,
         };
         let Some(request) = request else {
             let error = SendError::moved(upstream.destination);
@@ -326,19 +319,16 @@ impl Attempt for SendAttempt<'_> {
         let mut connection = match connected {
             Ok(connection) => connection,
             Err(error) => {
-                self.request = Some(request);
-                return Err(upstream.failed(*error, Some(&via), replay.of_unsent(), false));
+                self.resend = Resend::Request(request);
+                let replay = self.resend.replay(replay);
+                return Err(upstream.failed(*error, Some(&via), replay, false));
             }
         };
         match upstream.send(&mut connection, request, replay).await {
             Ok(response) => Ok((response, connection)),
             Err(mut error) => {
-                (self.request, self.head) = (error.unsent.take(), error.head.take());
-                let replay = match (&self.request, &self.head) {
-                    (Some(_), _) => replay.of_unsent(),
-                    (None, Some(_)) => replay,
-                    (None, None) => Replay::Never,
-                };
+                self.resend = take(&mut error.resend);
+                let replay = self.resend.replay(replay);
                 Err(upstream.failed(*error, Some(&via), replay, false))
             }
         }
@@ -349,28 +339,22 @@ impl Attempt for SendAttempt<'_> {
     }
 }
 
-/// Returns whether a target may serve a request without a body twice (RFC 9110, section 9.2.1). An
-/// upgrade is not safe: `exec` of a kubelet is a GET.
-fn is_safe(head: &Parts) -> bool {
-    matches!(head.method, Method::GET | Method::HEAD) && !head.headers.contains_key(UPGRADE)
-}
-
-/// Returns the request for streams of `caller` to a destination. `trace_parent` is the trace context
+/// Returns the request for streams of a caller to a destination. `trace_parent` is the trace context
 /// for the agent's access log.
 pub(in crate::ingress) fn stream_request<'a>(
     ingress: &IngressContext,
     destination: &'a Destination,
-    caller: &'a CallerKey,
+    caller_key: &'a CallerKey,
     trace_parent: String,
 ) -> StreamRequest<'a> {
     StreamRequest {
         node: &destination.node,
         header: StreamHeader {
             trace_parent,
-            source: source_number(caller),
+            source: source_number(caller_key),
             ..StreamHeader::new(StreamKind::Target(destination.target.clone()))
         },
-        caller,
+        caller_key,
         limit: ingress.limits.load().open_timeout,
     }
 }
@@ -482,6 +466,9 @@ fn scheme_hint(error: &std::io::Error) -> &'static str {
 
 #[cfg(test)]
 mod tests {
+    use bytes::Bytes;
+    use http::Method;
+    use http::header::UPGRADE;
     use tokio::io::AsyncWriteExt;
     use tokio::time::Instant;
     use tunnel_proto::transport::Session as _;
@@ -535,8 +522,9 @@ mod tests {
             if let Some(protocol) = upgrade {
                 request = request.header(UPGRADE, protocol);
             }
-            let head = request.body(()).unwrap().into_parts().0;
-            assert_eq!(is_safe(&head), expected, "{method} {upgrade:?}");
+            let request = request.body(Empty::<Bytes>::new()).unwrap();
+            let is_safe = replay_of(&request) == Replay::Safe;
+            assert_eq!(is_safe, expected, "{method} {upgrade:?}");
         }
     }
 }

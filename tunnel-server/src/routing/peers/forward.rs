@@ -52,7 +52,7 @@ impl PeerStream<'_> {
 pub(super) struct ForwardRequest {
     node: NodeName,
     header: StreamHeader,
-    caller: CallerKey,
+    caller_key: CallerKey,
 }
 
 impl StreamServer for PeerStream<'_> {
@@ -85,7 +85,7 @@ impl StreamServer for PeerStream<'_> {
                 kind: StreamKind::Target(target.clone()),
                 ..header.clone()
             },
-            caller: CallerKey::Replica {
+            caller_key: CallerKey::Replica {
                 replica: self.replica.clone(),
                 is_verified: *is_verified,
             },
@@ -98,7 +98,7 @@ impl StreamServer for PeerStream<'_> {
         let request = StreamRequest {
             node: &request.node,
             header: request.header.clone(),
-            caller: &request.caller,
+            caller_key: &request.caller_key,
             limit: endpoint.open_timeout,
         };
         let opened = routing.open(&request).await;

@@ -26,7 +26,7 @@ struct State {
 #[derive(Debug)]
 struct Entry {
     via: Via,
-    caller: CallerKey,
+    caller_key: CallerKey,
     evicted: CancellationToken,
 }
 
@@ -47,17 +47,17 @@ impl IdleStream {
 }
 
 impl IdleStreams {
-    /// Adds a stream of `caller` over `via`.
+    /// Adds a stream of a caller over `via`.
     pub(super) fn add(
         self: &Arc<Self>,
         node: &NodeName,
         via: &Via,
-        caller: &CallerKey,
+        caller_key: &CallerKey,
     ) -> IdleStream {
         let evicted = CancellationToken::new();
         let entry = Entry {
             via: via.clone(),
-            caller: caller.clone(),
+            caller_key: caller_key.clone(),
             evicted: evicted.clone(),
         };
         let mut state = self.0.lock();
@@ -79,7 +79,7 @@ impl IdleStreams {
     ) -> bool {
         let mut state = self.0.lock();
         let mut entries = state.of_node(node);
-        let oldest = entries.find(|(_, entry)| matches(&entry.via, &entry.caller));
+        let oldest = entries.find(|(_, entry)| matches(&entry.via, &entry.caller_key));
         let Some(key) = oldest.map(|(key, _)| key.clone()) else {
             return false;
         };

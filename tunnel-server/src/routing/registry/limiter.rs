@@ -66,11 +66,11 @@ pub enum StreamQuota {
 
 impl StreamQuota {
     /// Returns whether a stream of `other` counts in this quota of `caller`.
-    pub(super) fn includes(self, other: &CallerKey, caller: &CallerKey) -> bool {
+    pub(super) fn includes(self, other: &CallerKey, caller_key: &CallerKey) -> bool {
         match self {
             Self::Agent => true,
             Self::Unverified => !other.is_verified(),
-            Self::UnverifiedCaller | Self::VerifiedCaller => other == caller,
+            Self::UnverifiedCaller | Self::VerifiedCaller => other == caller_key,
             Self::Forwarded => other.is_replica(),
         }
     }
@@ -130,7 +130,7 @@ pub(super) struct StreamLimiter {
 #[derive(Debug)]
 pub(super) struct StreamPermit {
     limiter: Arc<StreamLimiter>,
-    caller: CallerKey,
+    caller_key: CallerKey,
 }
 
 #[derive(Debug, Default)]
@@ -153,12 +153,12 @@ impl StreamLimiter {
     /// Acquires a permit for one more stream of a caller.
     pub(super) fn acquire(
         self: &Arc<Self>,
-        caller: &CallerKey,
+        caller_key: &CallerKey,
     ) -> Result<StreamPermit, QuotaExhausted> {
-        self.open.lock().acquire(caller, self.limit)?;
+        self.open.lock().acquire(caller_key, self.limit)?;
         Ok(StreamPermit {
             limiter: self.clone(),
-            caller: caller.clone(),
+            caller_key: caller_key.clone(),
         })
     }
 
@@ -175,18 +175,18 @@ impl StreamLimiter {
 }
 
 impl OpenStreams {
-    fn acquire(&mut self, caller: &CallerKey, limit: usize) -> Result<(), QuotaExhausted> {
-        let known = self.callers.get_mut(caller);
+    fn acquire(&mut self, caller_key: &CallerKey, limit: usize) -> Result<(), QuotaExhausted> {
+        let known = self.callers.get_mut(caller_key);
         let of_caller = known.as_ref().map_or(0, |count| **count);
         // The remaining quarter is reserved for callers of this server, and of those for callers
         // with a certificate other than the busiest one.
         let three_quarters = limit - limit / 4;
         let exhausted = |quota, streams| Err(QuotaExhausted { quota, streams });
-        let is_verified = caller.is_verified();
+        let is_verified = caller_key.is_verified();
         if self.all >= limit {
             return exhausted(StreamQuota::Agent, self.all);
         }
-        if caller.is_replica() {
+        if caller_key.is_replica() {
             if self.forwarded >= three_quarters {
                 return exhausted(StreamQuota::Forwarded, self.forwarded);
             }
@@ -202,24 +202,24 @@ impl OpenStreams {
         }
         self.all += 1;
         self.unverified += usize::from(!is_verified);
-        self.forwarded += usize::from(caller.is_replica());
+        self.forwarded += usize::from(caller_key.is_replica());
         match known {
             Some(count) => *count += 1,
             None => {
-                self.callers.insert(caller.clone(), 1);
+                self.callers.insert(caller_key.clone(), 1);
             }
         }
         Ok(())
     }
 
-    fn remove(&mut self, caller: &CallerKey) {
+    fn remove(&mut self, caller_key: &CallerKey) {
         self.all -= 1;
-        self.unverified -= usize::from(!caller.is_verified());
-        self.forwarded -= usize::from(caller.is_replica());
-        if let Some(count) = self.callers.get_mut(caller) {
+        self.unverified -= usize::from(!caller_key.is_verified());
+        self.forwarded -= usize::from(caller_key.is_replica());
+        if let Some(count) = self.callers.get_mut(caller_key) {
             *count -= 1;
             if *count == 0 {
-                self.callers.remove(caller);
+                self.callers.remove(caller_key);
             }
         }
     }
@@ -227,7 +227,7 @@ impl OpenStreams {
 
 impl Drop for StreamPermit {
     fn drop(&mut self) {
-        self.limiter.open.lock().remove(&self.caller);
+        self.limiter.open.lock().remove(&self.caller_key);
         self.limiter.released.notify_waiters();
     }
 }

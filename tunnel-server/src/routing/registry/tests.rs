@@ -379,7 +379,7 @@ async fn session_that_refused_is_left_out() {
     let request = StreamRequest {
         node: &node,
         header: header(),
-        caller: &OPERATOR,
+        caller_key: &OPERATOR,
         limit: WAIT_TIMEOUT,
     };
     let again = async || registry.open(&request, &except).await;

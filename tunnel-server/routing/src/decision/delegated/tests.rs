@@ -94,7 +94,7 @@ fn answer(asked: Asked<'_>, fields: &[(&str, &str)], on: &str) -> String {
     };
     let routes = routes();
     let decided = match decide(&request, &routes) {
-        Ok(Decision::Forward(requested)) => Ok(requested),
+        Ok(Decision::Node(requested)) => Ok(requested),
         Ok(Decision::LookUp(_)) if on == NO_QUESTION => return "asked".to_owned(),
         Ok(Decision::LookUp(pod)) => decide_by_pod(&request, &pod, Ok(node(on)), &routes),
         Err(failure) => Err(failure),

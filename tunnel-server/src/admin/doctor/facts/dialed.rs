@@ -12,6 +12,7 @@ use tokio::net::TcpStream;
 use tokio_rustls::TlsConnector;
 use tunnel_doctor::{Fact, within};
 use tunnel_process::meta;
+use tunnel_proto::dial::split_host_port;
 use tunnel_proto::tls;
 use tunnel_proto::tls::files::KeyPairFiles;
 
@@ -141,10 +142,9 @@ fn uncovered_by(pair: &KeyPairFiles, advertised: &[String]) -> Fact<Vec<String>>
     let key = pair.load().map_err(|error| error.to_string())?;
     let leaf = key.end_entity_cert().map_err(|error| error.to_string())?;
     let leaf = ParsedCertificate::try_from(leaf).map_err(|error| error.to_string())?;
-    let hosts = advertised.iter().filter_map(|address| {
-        let (host, _port) = address.rsplit_once(':')?;
-        Some(host.trim_matches(['[', ']']))
-    });
+    let hosts = advertised
+        .iter()
+        .filter_map(|address| Some(split_host_port(address)?.0));
     let uncovered = hosts.filter(|host| {
         let name = ServerName::try_from(*host);
         !name.is_ok_and(|name| verify_server_name(&leaf, &name).is_ok())

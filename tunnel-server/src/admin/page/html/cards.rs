@@ -1,11 +1,12 @@
 //! Figures with their history, and the bar of states. Pure.
 
-use crate::admin::page::facts::{HistoryFacts, NodeDocument, PointFacts, QuarterFacts};
+use crate::admin::page::facts::{HistoryFacts, NodeDocument, QuarterFacts};
 use crate::admin::page::plot::Plot;
 use crate::admin::page::survey::NodeCounts;
 use crate::admin::page::text::{Figure, grouped};
 use crate::admin::page::visible::VisibleText;
 use crate::admin::status::NodeState;
+use crate::admin::traffic::MinutePoint;
 
 /// A part of the bar of states.
 #[derive(Debug)]
@@ -118,7 +119,7 @@ impl CardPlot {
 
 impl Card {
     pub(super) fn of_history(history: &HistoryFacts) -> Vec<Self> {
-        let last = |value: fn(&PointFacts) -> u64| history.last_minute.as_ref().map_or(0, value);
+        let last = |value: fn(&MinutePoint) -> u64| history.last_minute.as_ref().map_or(0, value);
         let (hour, day) = (&history.hour, &history.day);
         let rate = |bytes_of_a_minute: u64| Figure::rate(bytes_of_a_minute / 60);
         let card =
@@ -260,12 +261,9 @@ mod tests {
             bytes: vec![None, Some(0), Some(0)],
         };
         let history = HistoryFacts {
-            last_minute: Some(PointFacts {
-                sessions: 0,
+            last_minute: Some(MinutePoint {
                 requests: 120,
-                errors: 0,
-                bytes_in: 0,
-                bytes_out: 0,
+                ..MinutePoint::default()
             }),
             hour: series(),
             day: series(),

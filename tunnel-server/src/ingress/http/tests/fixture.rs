@@ -281,7 +281,7 @@ impl Fixture {
             addr: addr.into(),
             identity: CallerIdentity::Anonymous,
             close_state: Arc::default(),
-            caller_closed: CallerClosed::never(),
+            closed: CallerClosed::never(),
             permit: Arc::new(self.ingress.callers.acquire(addr.ip()).unwrap()),
             has_delegation: false,
             server_name: None,

@@ -1,7 +1,7 @@
 //! Sizes of the futures of a request. Every one of them is copied into the one that waits for it, so
 //! what few requests need is boxed.
 
-use crate::ingress::http::caller::Caller;
+use crate::ingress::http::conn::HttpConn;
 use crate::ingress::http::upstream::UpstreamRequest;
 use crate::ingress::http::upstream::connection::Upstream;
 
@@ -18,8 +18,8 @@ fn futures_of_a_request_are_small() {
     let sizes = [
         (
             "answer",
-            of4(|caller: &'static Caller, request, guard, head_error| {
-                caller.answer(request, guard, head_error)
+            of4(|conn: &'static HttpConn, request, guard, head_error| {
+                conn.answer(request, guard, head_error)
             }),
             4096,
         ),

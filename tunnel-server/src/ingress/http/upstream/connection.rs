@@ -28,6 +28,7 @@ use crate::ingress::http::head_check::size::FIELDS_MAX;
 use crate::ingress::http::request_body::{RequestBody, Upload, UploadHandle};
 use crate::ingress::http::upload_queue::UploadQueue;
 use crate::outcome::Outcome;
+use crate::routing::attempts::Replay;
 use crate::routing::via::Via;
 
 /// Time that a connection to a target has to close after a complete response.
@@ -98,13 +99,40 @@ pub(crate) struct Upstream {
     upload: Option<UploadHandle>,
 }
 
+/// What of a request can be sent again.
+#[derive(Default)]
+#[allow(
+    clippy::large_enum_variant,
+    reason = "a request is the usual case, and a box would be one more allocation"
+)]
+pub(super) enum Resend {
+    /// The request, of which no byte was sent.
+    Request(Request<SentBody>),
+    /// The head of a request without a body, which was sent.
+    Head(SentHead),
+    #[default]
+    Nothing,
+}
+
+impl Resend {
+    fn of_unsent(request: Option<Request<SentBody>>) -> Self {
+        request.map_or(Self::Nothing, Self::Request)
+    }
+
+    /// Returns whether a further attempt can send this. `replay` is that of the request.
+    pub(super) fn replay(&self, replay: Replay) -> Replay {
+        match (self, replay) {
+            (Self::Request(_), Replay::Never) => Replay::Unserved,
+            (Self::Request(_) | Self::Head(_), replay) => replay,
+            (Self::Nothing, _) => Replay::Never,
+        }
+    }
+}
+
 /// A request that received no response on a connection.
 pub(super) struct SendError {
     pub(super) failure: ProxyError,
-    /// The request, if no byte of it was sent.
-    pub(super) unsent: Option<Request<SentBody>>,
-    /// The head of a request without a body that was sent.
-    pub(super) head: Option<SentHead>,
+    pub(super) resend: Resend,
     /// A byte of an answer arrived.
     pub(super) has_answer: bool,
 }
@@ -122,8 +150,7 @@ impl From<ProxyError> for Box<SendError> {
     fn from(failure: ProxyError) -> Self {
         Self::new(SendError {
             failure,
-            unsent: None,
-            head: None,
+            resend: Resend::Nothing,
             has_answer: false,
         })
     }
@@ -217,8 +244,7 @@ impl Upstream {
                     let failure = ProxyError::new(Outcome::TargetBadResponse, text);
                     return Err(Box::new(SendError {
                         failure,
-                        unsent: None,
-                        head: None,
+                        resend: Resend::Nothing,
                         has_answer: true,
                     }));
                 }
@@ -228,7 +254,8 @@ impl Upstream {
                         // connection is dropped.
                         self.driver = Driver::Caller(None);
                         let mut error = SendError::moved(target_label);
-                        error.unsent = sending.await.err().and_then(|mut error| error.take_message());
+                        let unsent = sending.await.err().and_then(|mut error| error.take_message());
+                        error.resend = Resend::of_unsent(unsent);
                         return Err(error);
                     }
                     can_move = false;
@@ -236,7 +263,7 @@ impl Upstream {
             }
         };
         sent.map_err(|mut error| {
-            let unsent = error.take_message();
+            let resend = Resend::of_unsent(error.take_message());
             let bad = Outcome::TargetBadResponse;
             let mut failure = ProxyError::from_stream(&error.into_error(), target_label, bad);
             if failure.outcome == bad && self.traffic.is_alert() {
@@ -244,8 +271,7 @@ impl Upstream {
             }
             Box::new(SendError {
                 failure,
-                unsent,
-                head: None,
+                resend,
                 has_answer: self.traffic.bytes_read() != before,
             })
         })
@@ -376,7 +402,7 @@ mod tests {
         let sent = upstream
             .send(request, &ingress.drivers, &"worker-1", moves)
             .await;
-        let unsent = sent.err().unwrap().unsent;
-        assert_eq!(unsent.unwrap().uri(), "/a");
+        let resend = sent.err().unwrap().resend;
+        assert!(matches!(&resend, Resend::Request(request) if request.uri() == "/a"));
     }
 }

@@ -43,7 +43,7 @@ pub(crate) struct PoolKey {
     /// credential.
     pub(crate) authorization: Option<HeaderValue>,
     /// Key that counts the stream.
-    pub(crate) caller: CallerKey,
+    pub(crate) caller_key: CallerKey,
 }
 
 #[derive(Debug)]
@@ -68,7 +68,7 @@ impl UpstreamPool {
         let node = &pool_key.destination.node;
         let via = upstream.carrier.via.as_ref();
         let via = via.filter(|via| !upstream.sender.is_closed() && routing.can_reuse(node, via));
-        let entry = via.map(|via| routing.keep_idle(node, via, &pool_key.caller));
+        let entry = via.map(|via| routing.keep_idle(node, via, &pool_key.caller_key));
         let Some(entry) = entry else {
             return upstream.close(&self.drivers);
         };

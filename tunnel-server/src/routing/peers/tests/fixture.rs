@@ -354,7 +354,7 @@ impl Server {
         let request = StreamRequest {
             node: &node(name),
             header: header(),
-            caller: &CallerKey::Local(None),
+            caller_key: &CallerKey::Local(None),
             limit: LIMIT,
         };
         let except = except.map_or(&[][..], std::slice::from_ref);

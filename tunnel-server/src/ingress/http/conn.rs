@@ -1,4 +1,4 @@
-//! The state of one caller's connection, which its requests share.
+//! The state of a caller's HTTP connection, which its requests share.
 
 use std::sync::Arc;
 use std::sync::atomic::AtomicBool;
@@ -6,19 +6,13 @@ use std::sync::atomic::AtomicBool;
 use parking_lot::Mutex;
 use tokio::io::{AsyncRead, AsyncWrite};
 use tokio::sync::oneshot;
-use tunnel_process::conn_limiter::ConnPermit;
-use tunnel_proto::identity::CallerError;
 use tunnel_proto::relay::PollCut;
-use tunnel_proto::wire::name::NodeName;
 use tunnel_routing::policy::Policy;
 
 use super::timeouts::ConnTimeouts;
 use super::upstream::UpstreamPool;
-use crate::ingress::caller_addr::{CallerAddr, CallerIdentity};
-use crate::ingress::caller_stream::CloseState;
 use crate::ingress::connect::basic_auth::Credentials;
-use crate::ingress::context::{HttpListener, IngressContext};
-use crate::routing::access_review::ClusterUser;
+use crate::ingress::context::{CallerConn, HttpListener, IngressContext};
 
 /// A caller's connection that carries a byte stream after an upgrade, such as after a 101.
 pub(in crate::ingress) type UpgradedCaller = Box<dyn CallerIo>;
@@ -35,21 +29,11 @@ pub(in crate::ingress) trait CallerIo:
 
 impl<S: AsyncRead + AsyncWrite + PollCut + Send + Unpin> CallerIo for S {}
 
-/// State of one caller's connection that its requests share.
-pub(in crate::ingress) struct Caller {
+/// A caller's HTTP connection, plain or inside TLS.
+pub(in crate::ingress) struct HttpConn {
     pub(in crate::ingress) ingress: Arc<IngressContext>,
     pub(in crate::ingress) listener: Arc<HttpListener>,
-    pub(in crate::ingress) addr: CallerAddr,
-    pub(in crate::ingress) identity: CallerIdentity,
-    pub(in crate::ingress) close_state: Arc<CloseState>,
-    /// The caller had client-certificate delegation in the handshake.
-    pub(in crate::ingress) had_delegation: bool,
-    /// The server name (SNI) from the TLS handshake. Set only for callers with delegation.
-    pub(in crate::ingress) server_name: Option<NodeName>,
-    /// Reason why the server forwards no request of this caller.
-    pub(in crate::ingress) certificate_error: Option<CallerError>,
-    /// The user of the cluster whose certificate the caller has.
-    pub(in crate::ingress) cluster_user: Option<Arc<ClusterUser>>,
+    pub(in crate::ingress) caller: CallerConn,
     /// The last credentials that passed authentication, on a CONNECT listener that requires them.
     pub(in crate::ingress) credentials: Mutex<Option<Credentials>>,
     /// A CONNECT is in progress. The server then forwards the end of the caller's direction to the
@@ -61,18 +45,16 @@ pub(in crate::ingress) struct Caller {
     /// head, and serves no other request.
     pub(in crate::ingress) has_large_head: AtomicBool,
     pub(in crate::ingress) timeouts: Arc<ConnTimeouts>,
-    /// Permit of the connection from the limiter of callers.
-    pub(in crate::ingress) permit: Arc<ConnPermit>,
     pub(in crate::ingress) pool: Arc<UpstreamPool>,
     /// Receives the connection once hyper has finished with it, if an upgrade was granted.
     pub(in crate::ingress) upgrade: Mutex<Option<oneshot::Sender<UpgradedCaller>>>,
 }
 
-impl Caller {
+impl HttpConn {
     /// Returns whether the caller has client-certificate delegation: connections to targets use the
     /// server's client certificate. The names of such callers may change while the connection is open.
     pub(in crate::ingress) fn has_delegation(&self, policy: &Policy) -> bool {
-        self.had_delegation && policy.delegation.still_admits(&self.identity)
+        self.caller.has_delegation && policy.delegation.still_admits(&self.caller.identity)
     }
 
     /// Requests the connection once hyper has written the response to the current request. That
