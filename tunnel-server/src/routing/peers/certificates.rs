@@ -51,7 +51,7 @@ impl Peers {
     }
 
     /// Looks at `at_once` nodes at a time, since the lock of the directory delays streams.
-    fn gone_nodes_in_parts(
+    pub(super) fn gone_nodes_in_parts(
         &self,
         connected: &BTreeSet<NodeName>,
         at_once: usize,
