@@ -12,13 +12,14 @@ use tunnel_store::known_nodes::KnownNodes;
 use tunnel_tests::client::{RawRequest, request};
 use tunnel_tests::env::WAIT_TIMEOUT;
 use tunnel_tests::eventually::{eventually, scaled};
+use tunnel_tests::gear::Gear;
 use tunnel_tests::process::{Listener, Peering, ScratchDir};
 
 use crate::abuse::report_figure;
 use crate::scripted::ScriptedAgent;
 
 #[tokio::test(flavor = "multi_thread")]
-async fn page_of_twenty_thousand_nodes_costs_the_servers_process_less_than_100_ms() -> Result<()> {
+async fn page_of_twenty_thousand_nodes_costs_the_servers_process_a_bounded_time() -> Result<()> {
     let scratch = ScratchDir::new()?;
     let peering = Peering::new(1, scratch.path());
     let data = scratch.path().join(Peering::name(0));
@@ -48,6 +49,9 @@ async fn page_of_twenty_thousand_nodes_costs_the_servers_process_less_than_100_m
         anyhow::Ok(())
     })
     .await;
+    // Without optimization a page takes 13 times as long.
+    let limit = Gear::current().pick(Duration::from_millis(300), Duration::from_millis(100));
+    let limit = scaled(limit);
     let process = server.process().id().context("the server ended")?;
     for (path, text) in [
         ("/", REACHABLE),
@@ -63,10 +67,7 @@ async fn page_of_twenty_thousand_nodes_costs_the_servers_process_less_than_100_m
         }
         let each = (processor_time(process)? - before) / TIMES;
         report_figure(&format!("{path}: {each:?} of a processor"));
-        ensure!(
-            each < scaled(Duration::from_millis(100)),
-            "{path}: {each:?}"
-        );
+        ensure!(each < limit, "{path}: {each:?}");
     }
     Ok(())
 }
