@@ -24,6 +24,7 @@ use super::failures::FailedNode;
 use super::refused::{DISTRUSTED, REVOKED};
 use super::{AdmissionRate, Sessions};
 use crate::config::Limit;
+use crate::egress::CloudEgress;
 use crate::routing::registry::{
     AgentSession, LastClose, RegisterError, Registration, answers_probe,
 };
@@ -189,10 +190,11 @@ impl Sessions {
         // Welcome has the current value of the list.
         let mut members = self.peers.members();
         let limits = self.limits.load();
+        let cloud = self.cloud_of(&hello.node_name).cloned();
         let welcome = ControlMessage::Welcome(Welcome {
             version: negotiate_version(hello.versions.0, hello.versions.1).unwrap_or(VERSION_MIN),
             session: registration.session().id,
-            capabilities: self.capabilities(session, &hello.node_name),
+            capabilities: self.capabilities(session, cloud.is_some()),
             streams_per_agent: limits.streams_per_agent,
             target_dial_timeout: limits.target_dial_timeout,
             replica_id: self.peers.own().clone(),
@@ -214,6 +216,7 @@ impl Sessions {
             writer,
             registration,
             members,
+            cloud,
         })
     }
 
@@ -318,10 +321,9 @@ impl Sessions {
     }
 
     /// Returns what the server does for this agent in addition to version 1.
-    fn capabilities(&self, session: &Arc<dyn Session>, node: &NodeName) -> Vec<String> {
+    fn capabilities(&self, session: &Arc<dyn Session>, has_cloud: bool) -> Vec<String> {
         // This server does not renew certificates that another CA issued.
         let renews = self.renewals.is_some() && session.peer().domain == TrustDomain::Tunnel;
-        let has_cloud = self.cloud_of(node).is_some();
         let renews = renews.then(|| CAPABILITY_RENEW.to_owned());
         let has_cloud = has_cloud.then(|| CAPABILITY_CLOUD.to_owned());
         renews.into_iter().chain(has_cloud).collect()
@@ -374,6 +376,9 @@ pub(super) struct AdmittedSession {
     pub(super) registration: Registration,
     /// The servers that agents may dial, as they were in Welcome.
     pub(super) members: watch::Receiver<Arc<[Member]>>,
+    /// Serves the streams of the agent to targets of the cloud, if Welcome said so. The list of targets
+    /// may have changed since then.
+    pub(super) cloud: Option<Arc<CloudEgress>>,
 }
 
 /// Sends the reason to the agent, waits until the agent has received it, and returns the error. The

@@ -45,14 +45,15 @@ impl Sessions {
             writer,
             registration,
             members,
+            cloud,
         } = admitted;
         let agent = registration.session().clone();
         let _counted = self.metrics.agent(agent.session.transport().label());
         let connections = self.saved_connections.as_ref();
         let saved = connections
             .and_then(|connections| Some(connections.save(agent.session.reset_target()?)));
-        if let Some(cloud) = self.cloud_of(&agent.node) {
-            let accepting = cloud.clone().accept_streams(agent.clone());
+        if let Some(cloud) = cloud {
+            let accepting = cloud.accept_streams(agent.clone());
             self.shutdown.spawn_service(accepting);
         }
         let (control_sender, sending) = ControlSender::new(writer);
