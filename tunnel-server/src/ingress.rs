@@ -1,6 +1,7 @@
 //! Listeners: local sockets that accept callers. An accept loop only accepts. One task per
 //! connection does the rest.
 
+use std::collections::BTreeMap;
 use std::sync::Arc;
 
 use rustls::ServerConnection;
@@ -63,6 +64,33 @@ impl ListenerKind {
     }
 }
 
+/// A listener that accepts connections until this is dropped.
+#[derive(Debug)]
+pub struct ClosableListener {
+    close: DropGuard,
+    /// Cancelled when the socket has been closed.
+    closed: CancellationToken,
+}
+
+impl ClosableListener {
+    /// Closes the listeners in `open` that `is_kept` leaves out, and waits until their sockets are
+    /// closed: the next address of one may be the same or overlap with it, as 0.0.0.0:443 and
+    /// 127.0.0.1:443 do.
+    pub async fn close_others<K: Ord, V: Into<Self>>(
+        open: &mut BTreeMap<K, V>,
+        is_kept: impl Fn(&K) -> bool,
+    ) {
+        let all = std::mem::take(open).into_iter();
+        let (kept, closing): (_, BTreeMap<_, _>) = all.partition(|(key, _)| is_kept(key));
+        *open = kept;
+        for closing in closing.into_values() {
+            let Self { close, closed } = closing.into();
+            drop(close);
+            closed.cancelled().await;
+        }
+    }
+}
+
 impl IngressContext {
     /// Accepts connections on a listener until the drain begins. Connections count as work, so a
     /// drain waits for them.
@@ -72,20 +100,24 @@ impl IngressContext {
             .spawn_listener(async move { ingress.accept(listener, kind).await });
     }
 
-    /// Accepts connections like [`Self::start`] until the returned guard is dropped. Connections go
+    /// Accepts connections like [`Self::start`] until the returned value is dropped. Connections go
     /// on.
     pub fn start_closable(
         self: &Arc<Self>,
         listener: TcpListener,
         kind: ListenerKind,
-    ) -> DropGuard {
-        let close = CancellationToken::new();
-        let (ingress, closed) = (self.clone(), close.clone());
+    ) -> ClosableListener {
+        let (close, closed) = (CancellationToken::new(), CancellationToken::new());
+        let (ingress, closing, is_closed) = (self.clone(), close.clone(), closed.clone());
         self.shutdown.spawn_listener(async move {
+            let _is_closed = is_closed.drop_guard();
             let accepting = ingress.accept(listener, kind);
-            closed.run_until_cancelled(accepting).await;
+            closing.run_until_cancelled(accepting).await;
         });
-        close.drop_guard()
+        ClosableListener {
+            close: close.drop_guard(),
+            closed,
+        }
     }
 
     async fn accept(self: Arc<Self>, listener: TcpListener, kind: ListenerKind) {
@@ -282,5 +314,29 @@ async fn select_protocol(http_listener: &HttpListener, socket: &CallerSocket) ->
         CallerProtocol::HttpToTlsPort
     } else {
         CallerProtocol::Tls(tls)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::http::tests::fixture::{Fixture, http_listener};
+    use super::*;
+
+    #[tokio::test]
+    async fn address_of_a_closed_listener_can_be_bound_at_once() {
+        let fixture = Fixture::new();
+        let bind = async |address: &str| TcpListener::bind(address).await.unwrap();
+        let start = |listener| {
+            let kind = ListenerKind::Http(http_listener());
+            fixture.ingress.start_closable(listener, kind)
+        };
+        let (kept, closing) = (bind("127.0.0.1:0").await, bind("127.0.0.1:0").await);
+        let [kept_at, closed_at] = [&kept, &closing].map(|bound| bound.local_addr().unwrap());
+        let mut open = BTreeMap::from([(kept_at, start(kept)), (closed_at, start(closing))]);
+        // Its task has the socket.
+        tokio::task::yield_now().await;
+        ClosableListener::close_others(&mut open, |address| *address == kept_at).await;
+        assert!(open.into_keys().eq([kept_at]));
+        TcpListener::bind(closed_at).await.unwrap();
     }
 }

@@ -8,7 +8,6 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use tokio::net::TcpListener;
-use tokio_util::sync::DropGuard;
 use tracing::info;
 use tunnel_process::meta::Readiness;
 use tunnel_process::shutdown::Shutdown;
@@ -18,8 +17,8 @@ use tunnel_proto::wire::name::Port;
 use super::context::ServerContext;
 use super::sockets::http_listener;
 use crate::config::{EXTRA_PORTS_MAX, ListenerSettings, ProxyPortListen};
-use crate::ingress::IngressContext;
 use crate::ingress::client_auth::ListenerTls;
+use crate::ingress::{ClosableListener, IngressContext};
 use tunnel_routing::destination::Scheme;
 
 /// The extra ports of a server.
@@ -28,7 +27,7 @@ pub(super) struct ProxyPorts {
     tls: Arc<ListenerTls>,
     listeners: ListenerSettings,
     readiness: Readiness,
-    bound: BTreeMap<(SocketAddr, Scheme), DropGuard>,
+    bound: BTreeMap<(SocketAddr, Scheme), ClosableListener>,
     /// Time between two comparisons with the policy.
     interval: Duration,
     shutdown: Shutdown,
@@ -91,10 +90,11 @@ impl ProxyPorts {
                 "the server listens on the first {EXTRA_PORTS_MAX} ports of the lists only, and leaves out {excess}"
             ));
         }
-        self.bound.retain(|bound, _close| {
+        ClosableListener::close_others(&mut self.bound, |bound| {
             let mut desired = desired.iter();
             desired.any(|(address, _, scheme)| (*address, *scheme) == *bound)
-        });
+        })
+        .await;
         for (address, port, scheme) in desired {
             if self.bound.contains_key(&(address, scheme)) {
                 continue;
@@ -103,8 +103,8 @@ impl ProxyPorts {
                 Ok(listener) => {
                     info!(listener = "proxy", %address, "listening");
                     let kind = http_listener("proxy", scheme, Some(port), &self.tls);
-                    let close = self.ingress.start_closable(listener, kind);
-                    self.bound.insert((address, scheme), close);
+                    let listener = self.ingress.start_closable(listener, kind);
+                    self.bound.insert((address, scheme), listener);
                 }
                 Err(error) => lines.push(cannot_listen(address, port, &error)),
             }

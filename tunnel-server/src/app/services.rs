@@ -8,7 +8,6 @@ use std::time::Duration;
 
 use tokio::net::TcpListener;
 use tokio::sync::watch;
-use tokio_util::sync::DropGuard;
 use tracing::info;
 use tunnel_process::followed::Followed;
 use tunnel_process::meta::Readiness;
@@ -18,7 +17,7 @@ use tunnel_proto::wire::name::Port;
 use super::context::ServerContext;
 use super::sockets::ServiceSocket;
 use crate::config::Config;
-use crate::ingress::{IngressContext, ListenerKind};
+use crate::ingress::{ClosableListener, IngressContext, ListenerKind};
 use tunnel_routing::destination::TcpService;
 
 /// What the configuration says about listeners that it may change.
@@ -63,7 +62,13 @@ fn key(address: SocketAddr, service: &TcpService) -> ServiceKey {
 struct OpenService {
     service: Followed<TcpService>,
     port: u16,
-    _close_on_drop: DropGuard,
+    listener: ClosableListener,
+}
+
+impl From<OpenService> for ClosableListener {
+    fn from(open: OpenService) -> Self {
+        open.listener
+    }
 }
 
 impl ServiceListeners {
@@ -121,11 +126,11 @@ impl ServiceListeners {
             extra_ports,
         } = wanted;
         self.extra_ports = extra_ports;
-        self.open.retain(|open, _| {
-            wanted
-                .iter()
-                .any(|(address, service)| key(*address, service) == *open)
-        });
+        ClosableListener::close_others(&mut self.open, |open| {
+            let mut wanted = wanted.iter();
+            wanted.any(|(address, service)| key(*address, service) == *open)
+        })
+        .await;
         let mut failures = Vec::new();
         for (address, service) in wanted {
             if let Some(open) = self.open.get(&key(address, &service)) {
@@ -159,7 +164,7 @@ impl ServiceListeners {
         let open = OpenService {
             service,
             port,
-            _close_on_drop: self.ingress.start_closable(listener, kind),
+            listener: self.ingress.start_closable(listener, kind),
         };
         self.open.insert(key, open);
     }
