@@ -8,6 +8,8 @@
 //!     |                    +--SIGTERM--> Draining --streams done-----------------------------+--> Shutdown --> closed
 //!     +-- NotAdmitted, no version in common, timeout --> closed      (server gone, Bye: closed, from everywhere)
 //! ```
+//!
+//! A stream that the server opened late returns a session from Shutdown to Retired.
 
 use std::future;
 use std::io;
@@ -304,7 +306,7 @@ impl<'a> ActiveSession<'a> {
                     }
                 }
                 () = &mut withdraw_due, if replaced && !self.monitor.is_retired() => self.retire(),
-                () = &mut stopped => return self.graceful_shutdown(STOPPING).await,
+                () = &mut stopped => return self.graceful_shutdown().await,
                 request = &mut renewal_due, if self.may_renew(withdrawn) => {
                     renewal_due.set(context.rotating_credentials.due());
                     self.pending_renewals = self.pending_renewals.saturating_add(1);
@@ -329,7 +331,15 @@ impl<'a> ActiveSession<'a> {
                 }
                 () = &mut next_check => match self.check().await {
                     Transition::Dead => return self.end_silent().await,
-                    Transition::Finished => return self.graceful_shutdown(REPLACED).await,
+                    Transition::Finished => {
+                        if let Some(reason) = self.send_bye(REPLACED).await {
+                            return reason;
+                        }
+                        // A stream that has arrived is not cut: the session finishes again.
+                        if session.stats().streams == 0 {
+                            return self.end(CloseCode::Normal, REPLACED).await;
+                        }
+                    }
                     Transition::Unchanged | Transition::Suspect | Transition::Live => {}
                 },
                 message = reader.receive(), if listening => match message {
@@ -548,35 +558,39 @@ impl<'a> ActiveSession<'a> {
         self.monitor.retire(Instant::now());
     }
 
-    /// Sends Bye, serves streams that the server opened before reading it (a draining egress
-    /// refuses them), and closes.
-    async fn graceful_shutdown(mut self, why: &'static str) -> CloseReason {
+    /// Sends Bye and closes, since the agent stops.
+    async fn graceful_shutdown(mut self) -> CloseReason {
+        match self.send_bye(STOPPING).await {
+            Some(reason) => reason,
+            None => self.end(CloseCode::Normal, STOPPING).await,
+        }
+    }
+
+    /// Sends Bye, unless it was sent before, and for a moment serves streams that the server opened
+    /// before reading it (a draining egress refuses them). Returns the reason if the session has ended
+    /// meanwhile.
+    async fn send_bye(&mut self, why: &str) -> Option<CloseReason> {
         self.cloud = None;
-        let stopping = self.context.graceful_shutdown.clone();
         let session = self.session.clone();
-        let replaced = !stopping.is_cancelled();
+        let is_replaced = !self.context.graceful_shutdown.is_cancelled();
         self.control_sender.bye(why);
-        let _peer_may_be_gone = timeout(BYE_TIMEOUT, &mut self.sending).await;
-        let mut until = Instant::now() + (session.stats().rtt + LATE_STREAMS).min(BYE_TIMEOUT);
+        if !self.sending.is_finished() {
+            let _peer_may_be_gone = timeout(BYE_TIMEOUT, &mut self.sending).await;
+        }
+        let until = Instant::now() + (session.stats().rtt + LATE_STREAMS).min(BYE_TIMEOUT);
         loop {
             tokio::select! {
                 biased;
-                reason = session.closed() => return reason,
+                reason = session.closed() => return Some(reason),
                 // A stream that has arrived is not cut, unless the whole agent stops.
-                incoming = session.accept(), if replaced || Instant::now() < until => {
+                incoming = session.accept(), if is_replaced || Instant::now() < until => {
                     if let Ok(incoming) = incoming {
                         self.serve(incoming);
                     }
                 }
-                () = sleep_until(until) => {
-                    if !replaced || stopping.is_cancelled() || session.stats().streams == 0 {
-                        break;
-                    }
-                    until = Instant::now() + LATE_STREAMS;
-                }
+                () = sleep_until(until) => return None,
             }
         }
-        self.end(CloseCode::Normal, why).await
     }
 
     /// Waits for the server to close, and closes from this end after a timeout.

@@ -399,6 +399,28 @@ async fn drain_sends_bye_on_a_retired_session_too() {
     assert_eq!(env.outcome().await.unwrap().reason.by, ClosedBy::Local);
 }
 
+/// The server opened the stream before it had read Withdraw.
+#[tokio::test(start_paused = true)]
+async fn stream_behind_bye_is_served_to_its_end_in_a_session_whose_silence_is_noticed() {
+    for (is_silent, code) in [(false, CloseCode::Normal), (true, CloseCode::Dead)] {
+        let (mut env, mut reader, _writer) = TestEnv::ready().await;
+        let target = TcpListener::bind("127.0.0.1:0").await.unwrap();
+        let port = Port::new(target.local_addr().unwrap().port()).unwrap();
+        env.retire.cancel();
+        expect_control(&mut reader, ControlMessage::Withdraw).await;
+        expect_bye(&mut reader).await;
+        let mut stream = env.open(StreamKind::Target(Target::Node(port))).await;
+        stream.accepted().await.unwrap();
+        env.agent_session.script().is_silent = is_silent;
+        sleep(Duration::from_secs(10)).await;
+        assert!(env.agent.try_join_next().is_none(), "{code}");
+        // The stream of a silent session does not end by itself.
+        let _stream = is_silent.then_some(stream);
+        let reason = env.outcome().await.unwrap().reason;
+        assert_eq!((reason.by, reason.code), (ClosedBy::Local, code));
+    }
+}
+
 #[tokio::test(start_paused = true)]
 async fn drain_of_the_server_is_one_event() {
     let (mut env, _reader, mut writer) = TestEnv::ready().await;
