@@ -24,6 +24,7 @@ use tunnel_process::meta::{FullResponse, json, text};
 use tunnel_process::shutdown::Shutdown;
 use tunnel_process::unix_socket::{self, OWNER_ONLY};
 use tunnel_proto::wire::name::{NodeName, ReplicaId};
+use tunnel_proto::wire::node_certificate::NodeCertificate;
 
 use crate::admin::configuration::RunningConfig;
 use crate::admin::pages::{NamedNodes, PAGE_MAX, PageQuery, revocations_page};
@@ -484,25 +485,40 @@ where
     F: FnOnce(&AdminState, &OtherAgents) -> Result<RotationStatus, RequestError> + Send + 'static,
 {
     let began = Instant::now();
-    let others = other_agents(state, begins, began + OTHER_AGENTS_LIMIT).await;
+    let others = other_agents(state, begins, began + OTHER_AGENTS_LIMIT).await?;
     let work = move |state: Arc<AdminState>| work(&state, &others);
     blocking_until(state, began + ROTATION_LIMIT, work).await?
 }
 
 /// Returns what the other servers know of the certificates of agents, if a stage begins or is in progress.
-async fn other_agents(state: &AdminState, begins: bool, deadline: Instant) -> OtherAgents {
-    let mut others = OtherAgents::default();
-    if let Ok(rotator) = &state.rotator
-        && (begins || rotator.is_in_progress())
-    {
-        let add = |server, answer| match answer {
-            Ok(nodes) => others.add(server, nodes),
-            Err(FetchError::TooManyNodes) => others.add_too_large(server),
-            Err(FetchError::NoAnswer) => {}
-        };
-        state.peers.fetch_certificates(deadline, add).await;
+async fn other_agents(
+    state: &AdminState,
+    begins: bool,
+    deadline: Instant,
+) -> Result<OtherAgents, RequestError> {
+    let (peers, others) = (&state.peers, OtherAgents::default());
+    match &state.rotator {
+        Ok(rotator) if begins || rotator.is_in_progress() => {
+            let fetching = peers.fetch_certificates(deadline, others, add_agents);
+            fetching
+                .await
+                .map_err(|panic| RequestError::internal(&panic))
+        }
+        Ok(_) | Err(_) => Ok(others),
     }
-    others
+}
+
+/// Adds what another server answered.
+fn add_agents(
+    others: &mut OtherAgents,
+    server: ReplicaId,
+    answer: Result<Vec<NodeCertificate>, FetchError>,
+) {
+    match answer {
+        Ok(nodes) => others.add(server, nodes),
+        Err(FetchError::TooManyNodes) => others.add_too_large(server),
+        Err(FetchError::NoAnswer) => {}
+    }
 }
 
 /// Returns the stage of the rotation of the CA. Blocks the thread.

@@ -8,6 +8,7 @@ use std::time::Duration;
 
 use futures_util::{StreamExt as _, stream};
 use tokio::sync::{mpsc, oneshot};
+use tokio::task::{JoinError, spawn_blocking};
 use tokio::time::{Instant, timeout_at};
 use tracing::debug;
 use tunnel_proto::wire::name::{NodeName, ReplicaId};
@@ -18,13 +19,18 @@ use super::Peers;
 use super::link::{FetchError, Link, PendingAsk};
 
 impl Peers {
-    /// Asks the servers that this server has dialed for the certificates of the agents that they know, and
-    /// passes each answer to `add`, or what it lacks by `deadline`.
-    pub async fn fetch_certificates(
+    /// Asks the servers that this server has dialed for the certificates of the agents that they know.
+    /// Merges each answer, or what it lacks by `deadline`, into `merged` with `add`, outside the
+    /// runtime's threads. If the future is dropped, what was merged is lost.
+    ///
+    /// # Errors
+    /// When `add` panicked, or the runtime stops.
+    pub async fn fetch_certificates<T: Send + 'static>(
         &self,
         deadline: Instant,
-        mut add: impl FnMut(ReplicaId, Result<Vec<NodeCertificate>, FetchError>),
-    ) {
+        mut merged: T,
+        add: fn(&mut T, ReplicaId, Result<Vec<NodeCertificate>, FetchError>),
+    ) -> Result<T, JoinError> {
         let links: Vec<Arc<Link>> = {
             let state = self.state.lock();
             let links = state.peers.values().filter_map(|peer| peer.link.clone());
@@ -39,8 +45,13 @@ impl Peers {
             if let Err(error) = &answer {
                 debug!(peer = %replica, %error, "cannot fetch the certificates of agents");
             }
-            add(replica, answer);
+            let merging = spawn_blocking(move || {
+                add(&mut merged, replica, answer);
+                merged
+            });
+            merged = merging.await?;
         }
+        Ok(merged)
     }
 
     /// Returns the nodes that nobody holds and that a server held which is gone or no longer expected.
