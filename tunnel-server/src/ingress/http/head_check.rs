@@ -160,17 +160,14 @@ impl HeadCheck {
     /// Returns how many bytes may be read at once. What a caller sends behind a request is in
     /// memory while the request runs, and the permit of the connection counts for one head of it.
     pub(crate) fn read_max(&self) -> usize {
-        match &self.state {
-            State::Head(_) => CONNECTION_HEAD_BYTES,
-            State::Body(left) => usize::try_from(*left)
-                .unwrap_or(usize::MAX)
-                .saturating_add(CONNECTION_HEAD_BYTES),
-            // hyper's buffer is as large as the head.
-            State::Chunks(_) | State::Lost if self.limits == HeadLimits::NO_HEAD => {
-                CONNECTION_HEAD_BYTES
-            }
-            State::Chunks(_) | State::Lost | State::Off => usize::MAX,
-        }
+        let of_body = match &self.state {
+            State::Body(left) | State::Chunks(ChunkState::Data(left)) => *left,
+            State::Head(_) | State::Chunks(_) | State::Lost => 0,
+            State::Off => return usize::MAX,
+        };
+        usize::try_from(of_body)
+            .unwrap_or(usize::MAX)
+            .saturating_add(CONNECTION_HEAD_BYTES)
     }
 
     /// Follows bytes that hyper reads, up to the first head that exceeds a limit.
@@ -256,6 +253,14 @@ impl HeadCheck {
             std::iter::repeat_n(framing, run.count)
         })
         .collect()
+    }
+
+    /// Returns whether a body has begun whose end has not arrived.
+    pub(crate) fn is_within_body(&self) -> bool {
+        match &self.state {
+            State::Body(_) | State::Chunks(_) | State::Lost => true,
+            State::Head(_) | State::Off => false,
+        }
     }
 
     /// Returns whether hyper has read all heads that are complete.
@@ -524,9 +529,10 @@ impl Head {
 const NAME_MAX_BYTES: usize = 17;
 /// Longest value that the check reads: the number of digits of a length, and some space around it.
 const VALUE_MAX_BYTES: usize = 32;
-/// Entries for heads that have arrived before hyper has read the first one. hyper reads at most
-/// 408 KiB ahead, and two heads that are not alike have 55 bytes, so there are fewer.
-const RUNS_MAX: usize = 16 * 1024;
+/// Entries for heads that have arrived before hyper has read the first one, 16 KiB together. hyper
+/// reads [`CONNECTION_HEAD_BYTES`] ahead, in which fewer heads fit: two that are not alike have 67
+/// bytes, unless the server refuses one of them.
+const RUNS_MAX: usize = 512;
 /// Capacity for heads that a connection keeps.
 const HEADS_RETAINED: usize = 4;
 

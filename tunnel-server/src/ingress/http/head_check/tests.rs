@@ -295,9 +295,45 @@ fn one_head_may_be_read_behind_the_request_in_progress() {
     let with_length = begun("Content-Length: 100000\r\n");
     assert_eq!(with_length.read_max(), 100_000 + CONNECTION_HEAD_BYTES);
     let mut chunked = begun("Transfer-Encoding: chunked\r\n");
-    assert_eq!(chunked.read_max(), usize::MAX);
-    chunked.set_limits(HeadLimits::NO_HEAD);
-    assert_eq!(chunked.read_max(), CONNECTION_HEAD_BYTES);
+    for (data, of_chunk) in [("", 0), ("186a0\r\n", 100_000), ("x", 99_999)] {
+        assert_eq!(chunked.read(data.as_bytes()), None);
+        let read_max = of_chunk + CONNECTION_HEAD_BYTES;
+        assert_eq!(chunked.read_max(), read_max, "{data:?}");
+    }
+    let mut malformed = begun("Transfer-Encoding: chunked\r\n");
+    assert_eq!(malformed.read(b"x"), None);
+    assert_eq!(malformed.read_max(), CONNECTION_HEAD_BYTES);
     assert_eq!(chunked.request(BodyFraming::Opaque), None);
     assert_eq!(chunked.read_max(), usize::MAX);
+}
+
+/// Heads that hyper cannot parse are far shorter than others.
+#[test]
+fn heads_behind_the_request_in_progress_take_no_more_memory_than_one_head() {
+    let mut check = HeadCheck::default();
+    let unlike = "x\n\nx\r\n\r\n";
+    let behind = unlike.repeat(CONNECTION_HEAD_BYTES / unlike.len());
+    assert_eq!(check.read(behind.as_bytes()), None);
+    let bytes = check.heads.capacity() * size_of::<HeadRun>();
+    assert!(bytes <= CONNECTION_HEAD_BYTES, "{bytes}");
+}
+
+#[test]
+fn body_goes_on_until_its_end_has_arrived() {
+    let length = PLAIN.replace("\r\n\r\n", "\r\nContent-Length: 2\r\n\r\n");
+    let chunked = PLAIN.replace("\r\n\r\n", "\r\nTransfer-Encoding: chunked\r\n\r\n");
+    for (input, expected) in [
+        ("GET /".to_owned(), false),
+        (PLAIN.to_owned(), false),
+        (length.clone(), true),
+        (format!("{length}a"), true),
+        (format!("{length}ab"), false),
+        (format!("{chunked}1\r\na\r\n"), true),
+        (format!("{chunked}1\r\na\r\n0\r\n\r\n"), false),
+        (format!("{chunked}malformed"), true),
+    ] {
+        let mut check = HeadCheck::default();
+        check.read(input.as_bytes());
+        assert_eq!(check.is_within_body(), expected, "{input:?}");
+    }
 }
