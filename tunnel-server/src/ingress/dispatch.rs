@@ -9,10 +9,10 @@ use hyper::body::Incoming;
 use tokio::io::{AsyncRead, AsyncWrite};
 use tokio::sync::Notify;
 use tracing::debug;
-use tunnel_process::host::is_own_address;
 use tunnel_proto::egress::TargetSocket;
 use tunnel_proto::relay::{CutSide, PollCut, RelayEnd, RelaySide, end_cut};
 use tunnel_proto::wire::code::ResetCode;
+use tunnel_proto::wire::name::NodeName;
 
 use super::caller_stream::{CloseState, discard_input};
 use super::connect::dial::DirectDialer;
@@ -33,7 +33,6 @@ use tunnel_routing::decision::delegated::{self, Decision, DelegatedRequest};
 use tunnel_routing::decision::proxy::ProxyRequest;
 use tunnel_routing::decision::{DecisionError, RequestFacts, decide};
 use tunnel_routing::destination::{Destination, DialTarget, RequestedDestination, RequestedNode};
-use tunnel_routing::dial_policy::AddressClaims;
 use tunnel_routing::operation::RequestedOperation;
 use tunnel_routing::policy::{
     Access, AccessCaller, CallerIdentity, Located, Policy, Route, TargetAccess, authorize, locate,
@@ -222,7 +221,7 @@ fn resolve_proxy(
 }
 
 impl DirectRoute {
-    /// Dials the target, with the routes and sessions that are known at this moment.
+    /// Dials the target, with the routes and sessions that are known once its name is resolved.
     async fn dial(
         &self,
         ingress: &IngressContext,
@@ -230,16 +229,10 @@ impl DirectRoute {
     ) -> Result<TargetSocket, ProxyError> {
         let target_label = self.request.to_string();
         record.direct(&target_label, self.request.port);
-        let routes = ingress.routes.load();
-        let own_ports = self.dialer.own_ports();
-        let claims = AddressClaims {
-            routes: &routes,
-            has_agent: &|node| ingress.routing.is_held(node),
-            is_own: &is_own_address,
-            own_ports: &own_ports,
-        };
+        let (port, routes) = (self.request.port, &ingress.routes);
+        let has_agent = |node: &NodeName| ingress.routing.is_held(node);
         self.dialer
-            .dial(&self.target, self.request.port, &target_label, &claims)
+            .dial(&self.target, port, &target_label, routes, &has_agent)
             .await
     }
 }
@@ -379,7 +372,11 @@ pub(super) async fn relay_tunnel<C>(
         }
         RelayEnd::ReaderClosed(side) => {
             debug!(?side, "{} ended with unread bytes", tunnel.name());
-            exchange_guard.record.set_outcome(Outcome::Cut);
+            exchange_guard.record.set_outcome(match side {
+                RelaySide::Left => Outcome::CallerGone,
+                // The caller gets all that the target has sent, and a clean end.
+                RelaySide::Right => Outcome::Ok,
+            });
             tunnel.finish();
             discard_input(&mut caller_stream).await;
             exchange_guard.response_guard.finish();
@@ -423,5 +420,74 @@ impl<C: AsyncWrite + Send + Unpin> CutSide for CallerSide<C> {
         if !takes_none {
             self.close_state.cut_behind(&mut self.stream).await;
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::net::SocketAddr;
+
+    use tokio::io::{AsyncReadExt, AsyncWriteExt, DuplexStream, duplex};
+    use tunnel_proto::transport::{Session as _, Stream};
+
+    use super::*;
+    use crate::ingress::http::tests::fixture::{Agent, Fixture};
+    use crate::testing::{WAIT_TIMEOUT, header};
+
+    #[tokio::test(start_paused = true)]
+    async fn target_that_is_gone_behind_a_complete_answer_is_no_failure() {
+        let (fixture, agent) = Fixture::with_agent();
+        let (mut caller, mut target, relayed) = start(&fixture, &agent).await;
+        let answered = async {
+            target.write_all(b"all").await.unwrap();
+            target.shutdown().await.unwrap();
+            drop(target);
+            let mut got = Vec::new();
+            caller.read_to_end(&mut got).await.unwrap();
+            got
+        };
+        let (got, ()) = tokio::join!(answered, relayed);
+        assert_eq!(got, b"all");
+        assert_eq!(records(&fixture, Outcome::Ok), 1);
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn caller_that_takes_nothing_behind_its_last_byte_is_gone() {
+        let (fixture, agent) = Fixture::with_agent();
+        let (caller, mut target, relayed) = start(&fixture, &agent).await;
+        drop(caller);
+        let answered = async {
+            assert_eq!(target.read(&mut [0]).await.unwrap(), 0);
+            target.write_all(b"late").await.unwrap();
+            target.shutdown().await.unwrap();
+        };
+        tokio::join!(answered, relayed);
+        assert_eq!(records(&fixture, Outcome::CallerGone), 1);
+    }
+
+    /// Returns a caller, the target's end of its stream, and the relay between them.
+    async fn start(
+        fixture: &Fixture,
+        agent: &Agent,
+    ) -> (DuplexStream, Stream, impl Future<Output = ()>) {
+        let stream = agent.near.open(&header(), WAIT_TIMEOUT).await.unwrap();
+        let target = agent.accepts().await;
+        let (caller, caller_stream) = duplex(64);
+        let addr: SocketAddr = "192.0.2.1:5".parse().unwrap();
+        let exchange_guard = Box::new(ExchangeGuard {
+            response_guard: Arc::<CloseState>::default().start(),
+            record: RequestRecord::start("service", addr, "ssh", &fixture.ingress.metrics),
+        });
+        let tunnel = Box::new(Tunnel::Agent {
+            stream,
+            target_label: "worker-1".into(),
+        });
+        let relayed = relay_tunnel(caller_stream, tunnel, exchange_guard);
+        (caller, target, relayed)
+    }
+
+    fn records(fixture: &Fixture, outcome: Outcome) -> u64 {
+        let series = format!("tunnel_server_streams_total{{result=\"{outcome}\"}}");
+        fixture.metric(&series)
     }
 }

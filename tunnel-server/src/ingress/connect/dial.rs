@@ -3,19 +3,20 @@
 
 use std::io;
 use std::net::SocketAddr;
-use std::sync::Arc;
 use std::time::Duration;
 
 use tokio::time::{Instant, timeout_at};
 use tunnel_process::followed::Followed;
+use tunnel_process::host::is_own_address;
 use tunnel_proto::dial::{Candidate, Resolve, SystemResolver, dial, in_order_of_attempts};
 use tunnel_proto::egress::{SocketPeer, TargetSocket};
 use tunnel_proto::transport::ByteCount;
-use tunnel_proto::wire::name::Port;
+use tunnel_proto::wire::name::{NodeName, Port};
 
 use crate::config::Limit;
 use crate::ingress::error::ProxyError;
 use crate::outcome::Outcome;
+use crate::routing::routes::Routes;
 use tunnel_routing::destination::DialTarget;
 use tunnel_routing::dial_policy::{AddressClaims, DialPolicy, DialRefusal};
 
@@ -60,16 +61,13 @@ impl DirectDialer {
         Self { own_ports, ..self }
     }
 
-    pub(in crate::ingress) fn own_ports(&self) -> Arc<Vec<Port>> {
-        self.own_ports.load()
-    }
-
     pub(in crate::ingress) fn dial_policy(&self) -> &DialPolicy {
         &self.dial_policy
     }
 
     /// Connects to one of the addresses of a target, within the dial policy and the claims of
-    /// nodes. `target_label` is the target as the caller wrote it. Cancel-safe.
+    /// nodes, which may change during the lookup of a name. `target_label` is the target as the
+    /// caller wrote it, and `has_agent` returns whether a node has an agent. Cancel-safe.
     ///
     /// # Errors
     /// Returns a [`ProxyError`] with the response for the caller.
@@ -78,7 +76,8 @@ impl DirectDialer {
         dial_target: &DialTarget,
         port: Port,
         target_label: &str,
-        claims: &AddressClaims<'_>,
+        routes: &Routes,
+        has_agent: &(dyn Fn(&NodeName) -> bool + Send + Sync),
     ) -> Result<TargetSocket, ProxyError> {
         if self.dial_policy.is_deny_all() {
             let text = format!(
@@ -89,7 +88,14 @@ impl DirectDialer {
         // The lookup and all addresses together.
         let deadline = Instant::now() + (self.limit * 2).min(WHOLE_MAX);
         let resolved = self.resolve(dial_target, port, target_label).await?;
-        let allowed = filter_allowed(&self.dial_policy, resolved, claims)
+        let (routes, own_ports) = (routes.load(), self.own_ports.load());
+        let claims = AddressClaims {
+            routes: &routes,
+            has_agent,
+            is_own: &is_own_address,
+            own_ports: &own_ports,
+        };
+        let allowed = filter_allowed(&self.dial_policy, resolved, &claims)
             .map_err(|refusal| ProxyError::from_dial(&refusal, target_label))?;
         let deadline = deadline.min(Instant::now() + self.limit);
         let candidates = allowed

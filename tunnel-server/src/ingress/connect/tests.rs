@@ -1,18 +1,22 @@
 use std::io;
+use std::net::SocketAddr;
 use std::sync::Arc;
 use std::time::Duration;
 
 use base64::prelude::{BASE64_STANDARD, Engine as _};
 use tokio::io::{AsyncRead, AsyncReadExt, AsyncWrite, AsyncWriteExt};
 use tokio::net::{TcpListener, TcpStream};
+use tokio::time::timeout;
 use tunnel_process::scratch::ScratchDir;
+use tunnel_proto::dial::{Resolve, ResolveFuture};
 use tunnel_proto::wire::code::RefusalCode;
 
 use super::DirectDialer;
 use crate::ingress::connect::basic_auth::{BasicAuth, BasicAuthUsers};
 use crate::ingress::context::{ConnectProxy, HttpListener};
 use crate::ingress::http::tests::fixture::{Fixture, HI, assert_status, head};
-use crate::testing::{assert_contains, within};
+use crate::routing::routes::{RouteNode, RouteSource, Routes};
+use crate::testing::{assert_contains, eventually, within};
 use tunnel_routing::dial_policy::{DialPolicy, LiveClusterNetworks};
 
 mod fuzz;
@@ -61,7 +65,7 @@ async fn p04_answer_is_exactly_200_and_pipelined_bytes_arrive() {
             let sent = format!("{ASK}{early}");
             caller.write_all(sent.as_bytes()).await.unwrap();
             assert_eq!(head(&mut caller).await, GRANTED);
-            let silent = tokio::time::timeout(Duration::from_millis(20), caller.read_u8()).await;
+            let silent = timeout(Duration::from_millis(20), caller.read_u8()).await;
             assert!(silent.is_err(), "a byte came before the caller spoke");
             caller.write_all(late.as_bytes()).await.unwrap();
         };
@@ -258,6 +262,70 @@ async fn names_of_no_node_are_dialed_by_the_server_within_its_list() {
     assert!(seen.starts_with("GET /m HTTP/1.1\r\n"), "{seen}");
     assert!(seen.contains(&format!("{address}\r\n")), "{seen}");
     assert!(answer.ends_with("hi"), "{answer}");
+}
+
+/// A resolver that answers with the address of a node which comes during the lookup.
+#[derive(Debug)]
+struct SlowResolver {
+    routes: Routes,
+    address: SocketAddr,
+}
+
+impl Resolve for SlowResolver {
+    fn resolve<'a>(&'a self, _name: &'a str, _port: u16) -> ResolveFuture<'a> {
+        let node = RouteNode::edge("edge-1".parse().unwrap(), vec![self.address.ip()]);
+        self.routes.set(RouteSource::Cluster, vec![node]);
+        let resolved = vec![self.address];
+        Box::pin(async move { Ok(resolved) })
+    }
+}
+
+#[tokio::test]
+async fn node_that_comes_during_the_lookup_of_a_name_is_not_dialed_past_its_agent() {
+    let fixture = Fixture::new();
+    let canary = TcpListener::bind("127.0.0.1:0").await.unwrap();
+    let address = canary.local_addr().unwrap();
+    let listed = vec!["127.0.0.0/8".parse().unwrap()];
+    let dial_policy = DialPolicy::Listed(listed, LiveClusterNetworks::default());
+    let resolver = Box::new(SlowResolver {
+        routes: fixture.ingress.routes.clone(),
+        address,
+    });
+    let direct = DirectDialer::with_resolver(dial_policy, Duration::from_secs(5), resolver);
+    let listener = Fixture::connect_proxy(ConnectProxy {
+        passwords: None,
+        is_tls_optional: true,
+        direct: Arc::new(direct),
+    });
+    let mut caller = fixture.connect_at(listener);
+    let port = address.port();
+    let ask = format!("CONNECT a.example:{port} HTTP/1.1\r\nHost: x\r\n\r\n");
+    caller.write_all(ask.as_bytes()).await.unwrap();
+    let answer = head(&mut caller).await;
+    assert_status(&answer, 403);
+    assert_contains(&answer, "edge-1, which is reached through its agent");
+}
+
+#[tokio::test(start_paused = true)]
+async fn caller_that_takes_nothing_hides_no_cut_of_a_target_that_the_server_dialed() {
+    let fixture = Fixture::new();
+    let target = TcpListener::bind("127.0.0.1:0").await.unwrap();
+    let address = target.local_addr().unwrap();
+    let mut caller = fixture.connect_at(connect_listener(None, &["127.0.0.1/32"]));
+    let ask = format!("GET http://{address}/m HTTP/1.1\r\nHost: x\r\n\r\n");
+    caller.write_all(ask.as_bytes()).await.unwrap();
+    let (mut socket, _) = within(target.accept()).await.unwrap();
+    head(&mut socket).await;
+    let answer = b"HTTP/1.1 200 OK\r\nContent-Length: 100000000\r\n\r\n";
+    socket.write_all(answer).await.unwrap();
+    let piece = vec![7; 64 << 10];
+    while let Ok(written) = timeout(Duration::from_secs(2), socket.write_all(&piece)).await {
+        written.unwrap();
+    }
+    tunnel_proto::tcp::abort_on_close(&socket).unwrap();
+    drop(socket);
+    let cut = "tunnel_server_streams_total{result=\"cut\"}";
+    eventually("cut", || fixture.metric(cut) == 1).await;
 }
 
 #[tokio::test(start_paused = true)]

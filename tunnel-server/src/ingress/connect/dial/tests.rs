@@ -6,7 +6,7 @@ use tokio::time::timeout;
 use tunnel_proto::dial::ResolveFuture;
 
 use super::*;
-use crate::routing::routes::RouteTable;
+use crate::routing::routes::{RouteNode, RouteSource};
 use crate::testing::assert_contains;
 use tunnel_routing::dial_policy::LiveClusterNetworks;
 
@@ -55,8 +55,7 @@ async fn accepted(listener: &TcpListener) -> bool {
 /// only the addresses that it checked.
 #[tokio::test]
 async fn s42_name_that_flips_is_resolved_once_and_only_the_checked_address_is_dialed() {
-    let routes = RouteTable::default();
-    let claims = no_claims(&routes);
+    let routes = Routes::default();
     let good = TcpListener::bind("127.0.0.1:0").await.unwrap();
     let port = good.local_addr().unwrap().port();
     // The next call would reach the canary, and the one after it the metadata service.
@@ -74,7 +73,7 @@ async fn s42_name_that_flips_is_resolved_once_and_only_the_checked_address_is_di
     for round in 0..3 {
         let expected = [Ok(()), Err(()), Err(()), Ok(())];
         for (number, expected) in expected.into_iter().enumerate() {
-            let dialed = direct.dial(&dial_target, port, "flip.example", &claims);
+            let dialed = direct.dial(&dial_target, port, "flip.example", &routes, &no_agent);
             let dialed = dialed.await;
             let outcome = dialed.as_ref().map(drop).map_err(|failure| {
                 assert_eq!(failure.outcome, Outcome::RefusedByPolicy, "{failure}");
@@ -91,8 +90,7 @@ async fn s42_name_that_flips_is_resolved_once_and_only_the_checked_address_is_di
 /// T05: other spellings of addresses are names, and the addresses that they resolve to are checked.
 #[tokio::test]
 async fn t05_odd_spellings_of_loopback_reach_no_listener() {
-    let routes = RouteTable::default();
-    let claims = no_claims(&routes);
+    let routes = Routes::default();
     let canary = TcpListener::bind("127.0.0.1:0").await.unwrap();
     let port = Port::new(canary.local_addr().unwrap().port()).unwrap();
     let direct = DirectDialer::new(dial_policy(&["0.0.0.0/0", "::/0"]), LIMIT);
@@ -104,7 +102,9 @@ async fn t05_odd_spellings_of_loopback_reach_no_listener() {
             continue;
         };
         let dial_target = DialTarget::Name(name);
-        let dialed = direct.dial(&dial_target, port, spelling, &claims).await;
+        let dialed = direct
+            .dial(&dial_target, port, spelling, &routes, &no_agent)
+            .await;
         let Err(failure) = dialed else {
             panic!("{spelling} was dialed");
         };
@@ -113,7 +113,9 @@ async fn t05_odd_spellings_of_loopback_reach_no_listener() {
     }
     for address in "127.0.0.1 ::1 ::ffff:127.0.0.1 0.0.0.0 169.254.169.254".split(' ') {
         let dial_target = DialTarget::Addresses(vec![address.parse().unwrap()]);
-        let dialed = direct.dial(&dial_target, port, address, &claims).await;
+        let dialed = direct
+            .dial(&dial_target, port, address, &routes, &no_agent)
+            .await;
         let failure = dialed.unwrap_err();
         assert_eq!(failure.outcome, Outcome::RefusedByPolicy, "{address}");
     }
@@ -122,20 +124,23 @@ async fn t05_odd_spellings_of_loopback_reach_no_listener() {
 
 #[tokio::test]
 async fn failures_say_what_was_tried_and_nothing_is_asked_where_nothing_is_allowed() {
-    let routes = RouteTable::default();
-    let claims = no_claims(&routes);
+    let routes = Routes::default();
     let (resolver, asked) = resolver(vec![Vec::new()]);
     let port = Port::new(1).unwrap();
     let nothing = DirectDialer::with_resolver(dial_policy(&[]), LIMIT, resolver);
     let name = named("a.example");
-    let dialed = nothing.dial(&name, port, "a.example:1", &claims).await;
+    let dialed = nothing
+        .dial(&name, port, "a.example:1", &routes, &no_agent)
+        .await;
     let failure = dialed.unwrap_err();
     assert_eq!(failure.outcome, Outcome::RefusedByPolicy);
     assert_contains(&failure.text, "--connect-direct");
     assert_eq!(asked.load(Ordering::Relaxed), 0);
     let direct = DirectDialer::new(dial_policy(&["127.0.0.0/8"]), LIMIT);
     let closed = DialTarget::Addresses(vec!["127.0.0.1".parse().unwrap()]);
-    let dialed = direct.dial(&closed, port, "127.0.0.1:1", &claims).await;
+    let dialed = direct
+        .dial(&closed, port, "127.0.0.1:1", &routes, &no_agent)
+        .await;
     let failure = dialed.unwrap_err();
     assert_eq!(failure.outcome, Outcome::TargetRefused, "{failure}");
 }
@@ -147,32 +152,27 @@ async fn names_lead_past_no_agent_and_to_no_contested_address() {
     let canary = TcpListener::bind("127.0.0.1:0").await.unwrap();
     let port = Port::new(canary.local_addr().unwrap().port()).unwrap();
     let at = |ip: &str| SocketAddr::new(ip.parse().unwrap(), port.get());
-    let (edge, twin) = ("edge-1".parse().unwrap(), "edge-2".parse().unwrap());
-    let address = [at("127.0.0.1").ip()];
-    let own = RouteTable::new([(&edge, &address[..])]);
-    let shared = RouteTable::new([(&edge, &address[..]), (&twin, &address[..])]);
-    for (routes, outcome, reason) in [
-        (own, Outcome::RefusedByPolicy, "edge-1"),
-        (shared, Outcome::AmbiguousAddress, "edge-1, edge-2"),
+    let node = |name: &str| RouteNode::edge(name.parse().unwrap(), vec![at("127.0.0.1").ip()]);
+    for (owners, outcome) in [
+        ("edge-1", Outcome::RefusedByPolicy),
+        ("edge-1, edge-2", Outcome::AmbiguousAddress),
     ] {
+        let routes = Routes::default();
+        let nodes = owners.split(", ").map(node);
+        routes.set(RouteSource::Cluster, nodes.collect());
         let (resolver, _) = resolver(vec![vec![at("127.0.0.1")]]);
         let direct = DirectDialer::with_resolver(dial_policy(&["127.0.0.0/8"]), LIMIT, resolver);
-        let claims = no_claims(&routes);
         let dial_target = named("a.example");
-        let dialed = direct.dial(&dial_target, port, "a.example", &claims).await;
+        let dialed = direct
+            .dial(&dial_target, port, "a.example", &routes, &no_agent)
+            .await;
         let failure = dialed.unwrap_err();
         assert_eq!(failure.outcome, outcome, "{failure}");
-        assert_contains(&failure.text, reason);
+        assert_contains(&failure.text, owners);
     }
     assert!(!accepted(&canary).await);
 }
 
-/// Claims without known nodes and without addresses of this host.
-fn no_claims(routes: &RouteTable) -> AddressClaims<'_> {
-    AddressClaims {
-        routes,
-        has_agent: &|_| false,
-        is_own: &|_| false,
-        own_ports: &[],
-    }
+fn no_agent(_: &NodeName) -> bool {
+    false
 }
