@@ -21,7 +21,8 @@ pub use contest::{Contender, Tenure};
 use gone::GoneNodes;
 use holders::{Holder, Holders};
 
-/// Maximum number of servers that are asked for one stream.
+/// Maximum number of servers that are asked for one stream, but for those that answer at once that
+/// another one may serve it.
 pub const HOLDERS_TRIED_MAX: usize = 2;
 
 /// The state of the connection to a server, in the order in which streams prefer it.
