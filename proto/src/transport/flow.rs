@@ -467,7 +467,8 @@ impl SessionFlow {
         self.settle(state);
     }
 
-    /// Returns whether the session may get new streams.
+    /// Returns whether the session may get a new stream. If not, the stream is recorded as one that
+    /// waits for memory.
     pub(super) fn has_room(&self) -> bool {
         let state = &mut *self.lock();
         // A stream of the peer has been added already, if there was memory.
@@ -736,6 +737,7 @@ impl StreamOwner for SessionFlow {
     fn finish_stream(&self) {
         let state = &mut *self.lock();
         state.open = state.open.saturating_sub(1);
+        state.shortage.has_finished_streams = true;
         if state.open == 0 {
             state.stalled = Stalled::default();
         }

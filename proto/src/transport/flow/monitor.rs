@@ -13,6 +13,9 @@ const SAMPLES_TO_STALL: u32 = 2;
 /// A stalled reader counts as stalled until it has read for this many samples. Otherwise a slow
 /// reader would make the window oscillate.
 const SAMPLES_TO_RECOVER: u32 = 20;
+/// A stream that must end counts as ended for this many samples (1 s), so that no other one is chosen
+/// in its place. A stream that has not ended by then still holds its bytes, and counts again.
+const SAMPLES_OF_END: u32 = 20;
 
 /// The session of a stream, as its monitor sees it.
 pub(super) trait StreamOwner: Send + Sync + std::fmt::Debug {
@@ -185,6 +188,12 @@ impl ReadMonitor {
         self.activity.writer.set_held(true);
     }
 
+    /// Makes the stream one that must end, as [`Self::poll_stalled`] says. For tests of other layers.
+    #[cfg(any(test, feature = "test-util"))]
+    pub(in crate::transport) fn end_stalled(&self) {
+        self.activity.end_stalled();
+    }
+
     /// Returns whether a new stream of the same source would be refused.
     pub(in crate::transport) fn is_source_refused(&self) -> bool {
         let source = self.activity.source.load(Ordering::Relaxed);
@@ -249,6 +258,8 @@ pub(super) struct StreamUsage {
     pub(super) is_waiting: bool,
     /// Set while nobody reads what arrives.
     pub(super) is_unread: bool,
+    /// Samples since the stream was chosen to end.
+    end_samples: u32,
     pub(super) writer: WriterUsage,
 }
 
@@ -262,6 +273,7 @@ impl StreamUsage {
             unread: 0,
             is_waiting: false,
             is_unread: false,
+            end_samples: 0,
             writer: WriterUsage::default(),
         }
     }
@@ -269,7 +281,7 @@ impl StreamUsage {
     /// Returns whether the stream is still read or written. If not, it is no longer sampled, so its
     /// writer must not wait.
     pub(super) fn is_open_or_release(&self) -> bool {
-        let is_open = !self.activity.is_ended.load(Ordering::Relaxed) && !self.must_end();
+        let is_open = !self.activity.is_ended.load(Ordering::Relaxed);
         if !is_open {
             self.set_held(false);
         }
@@ -304,9 +316,9 @@ impl StreamUsage {
     }
 
     /// Returns whether the stream's writer may have to wait. Answers to complete requests never do, so
-    /// a source that ends its half first can use the reserve of others.
+    /// a source that ends its half first can use the reserve of others. Nor do streams that must end.
     pub(super) fn can_be_held(&self) -> bool {
-        !self.activity.is_finished.load(Ordering::Relaxed)
+        !self.activity.is_finished.load(Ordering::Relaxed) && !self.must_end()
     }
 
     /// Samples the reader. Returns the bytes that the stream holds if it is stalled.
@@ -314,7 +326,11 @@ impl StreamUsage {
         let activity = self.activity.clone();
         (self.unread, self.is_waiting, self.is_unread) = (0, false, false);
         self.writer.sample(&activity.writer);
-        if activity.is_finished.load(Ordering::Relaxed) || self.must_end() {
+        if self.must_end() {
+            self.end_samples = self.end_samples.saturating_add(1);
+        }
+        let is_ending = (1..=SAMPLES_OF_END).contains(&self.end_samples);
+        if activity.is_finished.load(Ordering::Relaxed) || is_ending {
             return None;
         }
         let reads = activity.reads.load(Ordering::Relaxed);

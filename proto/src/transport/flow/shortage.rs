@@ -72,34 +72,28 @@ impl SessionFlow {
         let age = state.shortage.age;
         state.shortage.samples_left -= 1;
         state.shortage.age = age.wrapping_add(1);
-        let is_used_up = self.is_reserve_used_up(state);
         if age.is_multiple_of(REPORT_SAMPLES) {
             self.transport.report_shortage();
         }
+        // The peer must know of the shortage first.
+        if age < SAMPLES_TO_HOLD {
+            return;
+        }
         let reads = self.reads.load(Ordering::Relaxed);
         let has_read = std::mem::replace(&mut state.shortage.reads, reads) != reads;
-        // The peer must know of the shortage first.
-        if age >= SAMPLES_TO_HOLD && is_used_up && self.can_extend_reserve(state) {
+        let has_finished = std::mem::take(&mut state.shortage.has_finished_streams);
+        let times_blocked = self.transport.times_blocked();
+        if state.is_reserve_used_up(times_blocked) && self.can_extend_reserve(state) {
             if self.raise(state, RESERVE_STEP) {
                 state.shortage.reserve += RESERVE_STEP;
+                // The peer reports once that it is blocked. Until the reserve grows, it still is.
+                state.shortage.times_blocked = times_blocked.unwrap_or_default();
             }
-        } else if state.shortage.reserve > 0 && has_read {
+        } else if has_finished || (has_read && state.shortage.reserve > 0) {
             // quinn announces credit after an eighth of the window has been read, or when the window
-            // grows. The reserve is smaller.
+            // grows. The reserve is smaller, as may be what a finished stream leaves.
             self.raise(state, 1);
         }
-    }
-
-    /// Returns whether the peer has used up its credit, the reserve included.
-    fn is_reserve_used_up(&self, state: &mut FlowState) -> bool {
-        let is_used_up = match self.transport.times_blocked() {
-            Some(blocked) => {
-                let before = std::mem::replace(&mut state.shortage.times_blocked, blocked);
-                before != blocked
-            }
-            None => state.spare() + state.shortage.reserve < SPARE_MIN,
-        };
-        is_used_up || state.shortage.reserve == 0
     }
 
     fn can_extend_reserve(&self, state: &FlowState) -> bool {
@@ -154,6 +148,16 @@ impl SessionFlow {
 }
 
 impl FlowState {
+    /// Returns whether the peer has used up its credit, the reserve included.
+    fn is_reserve_used_up(&self, times_blocked: Option<u64>) -> bool {
+        let is_used_up = match times_blocked {
+            Some(blocked) => blocked != self.shortage.times_blocked,
+            // What is unread is known exactly.
+            None => self.credit.total().saturating_sub(self.stalled.bytes) < SPARE_MIN,
+        };
+        is_used_up || self.shortage.reserve == 0
+    }
+
     /// Returns the sources that hold most of the session's window, as of the last sample.
     pub(super) fn heavy_sources(&mut self) -> &HashSet<u64> {
         let streams = &self.streams;

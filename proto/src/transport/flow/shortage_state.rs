@@ -11,10 +11,12 @@ pub(super) struct Shortage {
     pub(super) age: u32,
     /// Credit that was added because of the shortage.
     pub(super) reserve: u64,
-    /// How often the peer had used all of its credit at the last sample.
+    /// How often the peer had used all of its credit when the reserve last grew.
     pub(super) times_blocked: u64,
     /// Bytes that had been read at the last sample.
     pub(super) reads: u64,
+    /// Set when a stream has finished since the last sample. The peer may not know of its credit.
+    pub(super) has_finished_streams: bool,
     /// Samples for which the peer is short.
     pub(super) peer_samples_left: u32,
     /// The sources that may not open streams while the peer is short.

@@ -9,7 +9,8 @@ pub(in crate::transport) struct TestTransport(Arc<TransportState>);
 struct TransportState {
     windows: Mutex<ReceiveWindows>,
     on_windows: Box<dyn Fn(ReceiveWindows) + Send + Sync>,
-    blocked: AtomicU64,
+    /// `None` if the transport reports what is unread.
+    blocked: Option<AtomicU64>,
     reports: AtomicU64,
     waiting_reports: AtomicU64,
     congestion_window: Option<u64>,
@@ -20,14 +21,20 @@ impl TestTransport {
     pub(in crate::transport) fn new(
         on_windows: impl Fn(ReceiveWindows) + Send + Sync + 'static,
     ) -> Self {
-        Self::create(None, Box::new(on_windows))
+        Self::create(Some(AtomicU64::new(0)), None, Box::new(on_windows))
+    }
+
+    /// Creates a transport that reports what is unread, and not that the peer is blocked.
+    pub(super) fn with_unread_reports() -> Self {
+        Self::create(None, None, Box::new(|_| {}))
     }
 
     pub(super) fn with_congestion_window(bytes: u64) -> Self {
-        Self::create(Some(bytes), Box::new(|_| {}))
+        Self::create(Some(AtomicU64::new(0)), Some(bytes), Box::new(|_| {}))
     }
 
     fn create(
+        blocked: Option<AtomicU64>,
         congestion_window: Option<u64>,
         on_windows: Box<dyn Fn(ReceiveWindows) + Send + Sync>,
     ) -> Self {
@@ -37,7 +44,7 @@ impl TestTransport {
                 connection: BASE_WINDOW,
             }),
             on_windows,
-            blocked: AtomicU64::new(0),
+            blocked,
             reports: AtomicU64::new(0),
             waiting_reports: AtomicU64::new(0),
             congestion_window,
@@ -66,7 +73,9 @@ impl TestTransport {
     }
 
     pub(super) fn block(&self) {
-        self.0.blocked.fetch_add(1, Ordering::Relaxed);
+        if let Some(blocked) = &self.0.blocked {
+            blocked.fetch_add(1, Ordering::Relaxed);
+        }
     }
 }
 
@@ -77,7 +86,8 @@ impl FlowTransport for TestTransport {
     }
 
     fn times_blocked(&self) -> Option<u64> {
-        Some(self.0.blocked.load(Ordering::Relaxed))
+        let blocked = self.0.blocked.as_ref()?;
+        Some(blocked.load(Ordering::Relaxed))
     }
 
     fn report_shortage(&self) {

@@ -342,6 +342,25 @@ async fn slow_readers_never_end_while_there_is_memory() {
     assert!(!stalled.iter().any(|stream| stream.must_end()));
 }
 
+#[tokio::test(start_paused = true)]
+async fn stream_that_must_end_and_does_not_counts_as_stalled_again() {
+    let pool = BufferPool::new(1 << 30);
+    let (flow, _) = session(&pool);
+    let [open, ended] = [stall(&flow), stall(&flow)];
+    sample(&pool, 3);
+    assert_eq!(flow.stalled_streams(), 2);
+    open.end_stalled();
+    ended.end_stalled();
+    sample(&pool, 20);
+    assert_eq!(flow.stalled_streams(), 0, "both have time to end");
+    drop(ended);
+    sample(&pool, 1);
+    assert_eq!(flow.stalled_streams(), 1);
+    drop(open);
+    sample(&pool, 1);
+    assert_eq!(flow.stalled_streams(), 0);
+}
+
 /// Returns a session of at most 16 streams whose window of 64 KiB grows to 256 KiB.
 fn growing_session(pool: &Arc<BufferPool>) -> (Arc<SessionFlow>, TestTransport) {
     let settings = FlowSettings {
@@ -462,6 +481,75 @@ async fn short_session_reports_it_and_then_grants_a_reserve_as_it_is_used() {
         "{}",
         pool.reserved()
     );
+}
+
+/// A transport that reports what is unread, and not that the peer is blocked.
+#[tokio::test(start_paused = true)]
+async fn reserve_grows_while_unread_bytes_use_up_all_credit() {
+    let pool = BufferPool::new(16 << 20);
+    let transport = TestTransport::with_unread_reports();
+    let flow = pool.session(settings(false), transport);
+    let stalled = [flow.open(1).unwrap(), flow.open(2).unwrap()];
+    for stream in &stalled {
+        stream.end_read();
+    }
+    let reserve = || flow.lock().shortage.reserve;
+    // The peer sends all that it may.
+    let fill = || {
+        let credit = flow.lock().credit.total();
+        for stream in &stalled {
+            stream.set_unread(usize::try_from(credit / 2).unwrap());
+        }
+        sample(&pool, 1);
+        reserve()
+    };
+    for _ in 0..10 {
+        fill();
+    }
+    let before = reserve();
+    let step = 64 << 10;
+    assert!(before > 0);
+    assert_eq!((fill(), fill()), (before + step, before + 2 * step));
+    sample(&pool, 20);
+    assert_eq!(reserve(), before + 2 * step, "the last step is not used");
+}
+
+/// The peer reports only once that it has used up its credit.
+#[tokio::test(start_paused = true)]
+async fn reserve_that_was_used_up_without_memory_for_more_grows_when_there_is_some() {
+    let pool = BufferPool::new(16 << 20);
+    let (flow, transport) = session(&pool);
+    let _streams = exhaust(&pool, &flow, 1);
+    sample(&pool, 3);
+    let reserve = || flow.lock().shortage.reserve;
+    let first = reserve();
+    let rest = pool.free();
+    assert!(first > 0 && pool.try_reserve(rest));
+    transport.block();
+    sample(&pool, 10);
+    assert_eq!(reserve(), first);
+    pool.release(rest);
+    sample(&pool, 10);
+    assert_eq!(reserve(), first + (64 << 10));
+}
+
+#[tokio::test(start_paused = true)]
+async fn credit_of_a_stream_that_ends_is_announced_while_the_session_is_short() {
+    let pool = BufferPool::new(16 << 20);
+    let (flow, transport) = session(&pool);
+    let mut stalled: Vec<_> = (0..4).map(|_| stall(&flow)).collect();
+    // Too little for a reserve.
+    let rest = pool.free() - (64 << 10);
+    assert!(pool.try_reserve(rest));
+    sample(&pool, 10);
+    let window = transport.connection_window();
+    assert!(transport.reports() > 0 && flow.lock().shortage.reserve == 0);
+    stalled.pop();
+    sample(&pool, 1);
+    assert_eq!(transport.connection_window(), window + 1);
+    sample(&pool, 10);
+    assert_eq!(transport.connection_window(), window + 1, "once");
+    pool.release(rest);
 }
 
 #[tokio::test(start_paused = true)]
