@@ -45,6 +45,8 @@ pub enum StreamEnd {
     NoReply,
     /// The header did not arrive, or violated the protocol.
     NoHeader,
+    /// The opener cut the stream, or its session was lost, while the target was dialed.
+    OpenerGone,
     /// The stream was refused with a reply.
     Refused(RefusalCode),
 }
@@ -86,6 +88,7 @@ impl StreamEnd {
             Self::NoSession => "no_session",
             Self::NoReply => "no_reply",
             Self::NoHeader => "no_header",
+            Self::OpenerGone => "opener_gone",
             Self::Refused(code) => code.label(),
         }
     }
@@ -106,7 +109,9 @@ impl StreamEnd {
             | Self::CutByCaller
             | Self::AgentStopping
             | Self::ServerStopping => StreamStage::Opened { is_ok: false },
-            Self::NoSession | Self::NoReply | Self::Refused(_) => StreamStage::Refused,
+            Self::NoSession | Self::NoReply | Self::OpenerGone | Self::Refused(_) => {
+                StreamStage::Refused
+            }
             Self::NoHeader => StreamStage::Unknown,
         }
     }

@@ -266,10 +266,11 @@ fn stream_labels(ends: &[StreamEnd]) -> impl Iterator<Item = StreamLabels> {
 }
 
 /// Ends that only a stream that the agent serves has. The other codes of refusals are those of servers.
-const STREAM_ENDS: [StreamEnd; 3] = [
+const STREAM_ENDS: [StreamEnd; 4] = [
     StreamEnd::CutByTarget,
     StreamEnd::AgentStopping,
     StreamEnd::NoHeader,
+    StreamEnd::OpenerGone,
 ];
 
 /// Ends that only a connection to a target of the cloud has.

@@ -420,10 +420,11 @@ fn unix_seconds(time: SystemTime) -> f64 {
 }
 
 /// Ends that only a stream to a target of the cloud has.
-const CLOUD_STREAM_ENDS: [StreamEnd; 4] = [
+const CLOUD_STREAM_ENDS: [StreamEnd; 5] = [
     StreamEnd::CutByTarget,
     StreamEnd::ServerStopping,
     StreamEnd::NoHeader,
+    StreamEnd::OpenerGone,
     StreamEnd::Refused(RefusalCode::UnknownTarget),
 ];
 

@@ -317,6 +317,35 @@ async fn end_of_a_peer_is_seen_behind_its_half_close(pair: Pair) {
     }
 }
 
+/// Nobody reads a stream whose target is being dialed.
+async fn end_of_an_opener_is_seen_before_the_reply(pair: Pair) {
+    for (length, is_half_closed) in [(0, false), (0, true), (1000, false), (1000, true)] {
+        let (mut opened, mut dialing) = (pair.open().await, pair.accept().await);
+        opened.write_all(&pattern(length)).await.unwrap();
+        if is_half_closed {
+            within(opened.shutdown()).await.unwrap();
+        }
+        // What was sent before has arrived.
+        let _later = pair.stream().await;
+        poll_fn(|cx| {
+            assert!(dialing.poll_opener_gone(cx).is_pending());
+            Poll::Ready(())
+        })
+        .await;
+        drop(opened);
+        let error = if is_half_closed {
+            within(poll_fn(|cx| dialing.poll_opener_gone(cx))).await
+        } else {
+            within(poll_fn(|cx| dialing.poll_opener_cut(cx))).await
+        };
+        let cut = find_cause::<StreamCut>(&error).unwrap();
+        let (StreamCut::Reset(code) | StreamCut::Stopped(code)) = cut else {
+            panic!("{cut}");
+        };
+        assert_eq!(*code, ResetCode::Dropped);
+    }
+}
+
 async fn reset_cuts_both_directions_with_its_code(pair: Pair) {
     let (mut opened, mut accepted) = pair.stream().await;
     accepted.cut_behind(ResetCode::PeerCut);
@@ -620,6 +649,7 @@ macro_rules! contract {
                 dropped_stream_is_a_cut_and_never_a_clean_end,
                 cut_stays_behind_the_bytes_before_it,
                 end_of_a_peer_is_seen_behind_its_half_close,
+                end_of_an_opener_is_seen_before_the_reply,
                 reset_cuts_both_directions_with_its_code,
                 finished_half_survives_the_drop_of_its_stream,
                 reply_that_does_not_come_is_given_up,
