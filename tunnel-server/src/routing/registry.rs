@@ -52,7 +52,7 @@ const SILENCE: Duration = Duration::from_secs(4);
 /// Time that a new stream waits for a permit that is about to be released: an idle stream was evicted
 /// for it, here or at the server that forwards it. A reset and the new stream arrive together, and
 /// different tasks handle them.
-const PERMIT_WAIT: Duration = Duration::from_millis(50);
+pub(super) const PERMIT_WAIT: Duration = Duration::from_millis(50);
 
 /// End of the range of the random first session id. Agents name sessions that they have lost, also
 /// to the next process of a server, whose live sessions must not have these ids. Below 2^32, ids stay
@@ -564,8 +564,9 @@ impl Registry {
             return Err(suspect_reason.map_or(OpenError::Draining, OpenError::Suspect));
         };
         // Trying another session would not help: the buffer pool is global, and the quota is per
-        // agent.
-        if !sessions.iter().all(|agent| agent.session.has_room()) {
+        // agent. A session that takes no streams is not asked, since none waits for it.
+        let mut taking = sessions.iter().filter(|agent| !agent.is_withdrawn());
+        if !taking.all(|agent| agent.session.has_room()) {
             return Err(OpenError::BufferPoolFull(self.limits.buffer_pool));
         }
         Ok((agent.clone(), limiter))

@@ -25,6 +25,8 @@ pub(super) struct PeerStream<'a> {
     pub(super) replica: ReplicaId,
     /// The stream is within the limit of the connection.
     pub(super) has_permit: bool,
+    /// There is memory for what the stream may send.
+    pub(super) has_room: bool,
 }
 
 impl PeerStream<'_> {
@@ -78,6 +80,10 @@ impl StreamServer for PeerStream<'_> {
             let own = self.endpoint.peers.own();
             let detail = format!("server {own} does not allow the target: {error}");
             return Err(refused(RefusalCode::Policy, &detail));
+        }
+        if !self.has_room {
+            let detail = "buffer pool of the agent's server is full (limits.bufferPool)";
+            return Err(refused(RefusalCode::TooManyStreams, detail));
         }
         Ok(ForwardRequest {
             node: node.clone(),
@@ -163,6 +169,7 @@ fn result(end: StreamEnd) -> ForwardResult {
         StreamEnd::CutByPeer
         | StreamEnd::CutByTarget
         | StreamEnd::CutByCaller
+        | StreamEnd::OpenerGone
         | StreamEnd::AgentStopping
         | StreamEnd::ServerStopping
         | StreamEnd::ReaderStalled => ForwardResult::Cut,

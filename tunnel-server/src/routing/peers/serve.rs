@@ -188,8 +188,10 @@ impl PeerListener {
                     None => return Ok(()),
                 },
                 incoming = session.accept() => {
+                    let incoming = incoming?;
                     let permit = streams.clone().try_acquire_owned().ok();
-                    self.spawn_stream(incoming?, replica, permit, &enrollments);
+                    let has_room = session.has_room();
+                    self.spawn_stream(incoming, replica, permit, has_room, &enrollments);
                 }
                 sent = &mut sending => return sent.map_err(LinkError::Control),
                 never = &mut announcing => match never {},
@@ -272,12 +274,13 @@ impl PeerListener {
     }
 
     /// Serves a forwarded stream as work that a drain waits for. `permit` is `None` above the limit
-    /// of streams.
+    /// of streams, and `has_room` says whether there is memory for the stream.
     fn spawn_stream(
         &self,
         incoming: IncomingStream,
         replica: &ReplicaId,
         permit: Option<OwnedSemaphorePermit>,
+        has_room: bool,
         enrollments: &Arc<Semaphore>,
     ) {
         let (endpoint, replica) = (self.endpoint.clone(), replica.clone());
@@ -288,6 +291,7 @@ impl PeerListener {
                 endpoint: &endpoint,
                 replica,
                 has_permit: permit.is_some(),
+                has_room,
             };
             stream.serve(incoming, &enrollments).await;
             drop(permit);

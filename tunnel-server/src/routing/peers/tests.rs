@@ -1,5 +1,6 @@
 use std::collections::BTreeSet;
 use std::pin::pin;
+use std::thread::ThreadId;
 
 use futures_util::FutureExt as _;
 use tokio::io::{AsyncReadExt as _, AsyncWriteExt as _};
@@ -493,6 +494,22 @@ async fn limit_of_streams_holds_at_both_ends() {
 }
 
 #[tokio::test]
+async fn forwarded_stream_without_memory_at_the_holder_is_refused() {
+    let installation = Installation::new();
+    let [a, b] = installation.connected(["a", "b"]).await;
+    let agent = b.agent("x", 1);
+    a.sees("x", &b).await;
+    let mut others = b.pool.permit();
+    assert!(others.grow(b.pool.limit() - b.pool.reserved()));
+    let mut refused = a.open("x", None).await.unwrap();
+    assert_eq!(refusal(&mut refused).await, RefusalCode::TooManyStreams);
+    others.release();
+    let mut opened = a.open("x", None).await.unwrap();
+    let _target = agent.accepts().await;
+    within(opened.stream.accepted()).await.unwrap();
+}
+
+#[tokio::test]
 async fn idle_streams_are_kept_while_a_connection_has_streams_to_spare() {
     let installation = Installation::new();
     let a = installation.server_with("a", 8).await;
@@ -526,9 +543,9 @@ async fn stream_of_another_server_gets_the_permit_of_an_evicted_one() {
     let mut refused = a.open("x", None).await.unwrap();
     assert_eq!(refusal(&mut refused).await, RefusalCode::TooManyStreams);
     let (via, caller) = (&refused.via, CallerKey::Local(None));
-    assert!(!a.routing.evict_idle(&node("x"), via), "none is idle");
+    assert!(!a.routing.evict_idle(&node("x"), via).await, "none is idle");
     let entry = a.routing.keep_idle(&node("x"), via, &caller);
-    assert!(a.routing.evict_idle(&node("x"), via));
+    assert!(a.routing.evict_idle(&node("x"), via).await);
     assert!(entry.evicted().is_cancelled());
     open.pop();
     let mut next = a.open("x", None).await.unwrap();
@@ -793,17 +810,12 @@ async fn servers_say_which_certificates_they_know_and_one_that_is_gone_is_left_o
         .map(|(server, name)| server.agent(name, 1))
         .collect();
     let fetched = || async {
-        let mut answers = BTreeMap::new();
-        let add = |replica, answer: Result<Vec<NodeCertificate>, FetchError>| {
-            let nodes = answer.unwrap();
-            let names = nodes.iter().map(|node| node.node.clone());
-            let names: BTreeSet<_> = names.collect();
-            answers.insert(replica, names);
-        };
-        a.peers
-            .fetch_certificates(Instant::now() + LIMIT, add)
-            .await;
-        answers
+        let (until, none) = (Instant::now() + LIMIT, Answers::default());
+        let fetching = a.peers.fetch_certificates(until, none, Answers::add);
+        let answers = fetching.await.unwrap();
+        let runtime = std::thread::current().id();
+        assert!(!answers.threads.contains(&runtime), "merged in the runtime");
+        answers.names
     };
     let all = BTreeMap::from([
         (id("b"), BTreeSet::from([node("x"), node("y"), node("z")])),
@@ -861,6 +873,21 @@ async fn hash_of_the_configuration_is_known_to_the_other_end_after_each_change()
     }
     b.stop().await;
     eventually("b is gone", is(&[])).await;
+}
+
+/// The nodes that other servers said, and the threads that added them.
+#[derive(Default)]
+struct Answers {
+    names: BTreeMap<ReplicaId, BTreeSet<NodeName>>,
+    threads: Vec<ThreadId>,
+}
+
+impl Answers {
+    fn add(&mut self, replica: ReplicaId, answer: Result<Vec<NodeCertificate>, FetchError>) {
+        let names = answer.unwrap().into_iter().map(|node| node.node);
+        self.names.insert(replica, names.collect());
+        self.threads.push(std::thread::current().id());
+    }
 }
 
 /// Returns what a server received about a node from `holder`.

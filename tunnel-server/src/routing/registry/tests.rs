@@ -372,6 +372,15 @@ async fn agent_whose_stalled_readers_hold_too_much_gets_no_new_streams_on_any_se
 }
 
 #[tokio::test]
+async fn stalled_readers_of_a_session_that_takes_no_streams_refuse_none() {
+    let registry = registry();
+    let (old, new) = (join(&registry), join(&registry));
+    old.near.script().is_full = true;
+    old.session().withdraw();
+    assert_eq!(open(&registry).await.unwrap().via, new.via());
+}
+
+#[tokio::test]
 async fn session_that_refused_is_left_out() {
     let registry = registry();
     let only = join(&registry);

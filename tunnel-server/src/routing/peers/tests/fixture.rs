@@ -78,14 +78,14 @@ pub(super) async fn within<T>(future: impl Future<Output = T>) -> T {
     done.expect("timed out")
 }
 
-fn settings() -> SessionSettings {
+fn settings(pool: Arc<BufferPool>) -> SessionSettings {
     SessionSettings {
         stream_window: 1 << 20,
         streams: 64,
         keep_alive: None,
         idle_timeout: LIMIT,
         congestion: CongestionControl::default(),
-        pool: BufferPool::new(POOL),
+        pool,
     }
 }
 
@@ -139,6 +139,7 @@ impl Installation {
             peers,
             registry,
             policy: SharedPolicy::default(),
+            pool: BufferPool::new(POOL),
             orders: Arc::default(),
             records: Arc::default(),
             address,
@@ -169,7 +170,7 @@ impl Installation {
         let connector = TlsConnector::from(self.tls(name).client);
         let name = ServerName::try_from("server.example").unwrap();
         let stream = connector.connect(name, h2::ReadAhead::new(socket)).await;
-        h2::connect_peer(stream.unwrap(), &settings())
+        h2::connect_peer(stream.unwrap(), &settings(BufferPool::new(POOL)))
             .await
             .unwrap()
     }
@@ -251,6 +252,8 @@ pub(super) struct Server {
     pub(super) routing: Routing,
     pub(super) registry: Arc<Registry>,
     pub(super) policy: SharedPolicy,
+    /// The memory for what other servers may send unread.
+    pub(super) pool: Arc<BufferPool>,
     /// Orders of other servers.
     pub(super) orders: Arc<Mutex<Vec<NodeOrder>>>,
     /// Records of the streams that other servers forwarded.
@@ -268,7 +271,7 @@ impl Server {
             peers: self.peers.clone(),
             registry: self.registry.clone(),
             tls: installation.tls(self.peers.own().as_str()),
-            settings: settings(),
+            settings: settings(self.pool.clone()),
             handshake_timeout: LIMIT,
             policy: ForwardPolicy {
                 policy: self.policy.clone(),
