@@ -71,8 +71,8 @@ impl TargetSocket {
         abort_behind(&self.tcp, CUT_LIMIT).await;
     }
 
-    fn record<T>(&mut self, written: io::Result<T>) -> io::Result<T> {
-        written.inspect_err(|error| self.conn_error.record(error))
+    fn record<T>(&mut self, passed: io::Result<T>) -> io::Result<T> {
+        passed.inspect_err(|error| self.conn_error.record(error))
     }
 }
 
@@ -145,7 +145,10 @@ impl AsyncRead for TargetSocket {
     ) -> Poll<io::Result<()>> {
         let before = out.filled().len();
         match Arc::get_mut(&mut self.tcp) {
-            Some(tcp) => ready!(Pin::new(tcp).poll_read(cx, out))?,
+            Some(tcp) => {
+                let read = ready!(Pin::new(tcp).poll_read(cx, out));
+                self.record(read)?;
+            }
             // The end of the input was read before the socket was shared.
             None => return Poll::Ready(self.conn_error.end_of_input()),
         }
@@ -314,6 +317,16 @@ mod tests {
         target.write_all(b"answer").await.unwrap();
         socket.read_exact(&mut [0; 6]).await.unwrap();
         assert_eq!(socket.bytes().read(), (6, 8));
+    }
+
+    #[tokio::test]
+    async fn reset_that_a_read_reports_is_a_cut() {
+        let (mut socket, target) = connected().await;
+        abort_on_close(&target).unwrap();
+        drop(target);
+        socket.read(&mut [0]).await.unwrap_err();
+        let cx = &mut Context::from_waker(std::task::Waker::noop());
+        assert!(socket.poll_cut(cx).is_ready());
     }
 
     /// A peer that ends its direction and then resets, while the other end is silent.

@@ -12,7 +12,8 @@
 //! - A half-close does not hide what happens behind it: a side whose input has ended is watched
 //!   while the opposite direction waits. This takes no timer, as many streams are half-closed.
 //! - A failed write ends only its direction. The other side may still be sending a complete answer
-//!   (a server that answers and closes before it has read the whole request).
+//!   (a server that answers and closes before it has read the whole request). A stream that is read
+//!   no more keeps no memory for what its peer sends.
 //!
 //! Large amounts are not copied between a socket and a stream: the stream sends the buffer into
 //! which the socket was read, and the socket writes the pieces that the stream has received.
@@ -69,6 +70,12 @@ pub trait PollCut {
     /// Completes when the peer neither sends nor reads any more, but not after a FIN alone. To be
     /// polled in place of reads, when the input has ended. Wakes the task.
     fn poll_gone(&mut self, cx: &mut Context<'_>) -> Poll<io::Error>;
+
+    /// Returns the number of bytes that were handed to the socket or the session below TLS, or 0 if
+    /// nothing is below. A blocked flush shows no other progress.
+    fn bytes_sent(&mut self) -> u64 {
+        0
+    }
 }
 
 impl PollCut for Stream {
@@ -78,6 +85,10 @@ impl PollCut for Stream {
 
     fn poll_gone(&mut self, cx: &mut Context<'_>) -> Poll<io::Error> {
         Self::poll_gone(self, cx)
+    }
+
+    fn bytes_sent(&mut self) -> u64 {
+        Self::bytes_sent(self)
     }
 }
 
@@ -89,6 +100,10 @@ impl<T: PollCut + ?Sized> PollCut for Box<T> {
     fn poll_gone(&mut self, cx: &mut Context<'_>) -> Poll<io::Error> {
         (**self).poll_gone(cx)
     }
+
+    fn bytes_sent(&mut self) -> u64 {
+        (**self).bytes_sent()
+    }
 }
 
 impl<T: PollCut> PollCut for tokio_rustls::server::TlsStream<T> {
@@ -99,6 +114,10 @@ impl<T: PollCut> PollCut for tokio_rustls::server::TlsStream<T> {
     fn poll_gone(&mut self, cx: &mut Context<'_>) -> Poll<io::Error> {
         self.get_mut().0.poll_gone(cx)
     }
+
+    fn bytes_sent(&mut self) -> u64 {
+        self.get_mut().0.bytes_sent()
+    }
 }
 
 impl<T: PollCut> PollCut for tokio_rustls::client::TlsStream<T> {
@@ -108,6 +127,10 @@ impl<T: PollCut> PollCut for tokio_rustls::client::TlsStream<T> {
 
     fn poll_gone(&mut self, cx: &mut Context<'_>) -> Poll<io::Error> {
         self.get_mut().0.poll_gone(cx)
+    }
+
+    fn bytes_sent(&mut self) -> u64 {
+        self.get_mut().0.bytes_sent()
     }
 }
 
@@ -148,8 +171,9 @@ pub enum RelaySide {
 pub enum RelayEnd {
     /// Both sides ended cleanly.
     Clean,
-    /// Both inputs ended, but this side stopped reading before it had received everything, as TCP
-    /// peers may.
+    /// This side reads no more, before it had received everything, as TCP peers may. All that it
+    /// sent was delivered, unless the other side reads no more either. The rest of what the other
+    /// side sends is discarded.
     ReaderClosed(RelaySide),
     /// This side was cut. Bytes may be missing on the other side.
     Cut(RelaySide, Cut),
@@ -405,8 +429,8 @@ impl Direction {
                                 }
                                 coop.made_progress();
                             }
-                            Poll::Ready(Ok(_) | Err(_)) => return self.reader_closed(),
-                            Poll::Pending => return self.poll_wait_for_reader(cx, input),
+                            Poll::Ready(Ok(_) | Err(_)) => return self.reader_closed(input),
+                            Poll::Pending => return self.poll_wait_for_reader(cx, input, output),
                         }
                     }
                     match self.unsent.poll_read(cx, input) {
@@ -421,8 +445,10 @@ impl Direction {
                             if self.unflushed {
                                 match Pin::new(output.io()).poll_flush(cx) {
                                     Poll::Ready(Ok(())) => self.unflushed = false,
-                                    Poll::Ready(Err(_)) => return self.reader_closed(),
-                                    Poll::Pending => return self.poll_wait_for_reader(cx, input),
+                                    Poll::Ready(Err(_)) => return self.reader_closed(input),
+                                    Poll::Pending => {
+                                        return self.poll_wait_for_reader(cx, input, output);
+                                    }
                                 }
                             }
                             return Poll::Pending;
@@ -433,8 +459,9 @@ impl Direction {
                     let flushed = Pin::new(output.io()).poll_flush(cx);
                     let has_lost_bytes = flushed.is_pending();
                     if has_lost_bytes {
+                        let sent = output.io().bytes_sent();
                         let write_monitor = self.write_monitor.get_or_insert_with(Box::default);
-                        ready!(write_monitor.poll_flush_deadline(cx));
+                        ready!(write_monitor.poll_flush_deadline(cx, sent));
                     }
                     let error = std::mem::replace(error, io::ErrorKind::ConnectionReset.into());
                     self.phase = Phase::Done;
@@ -445,7 +472,7 @@ impl Direction {
                 }
                 Phase::ShuttingDown => {
                     if ready!(Pin::new(output.io()).poll_shutdown(cx)).is_err() {
-                        return self.reader_closed();
+                        return self.reader_closed(input);
                     }
                     self.phase = Phase::Done;
                 }
@@ -456,10 +483,11 @@ impl Direction {
 
     /// Waits for the reader. Returns the cut of an input that the reader hides, or the end of a
     /// stream whose memory others need.
-    fn poll_wait_for_reader<I: RelayIo>(
+    fn poll_wait_for_reader<I: RelayIo, O: RelayIo>(
         &mut self,
         cx: &mut Context<'_>,
         input: &mut I,
+        output: &mut O,
     ) -> Poll<Result<(), Cut>> {
         let must_end = match input.stream() {
             Some(stream) => stream.poll_stalled(cx),
@@ -468,8 +496,9 @@ impl Direction {
         let error = match must_end {
             Poll::Ready(error) => error,
             Poll::Pending => {
+                let sent = output.io().bytes_sent();
                 let write_monitor = self.write_monitor.get_or_insert_with(Box::default);
-                ready!(write_monitor.poll(cx, input.io()))
+                ready!(write_monitor.poll(cx, input.io(), sent))
             }
         };
         Poll::Ready(Err(Cut {
@@ -478,7 +507,10 @@ impl Direction {
         }))
     }
 
-    fn reader_closed(&mut self) -> Poll<Result<(), Cut>> {
+    fn reader_closed<I: RelayIo>(&mut self, input: &mut I) -> Poll<Result<(), Cut>> {
+        if let Some(stream) = input.stream() {
+            stream.stop_reading();
+        }
         self.reader_closed = true;
         self.phase = Phase::Done;
         self.unsent = Unsent::empty();
@@ -495,9 +527,12 @@ pub const CUT_CHECK_INTERVAL: Duration = Duration::from_millis(500);
 #[derive(Default)]
 struct WriteMonitor {
     blocked_since: Option<Instant>,
-    /// The cut of the input that was noticed: until when the output gets the bytes before it, and its
-    /// error.
-    cut: Option<(CutDeadline, io::Error)>,
+    /// Bytes that the output had sent at the last poll.
+    sent: u64,
+    /// Until when the output gets the bytes before a cut of the input.
+    deadline: Option<CutDeadline>,
+    /// The error of a cut that was noticed while bytes before it are unread.
+    cut: Option<io::Error>,
     /// The next check. It stays while bytes flow, so that not each blocked write needs a timer.
     check: Option<Pin<Box<Sleep>>>,
 }
@@ -507,13 +542,22 @@ impl WriteMonitor {
         self.blocked_since = None;
     }
 
+    fn record_sent(&mut self, sent: u64) {
+        if std::mem::replace(&mut self.sent, sent) != sent {
+            self.progressed();
+        }
+    }
+
     /// Completes with the error of the input when the input was cut and the output has not taken
-    /// bytes for long. To be polled while a write is blocked.
+    /// bytes for long. To be polled while a write or a flush is blocked. `sent` is
+    /// [`PollCut::bytes_sent`] of the output.
     fn poll(
         &mut self,
         cx: &mut Context<'_>,
         input: &mut (impl PollCut + ?Sized),
+        sent: u64,
     ) -> Poll<io::Error> {
+        self.record_sent(sent);
         loop {
             let now = Instant::now();
             let blocked_since = *self.blocked_since.get_or_insert(now);
@@ -521,14 +565,15 @@ impl WriteMonitor {
                 && now >= blocked_since + CUT_CHECK_INTERVAL
                 && let Poll::Ready(error) = input.poll_cut(cx)
             {
-                self.cut = Some((CutDeadline::of_cut_at(now), error));
+                self.deadline = Some(CutDeadline::of_cut_at(now));
+                self.cut = Some(error);
             }
-            let next = match &self.cut {
-                Some((deadline, _)) => deadline.end(Some(blocked_since)),
+            let next = match self.deadline {
+                Some(deadline) => deadline.end(Some(blocked_since)),
                 None => now + CUT_CHECK_INTERVAL,
             };
             if next <= now
-                && let Some((_, error)) = self.cut.take()
+                && let Some(error) = self.cut.take()
             {
                 return Poll::Ready(error);
             }
@@ -536,16 +581,21 @@ impl WriteMonitor {
         }
     }
 
-    /// Completes when the output takes no more of the bytes before a cut. To be polled while a flush
-    /// is blocked.
-    fn poll_flush_deadline(&mut self, cx: &mut Context<'_>) -> Poll<()> {
+    /// Completes when the output takes no more of the bytes before a cut, or not in time. To be
+    /// polled while a flush is blocked. `sent` is [`PollCut::bytes_sent`] of the output.
+    fn poll_flush_deadline(&mut self, cx: &mut Context<'_>, sent: u64) -> Poll<()> {
+        self.record_sent(sent);
         loop {
             let now = Instant::now();
-            let deadline = *self.blocked_since.get_or_insert(now) + CUT_STALL_LIMIT;
-            if deadline <= now {
+            let blocked_since = *self.blocked_since.get_or_insert(now);
+            let deadline = *self
+                .deadline
+                .get_or_insert_with(|| CutDeadline::of_cut_at(now));
+            let end = deadline.end(Some(blocked_since));
+            if end <= now {
                 return Poll::Ready(());
             }
-            ready!(self.poll_check(cx, deadline));
+            ready!(self.poll_check(cx, end));
         }
     }
 
@@ -686,6 +736,9 @@ mod tests {
     use tokio_util::task::AbortOnDropHandle;
 
     use super::*;
+    use crate::transport::{Session, memory};
+    use crate::wire::header::{StreamHeader, StreamKind, Target};
+    use crate::wire::name::Port;
 
     #[expect(clippy::disallowed_methods, reason = "owned by the returned handle")]
     fn start() -> (DuplexStream, DuplexStream, AbortOnDropHandle<RelayOutcome>) {
@@ -742,6 +795,146 @@ mod tests {
         ) -> Poll<io::Result<()>> {
             Poll::Ready(Err(io::ErrorKind::ConnectionReset.into()))
         }
+    }
+
+    /// The reader takes a byte of what TLS has queued every 900 ms, a number of times.
+    #[tokio::test(start_paused = true)]
+    async fn reader_that_takes_bytes_gets_what_tls_holds_in_front_of_a_cut() {
+        for (queued, takes, expected) in [
+            (3, 3, (2700, false)),
+            (3, 1, (1900, true)),
+            (3, 0, (1000, true)),
+            (9, 9, (5000, true)),
+        ] {
+            let mut left = join(FailingReader, tokio::io::sink());
+            let mut right = SlowFlush::new(queued, takes);
+            let began = Instant::now();
+            let outcome = relay(&mut Socket(&mut left), &mut Socket(&mut right)).await;
+            let RelayEnd::Cut(RelaySide::Left, cut) = outcome.end else {
+                panic!("{outcome:?}");
+            };
+            let waited = began.elapsed().as_millis();
+            // Each timer may be a millisecond late.
+            let is_in_time = (expected.0..expected.0 + 20).contains(&waited);
+            assert!(is_in_time, "{queued}, {takes}: {waited} ms");
+            assert_eq!(cut.has_lost_bytes, expected.1, "{queued}, {takes}");
+        }
+    }
+
+    /// TLS over a socket: a flush hands what is queued to the socket as its reader takes it.
+    struct SlowFlush {
+        queued: u64,
+        /// Times at which the reader still takes a byte.
+        takes: u32,
+        sent: u64,
+        next: Pin<Box<Sleep>>,
+    }
+
+    impl SlowFlush {
+        const INTERVAL: Duration = Duration::from_millis(900);
+
+        fn new(queued: u64, takes: u32) -> Self {
+            Self {
+                queued,
+                takes,
+                sent: 0,
+                next: Box::pin(sleep_until(Instant::now() + Self::INTERVAL)),
+            }
+        }
+    }
+
+    impl PollCut for SlowFlush {
+        fn poll_cut(&mut self, _: &mut Context<'_>) -> Poll<io::Error> {
+            Poll::Pending
+        }
+
+        fn poll_gone(&mut self, _: &mut Context<'_>) -> Poll<io::Error> {
+            Poll::Pending
+        }
+
+        fn bytes_sent(&mut self) -> u64 {
+            self.sent
+        }
+    }
+
+    impl AsyncRead for SlowFlush {
+        fn poll_read(
+            self: Pin<&mut Self>,
+            _: &mut Context<'_>,
+            _: &mut ReadBuf<'_>,
+        ) -> Poll<io::Result<()>> {
+            Poll::Pending
+        }
+    }
+
+    impl AsyncWrite for SlowFlush {
+        fn poll_write(
+            self: Pin<&mut Self>,
+            _: &mut Context<'_>,
+            _: &[u8],
+        ) -> Poll<io::Result<usize>> {
+            Poll::Pending
+        }
+
+        fn poll_flush(mut self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<io::Result<()>> {
+            while self.queued > 0 {
+                if self.takes == 0 {
+                    return Poll::Pending;
+                }
+                ready!(self.next.as_mut().poll(cx));
+                let next = self.next.deadline() + Self::INTERVAL;
+                self.next.as_mut().reset(next);
+                self.takes -= 1;
+                self.queued -= 1;
+                self.sent += 1;
+            }
+            Poll::Ready(Ok(()))
+        }
+
+        fn poll_shutdown(self: Pin<&mut Self>, _: &mut Context<'_>) -> Poll<io::Result<()>> {
+            Poll::Pending
+        }
+    }
+
+    /// A target that has answered and closed, and an opener that sends on and reads nothing yet.
+    #[tokio::test]
+    async fn stream_whose_reader_has_closed_is_stopped_before_its_answer_is_read() {
+        let answer = [7; 500];
+        let (opener, session) = memory::pair();
+        opener.script().next_window = Some(64);
+        let header = StreamHeader::new(StreamKind::Target(Target::Node(Port::new(9100).unwrap())));
+        let accepting = async {
+            let incoming = session.accept().await.unwrap();
+            let header = incoming.header(Instant::now() + CUT_LIMIT);
+            let (_, mut stream) = header.await.unwrap();
+            stream.accept("").await.unwrap();
+            stream
+        };
+        let (opened, mut stream) = tokio::join!(opener.open(&header, CUT_LIMIT), accepting);
+        let mut opened = opened.unwrap();
+        let (mut target, mut socket) = duplex(1024);
+        target.write_all(&answer).await.unwrap();
+        drop(target);
+        opened.write_all(b"upload").await.unwrap();
+        let mut right = Socket(&mut socket);
+        let mut relayed = std::pin::pin!(relay(&mut stream, &mut right));
+        poll_fn(|cx| {
+            assert!(relayed.as_mut().poll(cx).is_pending());
+            Poll::Ready(())
+        })
+        .await;
+        let error = opened.shutdown().await.unwrap_err();
+        let stopped = find_cause::<StreamCut>(&error);
+        assert_eq!(stopped, Some(&StreamCut::Stopped(ResetCode::Dropped)));
+        let mut got = Vec::new();
+        let (relayed, read) = tokio::join!(relayed, opened.read_to_end(&mut got));
+        read.unwrap();
+        assert_eq!(got, answer);
+        let end = relayed.end;
+        assert!(
+            matches!(end, RelayEnd::ReaderClosed(RelaySide::Right)),
+            "{end:?}"
+        );
     }
 
     #[test]

@@ -187,7 +187,8 @@ pub fn abort_on_close(socket: &TcpStream) -> io::Result<()> {
 }
 
 /// Aborts a connection behind the bytes that were written to it: waits until the peer has
-/// acknowledged nearly all of them (less than a segment may be under way), for at most `limit`. The
+/// acknowledged nearly all of them (less than a segment may be under way), for at most `limit`. A
+/// peer that takes nothing has all of this time, because what it takes meanwhile does not show. The
 /// socket then closes with a reset, also if the future or the process ends before.
 ///
 /// Elsewhere than on Linux the function does not wait.
@@ -203,8 +204,8 @@ pub async fn abort_behind(socket: &impl AsFd, limit: Duration) {
 
 /// Returns a future that completes when the peer has acknowledged nearly all written bytes, or the
 /// connection is closed. No more than some bytes should be written after this call, because it makes
-/// the send buffer as small as possible: a socket is writable when two thirds of the buffer are free
-/// and nothing is unsent.
+/// the send buffer as small as possible: a socket is writable when a third of the buffer is free and
+/// nothing is unsent.
 #[cfg(any(target_os = "linux", target_os = "android"))]
 fn acknowledged(
     socket: &impl AsFd,
@@ -230,8 +231,8 @@ pub struct ConnError {
 }
 
 impl ConnError {
-    /// Records the error of a write. `EPIPE` means that the peer has ended its direction before it
-    /// closed, so that what it sent is complete.
+    /// Records the error of a read or a write. `EPIPE` means that the peer has ended its direction
+    /// before it closed, so that what it sent is complete.
     pub fn record(&mut self, error: &io::Error) {
         let kind = error.kind();
         if !matches!(kind, io::ErrorKind::BrokenPipe | io::ErrorKind::WouldBlock) {

@@ -47,7 +47,8 @@ pub use stream::{
 
 /// Longest time in which the bytes before a cut are delivered. Then they are discarded.
 pub const CUT_LIMIT: Duration = Duration::from_secs(5);
-/// A reader that takes no byte for this time gets no further bytes before a cut.
+/// A reader that takes no byte for this time gets no further bytes before a cut, if some of them
+/// wait in this process. Those in its socket have [`CUT_LIMIT`].
 pub const CUT_STALL_LIMIT: Duration = Duration::from_secs(1);
 
 /// The time until which a reader gets the bytes before a cut: [`CUT_LIMIT`] after the cut, and
@@ -107,7 +108,8 @@ pub trait Session: Send + Sync + std::fmt::Debug + 'static {
     fn set_max_concurrent_streams(&self, count: u32);
 
     /// Returns whether the memory held by stalled readers leaves room for new streams, see
-    /// [`BufferPool`]. If not, a stream that was just accepted must be refused, too.
+    /// [`BufferPool`]. If not, a stream that was just accepted must be refused, too. A stream is then
+    /// recorded as waiting, so the question is for a session that would carry one.
     /// [`Session::open`] refuses the sources that hold the most earlier.
     fn has_room(&self) -> bool;
 

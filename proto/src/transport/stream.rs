@@ -289,6 +289,11 @@ impl Stream {
         self.bytes.clone()
     }
 
+    /// Returns the number of payload bytes that were written.
+    pub(crate) fn bytes_sent(&self) -> u64 {
+        self.bytes.read().1
+    }
+
     /// Waits for the peer's reply and returns the address that the peer dialed. The address is
     /// empty if the peer did not report it. For openers; cancel-safe.
     ///
@@ -505,6 +510,37 @@ impl Stream {
         self.raw.poll_stopped(cx)
     }
 
+    /// Reads no more, and asks the peer to send no more. What is unread is discarded.
+    pub(crate) fn stop_reading(&mut self) {
+        if !self.read_ended {
+            self.raw.stop(ResetCode::Dropped);
+            self.end_reading();
+        }
+    }
+
+    fn end_reading(&mut self) {
+        self.read_ended = true;
+        self.read_monitor.finish();
+        if let Some(writer) = self.waiters[Half::Write as usize].take() {
+            writer.wake();
+        }
+    }
+
+    /// Completes when the opener has cut the stream, or the session was lost. For the accepting
+    /// end, before its reply. A FIN is no cut.
+    pub(crate) fn poll_opener_cut(&mut self, cx: &mut Context<'_>) -> Poll<io::Error> {
+        self.raw.poll_cut(cx)
+    }
+
+    /// Like [`Stream::poll_opener_cut`], and completes also when the opener reads no more, so that
+    /// it wants no reply. This alone shows the end of an opener whose half is complete.
+    pub(crate) fn poll_opener_gone(&mut self, cx: &mut Context<'_>) -> Poll<io::Error> {
+        if let Poll::Ready(error) = self.poll_opener_cut(cx) {
+            return Poll::Ready(error);
+        }
+        self.raw.poll_stopped(cx)
+    }
+
     fn count_received(&self, count: usize) {
         self.read_monitor.count_read(count);
         self.bytes.add_received(count);
@@ -618,12 +654,7 @@ impl AsyncRead for Stream {
         this.read_monitor.end_read();
         let count = out.filled().len() - before;
         if read.is_err() || (count == 0 && out.remaining() > 0) {
-            this.read_ended = true;
-            this.read_monitor.finish();
-            this.waiters[Half::Write as usize]
-                .take()
-                .into_iter()
-                .for_each(Waker::wake);
+            this.end_reading();
         }
         read?;
         this.count_received(count);

@@ -250,6 +250,8 @@ pub struct CallerStream {
     close_state: Arc<CloseState>,
     fin_sent: bool,
     linger: Option<Pin<Box<Sleep>>>,
+    /// Bytes that the socket has accepted.
+    bytes_sent: u64,
     conn_error: ConnError,
     /// Completes when the caller has the bytes before a cut.
     aborting: Option<Pin<Box<dyn Future<Output = ()> + Send>>>,
@@ -264,6 +266,7 @@ impl CallerStream {
             close_state,
             fin_sent: false,
             linger: None,
+            bytes_sent: 0,
             conn_error: ConnError::default(),
             aborting: None,
             failed: Failed::default(),
@@ -301,8 +304,13 @@ impl CallerStream {
             ready!(self.socket.poll_write_ready(cx))?;
             match send(&self.socket) {
                 Err(error) if error.kind() == io::ErrorKind::WouldBlock => {}
-                sent => {
-                    return Poll::Ready(sent.inspect_err(|error| self.conn_error.record(error)));
+                Ok(count) => {
+                    self.bytes_sent += count as u64;
+                    return Poll::Ready(Ok(count));
+                }
+                Err(error) => {
+                    self.conn_error.record(&error);
+                    return Poll::Ready(Err(error));
                 }
             }
         }
@@ -406,6 +414,10 @@ impl PollCut for CallerStream {
                 // A caller that does not read the answer wants nothing more.
                 .unwrap_or_else(|| io::ErrorKind::ConnectionReset.into()),
         )
+    }
+
+    fn bytes_sent(&mut self) -> u64 {
+        self.bytes_sent
     }
 }
 
@@ -517,6 +529,16 @@ mod tests {
             panic!("a TCP socket became {socket:?}");
         };
         assert!(tcp.nodelay().unwrap());
+    }
+
+    #[tokio::test]
+    async fn bytes_that_the_socket_has_accepted_are_counted() {
+        let (_caller, accepted) = UnixStream::pair().unwrap();
+        let mut socket = CallerStream::new(accepted, Arc::default());
+        socket.write_all(b"ans").await.unwrap();
+        let pieces = [io::IoSlice::new(b"w"), io::IoSlice::new(b"er")];
+        assert_eq!(socket.write_vectored(&pieces).await.unwrap(), 3);
+        assert_eq!(socket.bytes_sent(), 6);
     }
 
     /// A caller may read on behind its FIN. Bytes that it has not read make its close a reset.

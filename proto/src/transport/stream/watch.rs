@@ -20,6 +20,14 @@ pub struct StreamWatch {
 }
 
 impl StreamWatch {
+    /// Creates an observer of a socket, which holds no memory that others wait for.
+    pub fn of_socket(cut: Arc<dyn CutSignal>) -> Self {
+        Self {
+            cut,
+            read_monitor: Arc::default(),
+        }
+    }
+
     /// Returns whether the peer has cut the stream or the session was lost, even if bytes before that
     /// are unread.
     pub fn is_cut(&self) -> bool {
@@ -41,6 +49,12 @@ impl StreamWatch {
     #[cfg(any(test, feature = "test-util"))]
     pub fn hold(&self) {
         self.read_monitor.hold();
+    }
+
+    /// Makes the stream one that must end, as [`Self::poll_stalled`] says. For tests.
+    #[cfg(any(test, feature = "test-util"))]
+    pub fn end_stalled(&self) {
+        self.read_monitor.end_stalled();
     }
 
     /// Returns whether a new stream of the same source would be refused, because the source holds the

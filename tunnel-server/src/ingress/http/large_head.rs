@@ -8,6 +8,7 @@ use bytes::BytesMut;
 use tokio::io::{AsyncRead, AsyncWrite, AsyncWriteExt};
 use tokio::time::timeout;
 use tracing::debug;
+use tunnel_proto::relay::PollCut;
 
 use super::conn::HttpConn;
 use super::head_check::HeadPhase;
@@ -51,7 +52,7 @@ impl HttpConn {
         stream: &mut TimedStream<S>,
     ) -> Result<LargeHead, LargeHeadEnd>
     where
-        S: AsyncRead + AsyncWrite + Unpin,
+        S: AsyncRead + AsyncWrite + PollCut + Unpin,
     {
         self.timeouts.begin_large_head();
         let refused = tokio::select! {
@@ -106,7 +107,7 @@ impl HttpConn {
         }
     }
 
-    async fn refuse_head<S: AsyncWrite + Unpin>(
+    async fn refuse_head<S: AsyncWrite + PollCut + Unpin>(
         &self,
         stream: &mut TimedStream<S>,
         failure: &ProxyError,

@@ -204,6 +204,11 @@ impl ConnTimeouts {
         self.has_failed.load(Ordering::Relaxed)
     }
 
+    /// Returns whether a body has begun whose end has not arrived.
+    pub(crate) fn is_within_body(&self) -> bool {
+        self.state.lock().check.is_within_body()
+    }
+
     /// Waits until a request is in progress. Cancel-safe.
     pub(crate) async fn wait_for_request(&self) {
         self.wait_for_state(|conn_state| matches!(conn_state, ConnState::Busy { .. }))
@@ -386,17 +391,28 @@ impl ConnTimeouts {
         }
     }
 
-    fn record_write(&self, blocked: bool) {
-        if self.write_blocked.swap(blocked, Ordering::Relaxed) != blocked {
-            *self.blocked_write.lock() = blocked.then(|| BlockedWrite {
-                since: Instant::now(),
-                _in_use: self.permit.in_use(),
-            });
-            if blocked {
-                self.write_stopped.notify_one();
-            } else {
-                self.write_unblocked.notify_waiters();
+    /// Records a write or a flush. `blocked_at` is [`PollCut::bytes_sent`] of the connection if it
+    /// is blocked: below TLS the socket may accept bytes while a flush stays blocked.
+    fn record_write(&self, blocked_at: Option<u64>) {
+        let is_blocked = blocked_at.is_some();
+        if self.write_blocked.swap(is_blocked, Ordering::Relaxed) == is_blocked {
+            if let Some(sent) = blocked_at
+                && let Some(write) = &mut *self.blocked_write.lock()
+                && write.sent != sent
+            {
+                (write.sent, write.since) = (sent, Instant::now());
             }
+            return;
+        }
+        *self.blocked_write.lock() = blocked_at.map(|sent| BlockedWrite {
+            since: Instant::now(),
+            sent,
+            _in_use: self.permit.in_use(),
+        });
+        if is_blocked {
+            self.write_stopped.notify_one();
+        } else {
+            self.write_unblocked.notify_waiters();
         }
     }
 
@@ -468,12 +484,12 @@ impl ConnTimeouts {
             let Some(since) = since else {
                 return;
             };
-            if timeout_at(deadline.end(Some(since)), unblocked)
-                .await
-                .is_err()
-            {
+            let end = deadline.end(Some(since));
+            if end <= Instant::now() {
                 return;
             }
+            // The caller may have taken bytes before the time is over.
+            let _unblocked_or_elapsed = timeout_at(end, unblocked).await;
         }
     }
 
@@ -540,8 +556,10 @@ impl ConnTimeouts {
 /// Bytes of responses that the socket has not accepted.
 #[derive(Debug)]
 struct BlockedWrite {
-    /// Time at which the writes became blocked.
+    /// Time at which the writes became blocked, or the socket last accepted bytes.
     since: Instant,
+    /// Bytes that the socket had accepted then.
+    sent: u64,
     _in_use: InUseGuard,
 }
 
@@ -691,6 +709,17 @@ impl<S: PollCut> PollCut for TimedStream<S> {
     fn poll_gone(&mut self, cx: &mut Context<'_>) -> Poll<io::Error> {
         self.stream.poll_gone(cx)
     }
+
+    fn bytes_sent(&mut self) -> u64 {
+        self.stream.bytes_sent()
+    }
+}
+
+impl<S: PollCut> TimedStream<S> {
+    fn record_write<T>(&mut self, written: &Poll<T>) {
+        let blocked_at = written.is_pending().then(|| self.stream.bytes_sent());
+        self.timeouts.record_write(blocked_at);
+    }
 }
 
 impl<S: AsyncRead + Unpin> AsyncRead for TimedStream<S> {
@@ -726,14 +755,14 @@ impl<S: AsyncRead + Unpin> AsyncRead for TimedStream<S> {
     }
 }
 
-impl<S: AsyncWrite + Unpin> AsyncWrite for TimedStream<S> {
+impl<S: AsyncWrite + PollCut + Unpin> AsyncWrite for TimedStream<S> {
     fn poll_write(
         mut self: Pin<&mut Self>,
         cx: &mut Context<'_>,
         data: &[u8],
     ) -> Poll<io::Result<usize>> {
         let written = Pin::new(&mut self.stream).poll_write(cx, data);
-        self.timeouts.record_write(written.is_pending());
+        self.record_write(&written);
         written
     }
 
@@ -743,7 +772,7 @@ impl<S: AsyncWrite + Unpin> AsyncWrite for TimedStream<S> {
         data: &[io::IoSlice<'_>],
     ) -> Poll<io::Result<usize>> {
         let written = Pin::new(&mut self.stream).poll_write_vectored(cx, data);
-        self.timeouts.record_write(written.is_pending());
+        self.record_write(&written);
         written
     }
 
@@ -753,11 +782,108 @@ impl<S: AsyncWrite + Unpin> AsyncWrite for TimedStream<S> {
 
     fn poll_flush(mut self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<io::Result<()>> {
         let flushed = Pin::new(&mut self.stream).poll_flush(cx);
-        self.timeouts.record_write(flushed.is_pending());
+        self.record_write(&flushed);
         flushed
     }
 
     fn poll_shutdown(mut self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<io::Result<()>> {
         Pin::new(&mut self.stream).poll_shutdown(cx)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::net::Ipv4Addr;
+
+    use tunnel_process::conn_limiter::{ConnLimiter, ConnLimits};
+
+    use super::*;
+
+    const MINUTE: Duration = Duration::from_secs(60);
+
+    /// A caller takes some bytes every 900 ms, a number of times.
+    #[tokio::test(start_paused = true)]
+    async fn caller_that_takes_bytes_of_a_blocked_flush_is_not_stalled() {
+        for (takes, expected) in [(0, 1000), (3, 3700), (10, 5000)] {
+            let (timeouts, mut stream) = blocked_conn();
+            flush_once(&mut stream).await;
+            let began = Instant::now();
+            let waiting = async {
+                timeouts.flushed().await;
+                began.elapsed().as_millis()
+            };
+            let taking = async {
+                for _ in 0..takes {
+                    sleep(Duration::from_millis(900)).await;
+                    stream.stream.sent += 1;
+                    flush_once(&mut stream).await;
+                }
+            };
+            let (waited, ()) = tokio::join!(waiting, taking);
+            // Each timer may be a millisecond late.
+            let is_in_time = (expected..expected + 20).contains(&waited);
+            assert!(is_in_time, "{takes} times: {waited} ms");
+        }
+    }
+
+    fn blocked_conn() -> (Arc<ConnTimeouts>, TimedStream<BlockedFlush>) {
+        let timeout_config = TimeoutConfig {
+            head: MINUTE,
+            idle: MINUTE,
+        };
+        let limiter = ConnLimiter::new(ConnLimits {
+            per_source: 1,
+            total: 1,
+        });
+        let permit = limiter.acquire(Ipv4Addr::LOCALHOST.into()).unwrap();
+        let head_limits = HeadLimits::of_connection(CONNECTION_HEAD_BYTES);
+        let timeouts = ConnTimeouts::start(timeout_config, head_limits, Arc::new(permit));
+        let stream = TimedStream::new(BlockedFlush { sent: 0 }, timeouts.clone());
+        (timeouts, stream)
+    }
+
+    async fn flush_once(stream: &mut TimedStream<BlockedFlush>) {
+        poll_fn(|cx| {
+            assert!(Pin::new(&mut *stream).poll_flush(cx).is_pending());
+            Poll::Ready(())
+        })
+        .await;
+    }
+
+    /// TLS that has more to flush than the socket accepts.
+    struct BlockedFlush {
+        sent: u64,
+    }
+
+    impl PollCut for BlockedFlush {
+        fn poll_cut(&mut self, _: &mut Context<'_>) -> Poll<io::Error> {
+            Poll::Pending
+        }
+
+        fn poll_gone(&mut self, _: &mut Context<'_>) -> Poll<io::Error> {
+            Poll::Pending
+        }
+
+        fn bytes_sent(&mut self) -> u64 {
+            self.sent
+        }
+    }
+
+    impl AsyncWrite for BlockedFlush {
+        fn poll_write(
+            self: Pin<&mut Self>,
+            _: &mut Context<'_>,
+            _: &[u8],
+        ) -> Poll<io::Result<usize>> {
+            Poll::Pending
+        }
+
+        fn poll_flush(self: Pin<&mut Self>, _: &mut Context<'_>) -> Poll<io::Result<()>> {
+            Poll::Pending
+        }
+
+        fn poll_shutdown(self: Pin<&mut Self>, _: &mut Context<'_>) -> Poll<io::Result<()>> {
+            Poll::Pending
+        }
     }
 }
