@@ -29,7 +29,8 @@ enum UploadEnd {
     TargetClosed,
     /// The caller did not send all of the body.
     CallerGone,
-    /// The rest of the body was cut: the session was lost, or the caller sent nothing for long.
+    /// The rest of the body was cut: the session was lost, the caller sent nothing for long, or others
+    /// waited for the memory of the stream.
     Cut,
 }
 

@@ -192,7 +192,7 @@ impl TargetBody {
     }
 
     fn watch(&self) -> Option<&StreamWatch> {
-        self.upstream_guard.as_ref()?.upstream.watch()
+        Some(self.upstream_guard.as_ref()?.upstream.watch())
     }
 
     /// Records the end of a response that is not complete.

@@ -16,7 +16,7 @@ use tokio::time::{sleep, timeout};
 use tokio_rustls::TlsConnector;
 use tunnel_proto::egress::TargetSocket;
 use tunnel_proto::tls;
-use tunnel_proto::transport::{Stream, source_number};
+use tunnel_proto::transport::{Stream, StreamWatch, source_number};
 use tunnel_proto::wire::header::{StreamHeader, StreamKind};
 
 use super::headers::replay_of;
@@ -40,7 +40,7 @@ mod target_io;
 
 use connection::{Carrier, Resend, SendError, SentBody, Upstream};
 pub(crate) use pool::{PoolKey, UpstreamPool};
-pub(in crate::ingress) use target_io::{TargetConn, TargetIo};
+pub(in crate::ingress) use target_io::{DirectSocket, TargetConn, TargetIo};
 
 /// Time for which a request waits before anything of it is sent, while its caller has the most unread
 /// data. A moment without memory is shorter.
@@ -244,9 +244,6 @@ fn unsent_for_long(
     let (watch, bytes) = (carrier.watch.clone(), carrier.bytes.clone());
     let mut before = bytes.read().1;
     async move {
-        let Some(watch) = watch else {
-            return pending().await;
-        };
         loop {
             sleep(UNSENT_MAX).await;
             poll_fn(|cx| watch.poll_held(cx)).await;
@@ -306,7 +303,7 @@ impl Attempt for SendAttempt<'_> {
         let carrier = Carrier {
             via: Some(opened.via),
             bytes: opened.stream.bytes(),
-            watch: Some(opened.stream.watch()),
+            watch: opened.stream.watch(),
             audit_id: Some(self.record.audit_id()),
         };
         let unsent = unsent_for_long(&carrier, true);
@@ -386,10 +383,12 @@ pub(super) async fn exchange_direct(
     target_label: &str,
 ) -> Result<(Response<Incoming>, Upstream), ProxyError> {
     let target_label = &target_label;
+    let bytes = socket.bytes();
+    let socket = Arc::new(DirectSocket::from(socket));
     let carrier = Carrier {
         via: None,
-        bytes: socket.bytes(),
-        watch: None,
+        bytes,
+        watch: StreamWatch::of_socket(socket.clone()),
         audit_id: None,
     };
     let mut upstream =
@@ -485,7 +484,7 @@ mod tests {
             let carrier = Carrier {
                 via: None,
                 bytes: stream.bytes(),
-                watch: Some(stream.watch()),
+                watch: stream.watch(),
                 audit_id: None,
             };
             let unsent = unsent_for_long(&carrier, false);

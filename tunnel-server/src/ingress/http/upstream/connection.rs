@@ -59,8 +59,8 @@ pub(crate) struct Carrier {
     pub(crate) via: Option<Via>,
     /// Counter of the bytes on the stream or socket.
     pub(crate) bytes: ByteCount,
-    /// Observes the stream. `None` for a connection that the server dialed directly.
-    pub(crate) watch: Option<StreamWatch>,
+    /// Observes the stream or socket.
+    pub(crate) watch: StreamWatch,
     /// The audit id of the request that opened the stream.
     pub(crate) audit_id: Option<AuditId>,
 }
@@ -73,8 +73,8 @@ enum Driver {
     /// The task of the caller, while it waits for a response and takes its body: a request costs no
     /// wakeup of another task. `None` once the connection has ended.
     Caller(Option<Driven>),
-    /// A task of its own, from the first request on that has a body or asks for an upgrade: both go
-    /// on while the caller takes nothing of the response.
+    /// A task of its own, for a request that has a body or asks for an upgrade: both go on while the
+    /// caller takes nothing of the response. The connection serves no further request.
     Task(AbortOnDropHandle<Option<hyper::Error>>),
 }
 
@@ -157,9 +157,9 @@ impl From<ProxyError> for Box<SendError> {
 }
 
 impl Upstream {
-    /// Returns the observer of the stream that carries the connection.
-    pub(crate) fn watch(&self) -> Option<&StreamWatch> {
-        self.carrier.watch.as_ref()
+    /// Returns the observer of the stream or socket that carries the connection.
+    pub(crate) fn watch(&self) -> &StreamWatch {
+        &self.carrier.watch
     }
 
     /// Starts an HTTP connection on a stream.
@@ -299,16 +299,16 @@ impl Upstream {
     }
 
     /// Closes the connection gracefully, so that the target receives an end and not a reset. A request
-    /// body that is still under way goes on, until it ends or the caller is gone, however slowly the
-    /// target reads. The connection is aborted if the target does not close within [`CLOSE_LIMIT`]
-    /// after that.
+    /// body that is still under way goes on, until it ends, the caller is gone, or others wait for the
+    /// memory of what the target has sent behind its response, however slowly the target reads. The
+    /// connection is aborted if the target does not close within [`CLOSE_LIMIT`] after that.
     pub(crate) fn close(self, drivers: &TaskTracker) {
         let Self {
             sender,
             driver,
             upload,
             traffic,
-            ..
+            carrier,
         } = self;
         drop(sender);
         let mut driver = match driver {
@@ -324,25 +324,35 @@ impl Upstream {
                 return drop(timeout(CLOSE_LIMIT, driver).await);
             };
             let is_blocked = || traffic.upload_queue.is_blocked();
-            let driven = tokio::select! {
-                driven = &mut driver => Some(driven),
-                () = upload.idle(is_blocked) => None,
-                _dropped = ended => {
-                    let queue = &traffic.upload_queue;
-                    let mut progress = (queue.written(), Instant::now());
-                    loop {
-                        let driven = timeout(CLOSE_LIMIT, &mut driver).await;
-                        if queue.written() != progress.0 {
-                            progress = (queue.written(), Instant::now());
-                        }
-                        match driven {
-                            Ok(driven) => break Some(driven),
-                            // The end of the body waits for the target.
-                            Err(_elapsed)
-                                if is_blocked() && progress.1.elapsed() < STALLED_END_LIMIT => {}
-                            Err(_elapsed) => break None,
+            let uploaded = async {
+                tokio::select! {
+                    driven = &mut driver => Some(driven),
+                    () = upload.idle(is_blocked) => None,
+                    _dropped = ended => {
+                        let queue = &traffic.upload_queue;
+                        let mut progress = (queue.written(), Instant::now());
+                        loop {
+                            let driven = timeout(CLOSE_LIMIT, &mut driver).await;
+                            if queue.written() != progress.0 {
+                                progress = (queue.written(), Instant::now());
+                            }
+                            let stalled = progress.1.elapsed();
+                            match driven {
+                                Ok(driven) => break Some(driven),
+                                // The end of the body waits for the target.
+                                Err(_elapsed) if is_blocked() && stalled < STALLED_END_LIMIT => {}
+                                Err(_elapsed) => break None,
+                            }
                         }
                     }
+                }
+            };
+            let driven = tokio::select! {
+                driven = uploaded => driven,
+                // hyper reads nothing behind a response while the body of the request goes on.
+                () = poll_fn(|cx| carrier.watch.poll_stalled(cx)) => {
+                    upload.cut();
+                    None
                 }
             };
             if let Some(Ok(Some(error))) = driven
@@ -369,40 +379,124 @@ pub(crate) fn client() -> Builder {
 
 #[cfg(test)]
 mod tests {
-    use std::future::ready;
+    use std::convert::Infallible;
+    use std::future::{pending, ready};
 
-    use tunnel_proto::transport::Session as _;
+    use tokio::io::{AsyncReadExt, AsyncWriteExt};
+    use tokio::sync::oneshot;
+    use tokio::task::yield_now;
+    use tunnel_proto::transport::{Session as _, Stream};
+    use tunnel_proto::wire::code::ResetCode;
 
     use super::*;
-    use crate::ingress::http::tests::fixture::Fixture;
-    use crate::testing::{WAIT_TIMEOUT, header};
+    use crate::ingress::http::tests::fixture::{Agent, Fixture, head};
+    use crate::ingress::http::upstream::target_io::READ_MAX_BYTES;
+    use crate::testing::{WAIT_TIMEOUT, header, within};
 
-    /// The connection has carried a body before, so a task drives it, which has not run since.
+    /// Its connection has not run, as when the caller's task has used up its budget.
     #[tokio::test]
     async fn request_that_moves_before_it_was_written_is_returned() {
         let (fixture, agent) = Fixture::with_agent();
+        let (mut upstream, _target) = start(&fixture, &agent).await;
+        let driven = driven(&mut upstream);
+        upstream.driver = Driver::Caller(Some(Box::pin(async {
+            yield_now().await;
+            driven.await
+        })));
+        let moves = pin!(ready(()));
+        let sent = upstream
+            .send(request(), &fixture.ingress.drivers, &"worker-1", moves)
+            .await;
+        let resend = sent.err().unwrap().resend;
+        assert!(matches!(&resend, Resend::Request(request) if request.uri() == "/a"));
+    }
+
+    #[tokio::test]
+    async fn pieces_of_a_body_are_smaller_than_the_largest_head() {
+        const BODY_BYTES: usize = 2 << 20;
+        let (fixture, agent) = Fixture::with_agent();
+        agent.near.script().next_window = Some(2 * BODY_BYTES);
+        let (mut upstream, mut target) = start(&fixture, &agent).await;
+        let answers = async {
+            head(&mut target).await;
+            let answer = format!("HTTP/1.1 200 OK\r\nContent-Length: {BODY_BYTES}\r\n\r\n");
+            target.write_all(answer.as_bytes()).await.unwrap();
+            target.write_all(&vec![7; BODY_BYTES]).await.unwrap();
+        };
+        let moves = pin!(pending());
+        let sends = upstream.send(request(), &fixture.ingress.drivers, &"worker-1", moves);
+        let (sent, ()) = tokio::join!(sends, answers);
+        let mut body = sent.ok().unwrap().into_body();
+        let mut pieces = Vec::new();
+        while let Some(frame) = within(poll_fn(|cx| {
+            let _ended = upstream.poll_driver(cx);
+            Pin::new(&mut body).poll_frame(cx)
+        }))
+        .await
+        {
+            pieces.push(frame.unwrap().into_data().unwrap().len());
+        }
+        assert_eq!(pieces.iter().sum::<usize>(), BODY_BYTES);
+        assert_eq!(pieces.iter().max(), Some(&READ_MAX_BYTES), "{pieces:?}");
+    }
+
+    /// The target has sent more than its response, and reads nothing of the body, or of its end.
+    #[tokio::test(start_paused = true)]
+    async fn upload_behind_a_response_ends_when_others_wait_for_the_memory_of_its_stream() {
+        for has_body_ended in [false, true] {
+            let (fixture, agent) = Fixture::with_agent();
+            let drivers = &fixture.ingress.drivers;
+            let (mut upstream, mut target) = start(&fixture, &agent).await;
+            let driven = driven(&mut upstream);
+            // hyper reads nothing then.
+            let task = drivers.spawn(async {
+                let _unread = driven;
+                pending::<Option<hyper::Error>>().await
+            });
+            upstream.driver = Driver::Task(AbortOnDropHandle::new(task));
+            let blocked = Poll::<Result<usize, Infallible>>::Pending;
+            upstream.traffic.upload_queue.record_write(&blocked);
+            let (body, ended) = oneshot::channel::<Infallible>();
+            let body = Some(body).filter(|_| !has_body_ended);
+            let upload = Arc::default();
+            upstream.outlast(UploadHandle { upload, ended });
+            let watch = upstream.watch().clone();
+            upstream.close(drivers);
+            let mut byte = [0];
+            let mut end = pin!(target.read(&mut byte));
+            assert!(timeout(CLOSE_LIMIT * 10, end.as_mut()).await.is_err());
+            watch.end_stalled();
+            let error = timeout(CLOSE_LIMIT, end).await.unwrap().unwrap_err();
+            let cut = find_cause::<StreamCut>(&error);
+            assert_eq!(cut, Some(&StreamCut::Reset(ResetCode::ReaderStalled)));
+            drop(body);
+        }
+    }
+
+    /// Returns a connection over a new stream, and the target's end of the stream.
+    async fn start(fixture: &Fixture, agent: &Agent) -> (Upstream, Stream) {
         let stream = agent.near.open(&header(), WAIT_TIMEOUT).await.unwrap();
         let carrier = Carrier {
             via: None,
             bytes: stream.bytes(),
-            watch: None,
+            watch: stream.watch(),
             audit_id: None,
         };
         let (conn, ingress) = (TargetConn::Stream(stream), &fixture.ingress);
         let started = Upstream::start(conn, carrier, ingress, &"worker-1").await;
-        let mut upstream = started.unwrap();
-        let request = Request::get("/a").header("Host", "worker-1:9100");
-        let request = request.body(Either::Right(Empty::new())).unwrap();
+        (started.unwrap(), agent.accepts().await)
+    }
+
+    /// Takes what drives a new connection.
+    fn driven(upstream: &mut Upstream) -> Driven {
         let Driver::Caller(driven) = &mut upstream.driver else {
             unreachable!("a new connection has no task")
         };
-        let task = ingress.drivers.spawn(driven.take().unwrap());
-        upstream.driver = Driver::Task(AbortOnDropHandle::new(task));
-        let moves = pin!(ready(()));
-        let sent = upstream
-            .send(request, &ingress.drivers, &"worker-1", moves)
-            .await;
-        let resend = sent.err().unwrap().resend;
-        assert!(matches!(&resend, Resend::Request(request) if request.uri() == "/a"));
+        driven.take().unwrap()
+    }
+
+    fn request() -> Request<SentBody> {
+        let request = Request::get("/a").header("Host", "worker-1:9100");
+        request.body(Either::Right(Empty::new())).unwrap()
     }
 }

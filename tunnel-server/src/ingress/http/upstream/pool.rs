@@ -10,7 +10,6 @@ use http::HeaderValue;
 use parking_lot::Mutex;
 use tokio::time::{Instant, sleep};
 use tokio_util::task::TaskTracker;
-use tunnel_proto::transport::StreamWatch;
 
 use super::connection::Upstream;
 use crate::ingress::target_tls::TlsProfileId;
@@ -109,10 +108,9 @@ impl UpstreamPool {
             return None;
         }
         let is_open = *until > Instant::now() && upstream.sender.is_ready();
-        let is_refused = |watch: &StreamWatch| watch.is_source_refused();
         let fits = current_key == pool_key
             && upstream.carrier.via.is_some()
-            && !upstream.carrier.watch.as_ref().is_some_and(is_refused)
+            && !upstream.carrier.watch.is_source_refused()
             && routing.active(&pool_key.destination.node) == upstream.carrier.via;
         if is_open && !fits {
             return None;

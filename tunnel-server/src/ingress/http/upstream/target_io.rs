@@ -4,17 +4,19 @@ use std::io;
 use std::pin::Pin;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
-use std::task::{Context, Poll, ready};
+use std::task::{Context, Poll, Waker, ready};
 
+use bytes::BufMut;
 use hyper::upgrade::Upgraded;
 use hyper_util::rt::TokioIo;
 use parking_lot::Mutex;
 use tokio::io::{AsyncRead, AsyncWrite, ReadBuf};
 use tokio::sync::Notify;
 use tokio_rustls::client::TlsStream;
+use tokio_util::io::poll_read_buf;
 use tunnel_proto::egress::TargetSocket;
 use tunnel_proto::relay::PollCut;
-use tunnel_proto::transport::Stream;
+use tunnel_proto::transport::{CutSignal, Stream};
 use tunnel_proto::wire::code::ResetCode;
 
 use super::sent_head::SentHead;
@@ -23,6 +25,12 @@ use crate::ingress::http::upload_queue::UploadQueue;
 
 /// Interim responses (1xx) to one request that are skipped. More are an error.
 pub(super) const INTERIM_MAX: usize = 64;
+
+/// Bytes that one read returns at most. hyper makes one piece of each read of a body, and holds a whole
+/// piece beyond its limit for a caller that takes nothing. When a read has filled the buffer of a
+/// connection, hyper doubles it, up to the size of the largest head. One byte less than 64 KiB leaves
+/// it at 64 KiB.
+pub(super) const READ_MAX_BYTES: usize = (64 << 10) - 1;
 
 /// First bytes of a TLS alert (RFC 8446, section 5.1), with which a TLS server answers plain HTTP.
 const TLS_ALERT: [u8; 2] = [21, 3];
@@ -121,7 +129,24 @@ pub(in crate::ingress) enum TargetConn {
     Stream(Stream),
     Tls(Box<TlsStream<Stream>>),
     /// A connection that the server dialed.
-    Direct(TargetSocket),
+    Direct(Arc<DirectSocket>),
+}
+
+/// A socket to a target, which can be asked for a cut while hyper does not read it.
+#[derive(Debug)]
+pub(in crate::ingress) struct DirectSocket(Mutex<TargetSocket>);
+
+impl From<TargetSocket> for DirectSocket {
+    fn from(socket: TargetSocket) -> Self {
+        Self(Mutex::new(socket))
+    }
+}
+
+impl CutSignal for DirectSocket {
+    fn is_cut(&self) -> bool {
+        let cx = &mut Context::from_waker(Waker::noop());
+        self.0.lock().poll_cut(cx).is_ready()
+    }
 }
 
 /// A connection to a target that counts what it reads.
@@ -139,7 +164,10 @@ macro_rules! on_conn {
         match &mut $io.conn {
             TargetConn::Stream($conn) => $action,
             TargetConn::Tls($conn) => $action,
-            TargetConn::Direct($conn) => $action,
+            TargetConn::Direct(socket) => {
+                let $conn = &mut *socket.0.lock();
+                $action
+            }
         }
     };
 }
@@ -183,6 +211,10 @@ impl PollCut for TargetIo {
     fn poll_gone(&mut self, cx: &mut Context<'_>) -> Poll<io::Error> {
         on_conn!(self, conn => PollCut::poll_gone(conn, cx))
     }
+
+    fn bytes_sent(&mut self) -> u64 {
+        on_conn!(self, conn => PollCut::bytes_sent(conn))
+    }
 }
 
 impl AsyncRead for TargetIo {
@@ -195,7 +227,8 @@ impl AsyncRead for TargetIo {
             return Poll::Ready(Ok(()));
         }
         let before = out.filled().len();
-        ready!(on_conn!(self, conn => Pin::new(conn).poll_read(cx, out)))?;
+        let mut piece = (&mut *out).limit(READ_MAX_BYTES);
+        ready!(on_conn!(self, conn => poll_read_buf(Pin::new(conn), cx, &mut piece)))?;
         self.traffic
             .read(out.filled().get(before..).unwrap_or_default());
         Poll::Ready(Ok(()))
@@ -230,7 +263,7 @@ impl AsyncWrite for TargetIo {
         match &self.conn {
             TargetConn::Stream(conn) => conn.is_write_vectored(),
             TargetConn::Tls(conn) => conn.is_write_vectored(),
-            TargetConn::Direct(conn) => conn.is_write_vectored(),
+            TargetConn::Direct(socket) => socket.0.lock().is_write_vectored(),
         }
     }
 
