@@ -16,7 +16,7 @@ use self::attempts::{AttemptEnd, Attempts, NextAttempt, ResendCause};
 use self::forwarded::ForwardedCount;
 use self::peers::{PeerState, Peers};
 use self::registry::{
-    CallerKey, IdleStream, NotOpened, OpenError, Opened, Registry, StreamRequest,
+    CallerKey, IdleStream, NotOpened, OpenError, Opened, PERMIT_WAIT, Registry, StreamRequest,
 };
 use self::via::Via;
 
@@ -159,7 +159,7 @@ impl Routing {
             }
             let has_next = match attempts.next(Some(&via), &end) {
                 NextAttempt::Move | NextAttempt::Repeat => true,
-                NextAttempt::RepeatIfEvicted => self.evict_idle(request.node, &via),
+                NextAttempt::RepeatIfEvicted => self.evict_idle(request.node, &via).await,
                 NextAttempt::GiveUp => false,
             };
             if !has_next {
@@ -304,13 +304,15 @@ impl Routing {
         self.registry.keep_idle(node, via, caller_key)
     }
 
-    /// Evicts an idle stream, so that the server which refused a stream over `via` has a permit for
-    /// another one. Returns whether there was one. The registry does this for its own sessions.
-    fn evict_idle(&self, node: &NodeName, via: &Via) -> bool {
-        match via {
-            Via::Local(_) => false,
-            Via::Replica(_) => self.registry.evict_idle(node, via),
+    /// Evicts an idle stream, so that the server or the agent which refused a stream over `via` has a
+    /// permit for another one. Returns whether there was one. A server waits for the permit itself; an
+    /// agent does not, so this method gives it the time.
+    async fn evict_idle(&self, node: &NodeName, via: &Via) -> bool {
+        let is_evicted = self.registry.evict_idle(node, via);
+        if is_evicted && matches!(via, Via::Local(_)) {
+            sleep(PERMIT_WAIT).await;
         }
+        is_evicted
     }
 
     /// Records that the server which carried a stream has no session with the node. `forwarded` is

@@ -493,6 +493,8 @@ impl Site {
             (Kind::Cloud, Cut::Caller) => "cut_by_caller",
             (Kind::Cloud, Cut::Target | Cut::Session | Cut::Link) => "cut_by_peer",
             (_, Cut::Caller) => "caller_gone",
+            // The caller has all of the answer.
+            (_, Cut::Target) if cell.is_half_closed => "ok",
             (_, Cut::Target | Cut::Session | Cut::Link) => "cut",
         };
         let of_target = match cell.cut {

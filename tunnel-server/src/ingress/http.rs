@@ -117,6 +117,9 @@ pub(super) async fn serve<S>(
             },
             Ok(DriveEnd::LargeHead(begun)) => {
                 stream = begun;
+                // Nothing expires the idle connection while the head is read, and a request with a
+                // large head does not use it.
+                conn.pool.close();
                 match conn.read_large_head(&mut stream).await {
                     Ok(head) => large_head = Some(head),
                     Err(end) => break conn.without_head(stream, end).await,
@@ -139,8 +142,11 @@ pub(super) async fn serve<S>(
     };
     drop(large_head);
     conn.pool.close();
-    if let Err(end) = ended {
+    // The rest of a body does not come any more.
+    if ended.is_err() || conn.timeouts.is_within_body() {
         conn.timeouts.fail();
+    }
+    if let Err(end) = ended {
         conn.report_end(end);
     }
 }
@@ -166,7 +172,7 @@ async fn close_gracefully<S: AsyncWrite + Unpin>(mut stream: S) {
 }
 
 /// Bytes of a response that hyper holds for a caller that does not read them, unless its request head
-/// is larger. hyper's default is 400 KiB.
+/// is larger. The last piece of a body exceeds them by 64 KiB at most. hyper's default is 400 KiB.
 const RESPONSE_BUFFER_BYTES: usize = 64 * 1024;
 
 /// Returns the hyper builder with the settings for callers' connections, and for heads of this size.
@@ -260,7 +266,7 @@ impl HttpConn {
         // hyper closes a connection that ends with the response to a large head.
         let stays = || large_head.is_none() || !self.closes.load(Ordering::Relaxed);
         let (mut draining, mut has_expired, mut evicted) = (false, false, false);
-        let mut evict_at = None;
+        let (mut evict_at, mut closes_later) = (None, false);
         loop {
             tokio::select! {
                 biased;
@@ -318,8 +324,15 @@ impl HttpConn {
                         return Err(ConnEnd::TimedOut);
                     }
                 }
+                () = self.timeouts.wait_for_end_after(0), if closes_later => {}
             }
-            Pin::new(&mut connection).graceful_shutdown();
+            // hyper closes a connection whose last response is written, also within a body.
+            closes_later = self.is_uploading();
+            if closes_later {
+                self.closes.store(true, Ordering::Relaxed);
+            } else {
+                Pin::new(&mut connection).graceful_shutdown();
+            }
         }
     }
 
@@ -332,6 +345,11 @@ impl HttpConn {
         // `CallerClosed` reports a disconnect.
         builder.half_close(self.listener.connect.is_some());
         builder
+    }
+
+    /// Returns whether the body of a request goes on behind its complete response.
+    fn is_uploading(&self) -> bool {
+        self.timeouts.is_answered() && self.timeouts.activity() == Activity::Busy
     }
 
     /// Returns when an evicted connection closes, unless a request is in progress then: at once, or
@@ -730,7 +748,8 @@ impl ResponseContent {
         let in_use = conn.caller.permit.in_use();
         match self {
             Self::Body(body, upstream_guard, upload) => {
-                conn.timeouts.watch_target(upstream_guard.upstream.watch());
+                conn.timeouts
+                    .watch_target(Some(upstream_guard.upstream.watch()));
                 return head
                     .map(|()| ResponseBody::target(body, exchange_guard, upstream_guard, upload));
             }

@@ -220,7 +220,7 @@ impl RequestRecord {
 
     /// Records that a new stream carries the request.
     pub fn opened(&mut self, opened: &OpenStream) {
-        self.carried(Some(opened.via.clone()), opened.stream.bytes());
+        self.carried(Some(opened.via.clone()), opened.stream.bytes(), None);
         self.0.sinks.metrics.opened(opened.elapsed);
         let is_retried = opened.resent == Some(ResendCause::SessionLost);
         if is_retried && !std::mem::replace(&mut self.0.lock().is_retried, true) {
@@ -230,8 +230,7 @@ impl RequestRecord {
 
     /// Records the stream of an earlier request, which carries this one.
     pub fn reused(&mut self, via: Option<Via>, bytes: ByteCount, audit_id: Option<AuditId>) {
-        self.carried(via, bytes);
-        self.0.lock().stream = audit_id;
+        self.carried(via, bytes, audit_id);
     }
 
     /// Returns the other server that forwards the stream of the request.
@@ -239,9 +238,11 @@ impl RequestRecord {
         self.0.lock().via.clone()
     }
 
-    fn carried(&mut self, via: Option<Via>, bytes: ByteCount) {
+    /// Records what carries the request, and which other request has opened it, if one has.
+    fn carried(&mut self, via: Option<Via>, bytes: ByteCount, opened_by: Option<AuditId>) {
         {
             let mut record = self.0.lock();
+            record.stream = opened_by;
             (record.session, record.via) = match via {
                 Some(Via::Local(session)) => (Some(session), None),
                 Some(Via::Replica(replica)) => (None, Some(replica)),
@@ -315,7 +316,9 @@ impl From<StreamEnd> for Outcome {
     fn from(end: StreamEnd) -> Self {
         match end {
             StreamEnd::Ok | StreamEnd::ReaderClosed => Self::Ok,
-            StreamEnd::CutByPeer | StreamEnd::CutByCaller => Self::CallerGone,
+            StreamEnd::CutByPeer | StreamEnd::CutByCaller | StreamEnd::OpenerGone => {
+                Self::CallerGone
+            }
             StreamEnd::CutByTarget | StreamEnd::AgentStopping => Self::Cut,
             StreamEnd::ServerStopping => Self::Draining,
             StreamEnd::ReaderStalled => Self::ReaderStalled,
@@ -324,5 +327,32 @@ impl From<StreamEnd> for Outcome {
             StreamEnd::NoHeader => Self::BadRequest,
             StreamEnd::Refused(code) => refusal_outcome(code),
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::net::SocketAddr;
+
+    use tunnel_proto::wire::name::SessionId;
+
+    use super::*;
+    use crate::ingress::http::tests::fixture::Fixture;
+    use crate::routing::registry::CallerKey;
+    use crate::testing::{self, node};
+
+    #[tokio::test]
+    async fn record_of_a_request_that_moves_to_a_stream_of_its_own_names_no_other_request() {
+        let (fixture, _agent) = Fixture::with_agent();
+        let addr: SocketAddr = "192.0.2.1:5".parse().unwrap();
+        let mut record = RequestRecord::start("http", addr, "GET /", &fixture.ingress.metrics);
+        let earlier = Some(AuditId::new([1; 16]));
+        let via = Some(Via::Local(SessionId(1)));
+        record.reused(via, ByteCount::default(), earlier);
+        assert_eq!(record.0.lock().stream, earlier);
+        let caller = CallerKey::Certificate("prometheus".into());
+        let opened = testing::open(&fixture.registry, &node(), &caller).await;
+        record.opened(&opened.unwrap());
+        assert_eq!(record.0.lock().stream, None);
     }
 }

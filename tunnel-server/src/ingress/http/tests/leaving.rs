@@ -6,8 +6,8 @@ use std::time::Duration;
 use tokio::io::{AsyncReadExt, AsyncWriteExt};
 use tokio::net::TcpStream;
 
-use super::fixture::{Fixture, expect_hi, get, head, http_listener};
-use crate::testing::{assert_contains, within};
+use super::fixture::{Fixture, HI, expect_hi, get, head, http_listener};
+use crate::testing::{assert_contains, eventually, within};
 
 #[tokio::test]
 async fn kept_alive_and_new_callers_are_answered_and_asked_to_close() {
@@ -74,4 +74,35 @@ async fn granted_upgrade_goes_on() {
     let mut bytes = [0; 2];
     within(caller.read_exact(&mut bytes)).await.unwrap();
     assert_eq!(&bytes, b"on");
+}
+
+/// The drain begins within a body whose request has been answered. Then no other request follows.
+#[tokio::test(start_paused = true)]
+async fn upload_behind_its_answer_is_complete_before_its_connection_closes() {
+    let request = format!("POST {}Content-Length: 8\r\n\r\n", &get("/")[4..]);
+    for is_leaving in [true, false] {
+        let (fixture, agent) = Fixture::with_agent();
+        if is_leaving {
+            fixture.ingress.shutdown.leaving().cancel();
+        }
+        let mut caller = fixture.send(&request).await;
+        let mut target = agent.accepts().await;
+        head(&mut target).await;
+        target.write_all(HI.as_bytes()).await.unwrap();
+        let answer = head(&mut caller).await.to_ascii_lowercase();
+        assert_eq!(answer.contains("connection: close\r\n"), is_leaving);
+        within(caller.read_exact(&mut [0; 2])).await.unwrap();
+        fixture.ingress.shutdown.drain().cancel();
+        for piece in [b"some", b"more"] {
+            caller.write_all(piece).await.unwrap();
+            let mut received = [0; 4];
+            within(target.read_exact(&mut received)).await.unwrap();
+            assert_eq!(&received, piece);
+        }
+        let mut rest = Vec::new();
+        within(caller.read_to_end(&mut rest)).await.unwrap();
+        assert!(rest.is_empty());
+        let series = "tunnel_server_streams_total{result=\"ok\"}";
+        eventually("complete", || fixture.metric(series) == 1).await;
+    }
 }

@@ -6,8 +6,10 @@ use std::time::Duration;
 use tokio::io::{AsyncReadExt, AsyncWriteExt};
 use tokio::time::Instant;
 use tunnel_proto::transport::Stream;
+use tunnel_proto::wire::code::RefusalCode;
 
 use super::fixture::{Agent, Fixture, HI, expect_hi, get, head};
+use crate::config::CONNECTION_HEAD_BYTES;
 use crate::testing::{STREAMS, eventually, within};
 
 async fn serves(stream: &mut Stream, answer: &str) -> String {
@@ -215,6 +217,18 @@ async fn no_idle_connection_is_pooled_when_the_agent_has_few_streams_left() {
 }
 
 #[tokio::test(start_paused = true)]
+async fn idle_connection_is_closed_while_a_large_head_arrives() {
+    let (fixture, agent) = Fixture::with_agent();
+    let mut caller = fixture.connect();
+    let request = format!("{}\r\n", get("/"));
+    let asks = expect_hi(&mut caller, &request);
+    let (mut idle, ()) = tokio::join!(serves_once(&agent), asks);
+    let begun = format!("{}X: {}", get("/"), "y".repeat(2 * CONNECTION_HEAD_BYTES));
+    caller.write_all(begun.as_bytes()).await.unwrap();
+    ends_within(&mut idle, Duration::from_millis(1100)).await;
+}
+
+#[tokio::test(start_paused = true)]
 async fn idle_connection_to_another_target_is_reset_when_its_caller_needs_the_stream() {
     let (fixture, agent) = Fixture::with_agent();
     let request = format!("{}\r\n", get("/"));
@@ -230,4 +244,24 @@ async fn idle_connection_to_another_target_is_reset_when_its_caller_needs_the_st
     let asks = expect_hi(&mut caller, &elsewhere);
     let (_stream, ()) = tokio::join!(serves_once(&agent), asks);
     within(idle.read(&mut [0])).await.unwrap_err();
+}
+
+/// An agent may take fewer streams at once than this server opens to it.
+#[tokio::test(start_paused = true)]
+async fn idle_connection_is_reset_for_a_stream_that_the_agent_refuses_for_its_own_limit() {
+    let (fixture, agent) = Fixture::with_agent();
+    let request = format!("{}\r\n", get("/"));
+    let mut caller = fixture.connect();
+    let asks = expect_hi(&mut caller, &request);
+    let (mut idle, ()) = tokio::join!(serves_once(&agent), asks);
+    let elsewhere = request.replace(":9100", ":9101");
+    let began = Instant::now();
+    let target = async {
+        agent.refuses(RefusalCode::TooManyStreams).await;
+        within(idle.read(&mut [0])).await.unwrap_err();
+        serves_once(&agent).await
+    };
+    let (_stream, ()) = tokio::join!(target, expect_hi(&mut caller, &elsewhere));
+    // The agent has the permit a moment after the reset.
+    assert!(began.elapsed() >= Duration::from_millis(50));
 }

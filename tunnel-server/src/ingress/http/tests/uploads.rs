@@ -14,6 +14,10 @@ use crate::testing::{eventually, within};
 
 /// More than the server and the memory transport hold.
 const BODY_BYTES: usize = 3 << 20;
+/// Bytes that a stream with a narrow window holds.
+const WINDOW_BYTES: usize = 1 << 10;
+/// Bytes of a body that the server takes for a target that reads none.
+const QUEUE_BYTES: usize = 64 << 10;
 /// Longer than any limit of a body without progress.
 const LONG: Duration = Duration::from_secs(120);
 
@@ -124,6 +128,19 @@ async fn caller_that_leaves_its_upload_to_a_stalled_target_is_gone() {
     within(caller.read_exact(&mut [0; 2])).await.unwrap();
     fill(&mut caller).await;
     abort_on_close(&caller).unwrap();
+    drop(caller);
+    sleep(LONG).await;
+    expect_code(&fixture, "caller_gone").await;
+}
+
+/// The server has taken all that the caller has sent, and sees the end behind it.
+#[tokio::test(start_paused = true)]
+async fn caller_that_ends_within_its_upload_to_a_stalled_target_is_gone() {
+    let (fixture, agent) = Fixture::with_agent();
+    agent.near.script().next_window = Some(WINDOW_BYTES);
+    let (mut caller, _stalled) = answered(&fixture, &agent).await;
+    let sent = vec![7; WINDOW_BYTES + QUEUE_BYTES];
+    caller.write_all(&sent).await.unwrap();
     drop(caller);
     sleep(LONG).await;
     expect_code(&fixture, "caller_gone").await;
