@@ -171,8 +171,8 @@ pub enum RelaySide {
 pub enum RelayEnd {
     /// Both sides ended cleanly.
     Clean,
-    /// This side reads no more, before it had received everything, as TCP peers may. All that it
-    /// sent was delivered, unless the other side reads no more either. The rest of what the other
+    /// This side reads no more, before it had received everything, as TCP peers may; the left one if
+    /// both do. All that the right side sent was delivered if it is that. The rest of what the other
     /// side sends is discarded.
     ReaderClosed(RelaySide),
     /// This side was cut. Bytes may be missing on the other side.
@@ -264,10 +264,11 @@ pub async fn relay<L: RelayIo, R: RelayIo>(left: &mut L, right: &mut R) -> Relay
             (Poll::Ready(Err(cut)), _) => Poll::Ready(RelayEnd::Cut(RelaySide::Left, cut)),
             (_, Poll::Ready(Err(cut))) => Poll::Ready(RelayEnd::Cut(RelaySide::Right, cut)),
             (Poll::Ready(Ok(())), Poll::Ready(Ok(()))) => {
-                Poll::Ready(if left_to_right.reader_closed {
-                    RelayEnd::ReaderClosed(RelaySide::Right)
-                } else if right_to_left.reader_closed {
+                // The opener, if both read no more: what it asked for may not have arrived.
+                Poll::Ready(if right_to_left.reader_closed {
                     RelayEnd::ReaderClosed(RelaySide::Left)
+                } else if left_to_right.reader_closed {
+                    RelayEnd::ReaderClosed(RelaySide::Right)
                 } else {
                     RelayEnd::Clean
                 })

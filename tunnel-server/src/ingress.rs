@@ -108,9 +108,11 @@ impl IngressContext {
         kind: ListenerKind,
     ) -> ClosableListener {
         let (close, closed) = (CancellationToken::new(), CancellationToken::new());
-        let (ingress, closing, is_closed) = (self.clone(), close.clone(), closed.clone());
+        let (ingress, closing) = (self.clone(), close.clone());
+        let closed_on_drop = closed.clone().drop_guard();
         self.shutdown.spawn_listener(async move {
-            let _is_closed = is_closed.drop_guard();
+            // Dropped behind the socket, also by a shutdown before the first poll.
+            let _closed_on_drop = closed_on_drop;
             let accepting = ingress.accept(listener, kind);
             closing.run_until_cancelled(accepting).await;
         });
