@@ -390,7 +390,6 @@ mod tests {
 
     use super::*;
     use crate::ingress::http::tests::fixture::{Agent, Fixture, head};
-    use crate::ingress::http::upstream::target_io::READ_MAX_BYTES;
     use crate::testing::{WAIT_TIMEOUT, header, within};
 
     /// Its connection has not run, as when the caller's task has used up its budget.
@@ -437,7 +436,7 @@ mod tests {
             pieces.push(frame.unwrap().into_data().unwrap().len());
         }
         assert_eq!(pieces.iter().sum::<usize>(), BODY_BYTES);
-        assert_eq!(pieces.iter().max(), Some(&READ_MAX_BYTES), "{pieces:?}");
+        assert_eq!(pieces.iter().max(), Some(&65_535), "{pieces:?}");
     }
 
     /// The target has sent more than its response, and reads nothing of the body, or of its end.

@@ -30,7 +30,7 @@ pub(super) const INTERIM_MAX: usize = 64;
 /// piece beyond its limit for a caller that takes nothing. When a read has filled the buffer of a
 /// connection, hyper doubles it, up to the size of the largest head. One byte less than 64 KiB leaves
 /// it at 64 KiB.
-pub(super) const READ_MAX_BYTES: usize = (64 << 10) - 1;
+const READ_MAX_BYTES: usize = (64 << 10) - 1;
 
 /// First bytes of a TLS alert (RFC 8446, section 5.1), with which a TLS server answers plain HTTP.
 const TLS_ALERT: [u8; 2] = [21, 3];
