@@ -113,20 +113,33 @@ async fn dial(listener: CloudListener, within: Duration) -> ListenerFacts {
         // A link-local address of IPv6 needs an interface to be looked up.
         IpAddr::V4(_) | IpAddr::V6(_) => None,
     };
-    let answer = match limited(within, TcpStream::connect(address)).await {
-        Err(error) => ListenerAnswer::Failed(error.to_string()),
-        Ok(socket) if listener.target.as_str() == APISERVER => {
-            match limited(within, has_address(socket, address.ip())).await {
-                Ok(has_address) => ListenerAnswer::Certificate { has_address },
-                Err(error) => ListenerAnswer::NoCertificate(tls::describe(&error)),
-            }
-        }
-        Ok(_socket) => ListenerAnswer::Connected,
-    };
+    let answer = answer(&listener, address, within).await;
     ListenerFacts {
         listener,
         is_on_interface,
         answer,
+    }
+}
+
+async fn answer(listener: &CloudListener, address: SocketAddr, within: Duration) -> ListenerAnswer {
+    let has_certificate = listener.target.as_str() == APISERVER;
+    let socket = match limited(within, TcpStream::connect(address)).await {
+        Ok(socket) => socket,
+        // A program accepted and reset the connection at once, as the agent does without a session.
+        Err(error) if error.kind() == io::ErrorKind::ConnectionReset => {
+            return match has_certificate {
+                true => ListenerAnswer::NoCertificate(error.to_string()),
+                false => ListenerAnswer::Connected,
+            };
+        }
+        Err(error) => return ListenerAnswer::Failed(error.to_string()),
+    };
+    if !has_certificate {
+        return ListenerAnswer::Connected;
+    }
+    match limited(within, has_address(socket, address.ip())).await {
+        Ok(has_address) => ListenerAnswer::Certificate { has_address },
+        Err(error) => ListenerAnswer::NoCertificate(tls::describe(&error)),
     }
 }
 
@@ -236,11 +249,13 @@ mod tests {
     use rustls_pki_types::PrivatePkcs8KeyDer;
     use tokio::net::TcpListener;
     use tokio_rustls::TlsAcceptor;
+    use tunnel_proto::tcp::abort_on_close;
     use tunnel_proto::tls::{ReloadableKey, certified_key, https_server};
 
     use super::*;
 
     const LONG: Duration = Duration::from_secs(10);
+    const DIALS: usize = 500;
 
     #[test]
     fn chains_and_targets_are_read_from_the_output_of_nft() {
@@ -259,6 +274,28 @@ mod tests {
         assert_eq!(table.chains, expected);
         assert!(RuleTable::parse(b"table ip x {}").is_err());
         assert_eq!(RuleTable::parse(b"[1]"), Ok(RuleTable::default()));
+    }
+
+    /// A connection can be reset before the end that dials it knows that it was accepted.
+    #[tokio::test(flavor = "multi_thread")]
+    async fn listener_that_resets_its_connections_at_once_is_one_that_accepts() {
+        let listening = TcpListener::bind("127.0.0.1:0").await.unwrap();
+        let address = listening.local_addr().unwrap();
+        let mut resets = JoinSet::new();
+        resets.spawn(async move {
+            loop {
+                let (client, _) = listening.accept().await.unwrap();
+                abort_on_close(&client).unwrap();
+            }
+        });
+        let listener: CloudListener = format!("dns={address}").parse().unwrap();
+        for _ in 0..DIALS {
+            let facts = dial(listener.clone(), LONG).await;
+            assert!(
+                matches!(facts.answer, ListenerAnswer::Connected),
+                "{facts:?}"
+            );
+        }
     }
 
     #[tokio::test]

@@ -1,6 +1,7 @@
 //! Facts from connections that the command opens itself: to the port of agents, to the targets of
 //! the cloud, and to resolvers.
 
+use std::io;
 use std::net::SocketAddr;
 use std::time::Duration;
 
@@ -98,8 +99,12 @@ impl DialedFacts {
 async fn dial_all(addresses: &[String]) -> Vec<Dialed> {
     let dialing = addresses.iter().take(ADDRESSES_MAX).map(async |address| {
         let dial = async {
-            let connected = TcpStream::connect(address.as_str()).await;
-            connected.map_err(|error| error.to_string())
+            match TcpStream::connect(address.as_str()).await {
+                Ok(_socket) => Ok(()),
+                // The other end accepted, and closed before this end knew of it.
+                Err(error) if error.kind() == io::ErrorKind::ConnectionReset => Ok(()),
+                Err(error) => Err(error.to_string()),
+            }
         };
         Dialed {
             address: address.clone(),
