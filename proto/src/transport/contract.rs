@@ -7,11 +7,12 @@
 
 use std::future::poll_fn;
 use std::io;
+use std::pin::{Pin, pin};
 use std::sync::Arc;
-use std::task::Poll;
+use std::task::{Context, Poll, Waker};
 use std::time::Duration;
 
-use tokio::io::{AsyncReadExt, AsyncWriteExt, duplex};
+use tokio::io::{AsyncRead, AsyncReadExt, AsyncWriteExt, ReadBuf, duplex};
 use tokio::task::JoinSet;
 use tokio::time::{Instant, timeout};
 
@@ -315,6 +316,48 @@ async fn end_of_a_peer_is_seen_behind_its_half_close(pair: Pair) {
             assert_eq!(cut.is_of_both_halves(), is_cut);
         }
     }
+}
+
+/// A question about a cut takes the place of the waker of a read that waits, and a read that is asked
+/// again waits by its own waker.
+async fn reader_is_woken_after_questions_about_a_cut(pair: Pair) {
+    let (mut opened, mut accepted) = pair.stream().await;
+    let mut byte = [0];
+    for round in 0..3 {
+        {
+            let mut reading = pin!(opened.read(&mut byte));
+            let mut nobody = Context::from_waker(Waker::noop());
+            assert!(reading.as_mut().poll(&mut nobody).is_pending());
+        }
+        poll_fn(|cx| {
+            if round > 0 {
+                let mut nobody = Context::from_waker(Waker::noop());
+                assert!(opened.poll_cut(&mut nobody).is_pending());
+            }
+            // Twice: the second poll finds the waker of the first.
+            for _ in 0..2 {
+                let mut reading = pin!(opened.read(&mut byte));
+                assert!(reading.as_mut().poll(cx).is_pending());
+            }
+            Poll::Ready(())
+        })
+        .await;
+        let writing = async { accepted.write_all(b"x").await.unwrap() };
+        let reading = poll_fn(|cx| {
+            let mut buffer = ReadBuf::new(&mut byte);
+            let read = Pin::new(&mut opened).poll_read(cx, &mut buffer);
+            read.map_ok(|()| buffer.filled().len())
+        });
+        let (read, ()) = within(async { tokio::join!(reading, writing) }).await;
+        assert_eq!((read.unwrap(), byte), (1, *b"x"));
+    }
+    {
+        let mut reading = pin!(opened.read(&mut byte));
+        poll_fn(|cx| Poll::Ready(reading.as_mut().poll(cx).is_pending())).await;
+    }
+    drop(accepted);
+    let error = within(opened.read(&mut byte)).await.unwrap_err();
+    assert!(find_cause::<StreamCut>(&error).is_some());
 }
 
 /// Nobody reads a stream whose target is being dialed.
@@ -650,6 +693,7 @@ macro_rules! contract {
                 cut_stays_behind_the_bytes_before_it,
                 end_of_a_peer_is_seen_behind_its_half_close,
                 end_of_an_opener_is_seen_before_the_reply,
+                reader_is_woken_after_questions_about_a_cut,
                 reset_cuts_both_directions_with_its_code,
                 finished_half_survives_the_drop_of_its_stream,
                 reply_that_does_not_come_is_given_up,

@@ -175,6 +175,9 @@ pub struct Stream {
     /// reply, or the end of the input.
     waiters: [Option<Waker>; 2],
     read_ended: bool,
+    /// Set while the transport has the waker of a read that found nothing, so that it need not be asked
+    /// again before it wakes it. A question about a cut takes the waker's place.
+    is_read_registered: bool,
     shut_down: bool,
     bytes: ByteCount,
     traffic: Arc<Traffic>,
@@ -248,6 +251,7 @@ impl Stream {
             deferred_write_error: None,
             waiters: [None, None],
             read_ended: false,
+            is_read_registered: false,
             shut_down: false,
             bytes: ByteCount::default(),
             traffic,
@@ -281,6 +285,7 @@ impl Stream {
         }
         self.read_monitor.finish();
         self.read_ended = true;
+        self.is_read_registered = false;
         self.shut_down = true;
     }
 
@@ -487,7 +492,7 @@ impl Stream {
         if let Poll::Ready(error) = self.poll_stalled(cx) {
             return Poll::Ready(error);
         }
-        if let Poll::Ready(error) = self.raw.poll_cut(cx) {
+        if let Poll::Ready(error) = self.poll_opener_cut(cx) {
             return Poll::Ready(error);
         }
         // A peer whose half is complete, though bytes of it are unread, cuts only what it reads.
@@ -520,6 +525,7 @@ impl Stream {
 
     fn end_reading(&mut self) {
         self.read_ended = true;
+        self.is_read_registered = false;
         self.read_monitor.finish();
         if let Some(writer) = self.waiters[Half::Write as usize].take() {
             writer.wake();
@@ -529,6 +535,7 @@ impl Stream {
     /// Completes when the opener has cut the stream, or the session was lost. For the accepting
     /// end, before its reply. A FIN is no cut.
     pub(crate) fn poll_opener_cut(&mut self, cx: &mut Context<'_>) -> Poll<io::Error> {
+        self.is_read_registered = false;
         self.raw.poll_cut(cx)
     }
 
@@ -648,9 +655,14 @@ impl AsyncRead for Stream {
         let this = self.get_mut();
         ready!(this.poll_reply(cx, Half::Read))?;
         let before = out.filled().len();
+        if this.is_read_registered && out.remaining() > 0 && this.read_monitor.is_waiting(cx) {
+            return Poll::Pending;
+        }
         let waker = this.read_monitor.begin_read(cx);
         let mut read_cx = Context::from_waker(&waker);
-        let read = ready!(Pin::new(&mut this.raw).poll_read(&mut read_cx, out));
+        let read = Pin::new(&mut this.raw).poll_read(&mut read_cx, out);
+        this.is_read_registered = read.is_pending();
+        let read = ready!(read);
         this.read_monitor.end_read();
         let count = out.filled().len() - before;
         if read.is_err() || (count == 0 && out.remaining() > 0) {

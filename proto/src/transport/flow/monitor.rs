@@ -107,6 +107,13 @@ impl ReadMonitor {
         Waker::from(self.activity.clone())
     }
 
+    /// Registers the reader again, and returns whether the waker of its last read has not been woken
+    /// since. A wakeup meanwhile wakes the reader.
+    pub(in crate::transport) fn is_waiting(&self, cx: &Context<'_>) -> bool {
+        self.activity.reader.register(cx.waker());
+        self.activity.is_waiting.load(Ordering::Acquire)
+    }
+
     /// Records that a read returned data, or that the reader is expected to read.
     pub(in crate::transport) fn end_read(&self) {
         self.activity.is_waiting.store(false, Ordering::Release);
