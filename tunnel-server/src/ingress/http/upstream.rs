@@ -6,7 +6,6 @@ use std::future::{pending, poll_fn};
 use std::mem::take;
 use std::pin::pin;
 use std::sync::Arc;
-use std::task::Poll;
 use std::time::Duration;
 
 use http::{Request, Response};
@@ -79,13 +78,9 @@ impl UpstreamRequest<'_> {
         let replay = replay_of(&request);
         let request = request.map(Either::Left);
         let (mut attempts, mut failed) = (Attempts::default(), None);
-        let idle = match self.pool {
-            Some((pool, pool_key)) => {
-                let routing = &self.ingress.routing;
-                poll_fn(|cx| Poll::Ready(pool.take(pool_key, routing, cx))).await
-            }
-            None => None,
-        };
+        let idle = self
+            .pool
+            .and_then(|(pool, pool_key)| pool.take(pool_key, &self.ingress.routing));
         let resend = if let Some(mut upstream) = idle {
             let carrier = &upstream.carrier;
             let via = carrier.via.clone();
@@ -244,6 +239,10 @@ fn unsent_for_long(
     let (watch, bytes) = (carrier.watch.clone(), carrier.bytes.clone());
     let mut before = bytes.read().1;
     async move {
+        // Most requests are sent when this is polled for the first time, and need no timer.
+        if !is_handshake && bytes.read().1 != before {
+            return pending().await;
+        }
         loop {
             sleep(UNSENT_MAX).await;
             poll_fn(|cx| watch.poll_held(cx)).await;

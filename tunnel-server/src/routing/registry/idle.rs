@@ -3,9 +3,11 @@
 
 use std::collections::BTreeMap;
 use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::task::{Context, Poll};
 
+use futures_util::task::AtomicWaker;
 use parking_lot::Mutex;
-use tokio_util::sync::CancellationToken;
 use tunnel_proto::wire::name::NodeName;
 
 use super::limiter::CallerKey;
@@ -27,7 +29,14 @@ struct State {
 struct Entry {
     via: Via,
     caller_key: CallerKey,
-    evicted: CancellationToken,
+    eviction: Arc<Eviction>,
+}
+
+/// Whether a new stream needs the permit of an idle one. Each request makes one.
+#[derive(Debug, Default)]
+struct Eviction {
+    is_evicted: AtomicBool,
+    owner: AtomicWaker,
 }
 
 /// Keeps the entry of an idle stream. Dropping the value removes the entry.
@@ -35,14 +44,22 @@ struct Entry {
 pub struct IdleStream {
     streams: Arc<IdleStreams>,
     key: (NodeName, u64),
-    evicted: CancellationToken,
+    eviction: Arc<Eviction>,
 }
 
 impl IdleStream {
-    /// Returns the token that is canceled when a new stream needs the permit. The owner then drops
-    /// the stream.
-    pub fn evicted(&self) -> &CancellationToken {
-        &self.evicted
+    /// Returns whether a new stream needs the permit. The owner then drops the stream.
+    pub fn is_evicted(&self) -> bool {
+        self.eviction.is_evicted.load(Ordering::Acquire)
+    }
+
+    /// Waits until a new stream needs the permit. One task at a time can wait.
+    pub fn poll_evicted(&self, cx: &Context<'_>) -> Poll<()> {
+        self.eviction.owner.register(cx.waker());
+        match self.is_evicted() {
+            true => Poll::Ready(()),
+            false => Poll::Pending,
+        }
     }
 }
 
@@ -54,11 +71,11 @@ impl IdleStreams {
         via: &Via,
         caller_key: &CallerKey,
     ) -> IdleStream {
-        let evicted = CancellationToken::new();
+        let eviction = Arc::<Eviction>::default();
         let entry = Entry {
             via: via.clone(),
             caller_key: caller_key.clone(),
-            evicted: evicted.clone(),
+            eviction: eviction.clone(),
         };
         let mut state = self.0.lock();
         let key = (node.clone(), state.next_id);
@@ -67,7 +84,7 @@ impl IdleStreams {
         IdleStream {
             streams: self.clone(),
             key,
-            evicted,
+            eviction,
         }
     }
 
@@ -87,7 +104,8 @@ impl IdleStreams {
         let entry = state.entries.remove(&key);
         drop(state);
         if let Some(entry) = entry {
-            entry.evicted.cancel();
+            entry.eviction.is_evicted.store(true, Ordering::Release);
+            entry.eviction.owner.wake();
         }
         true
     }
@@ -129,12 +147,7 @@ mod tests {
         let add = |via: &Via| streams.add(&node(), via, &caller);
         let kept = [add(&other), add(&local), add(&local)];
         let evict = || streams.evict(&node(), |via, _| *via == local);
-        let evicted = || {
-            let tokens = kept.iter().map(IdleStream::evicted);
-            tokens
-                .map(CancellationToken::is_cancelled)
-                .collect::<Vec<_>>()
-        };
+        let evicted = || kept.iter().map(IdleStream::is_evicted).collect::<Vec<_>>();
         assert!(evict());
         assert_eq!(evicted(), [false, true, false]);
         assert_eq!(streams.count(&node(), &local), 1);

@@ -1,3 +1,5 @@
+use std::future::poll_fn;
+
 use tokio::io::{AsyncReadExt, AsyncWriteExt};
 use tokio::time::Instant;
 use tunnel_proto::transport::memory::{self, MemorySession};
@@ -307,7 +309,7 @@ async fn idle_stream_yields_to_a_new_one_that_finds_no_permit() {
     let _second = open(&registry).await.unwrap();
     let entry = registry.keep_idle(&node(), &member.via(), &OPERATOR);
     let owner = async move {
-        entry.evicted().cancelled().await;
+        poll_fn(|cx| entry.poll_evicted(cx)).await;
         drop(first);
     };
     let (third, ()) = tokio::join!(open(&registry), owner);
@@ -331,7 +333,7 @@ async fn stream_waits_for_the_permit_of_an_evicted_one_while_other_shares_are_re
     let (first, _second) = (open_as(&caller).await, open_as(&caller).await);
     let entry = registry.keep_idle(&node(), &member.via(), &caller);
     let owner = async move {
-        entry.evicted().cancelled().await;
+        poll_fn(|cx| entry.poll_evicted(cx)).await;
         drop(other);
         // The new stream sees that release first.
         for _ in 0..8 {

@@ -3,7 +3,7 @@
 use std::convert::Infallible;
 use std::future::poll_fn;
 use std::pin::pin;
-use std::task::{Context, Poll, ready};
+use std::task::{Context, Poll, Waker, ready};
 use std::time::Duration;
 
 use http::HeaderValue;
@@ -86,15 +86,13 @@ impl UpstreamPool {
     /// Drives the idle connection, and returns it if it is open, matches `pool_key` and uses what a
     /// new stream would use, which is not refused. Any other open connection stays in the slot: the
     /// new stream evicts it if it needs its permit, which a graceful close would hold until the
-    /// target has closed too.
-    pub(crate) fn take(
-        &self,
-        pool_key: &PoolKey,
-        routing: &Routing,
-        cx: &mut Context<'_>,
-    ) -> Option<Upstream> {
+    /// target has closed too. Must be called by the task of the caller's connection, which then polls
+    /// the connection that is returned, or [`Self::expire`].
+    pub(crate) fn take(&self, pool_key: &PoolKey, routing: &Routing) -> Option<Upstream> {
         let mut slot = self.slot.lock();
-        // The next request was faster than `expire`.
+        // The next request was faster than `expire`. The task that uses or keeps the connection polls
+        // it again before it waits; its waker here would only cause another round of polls.
+        let cx = &mut Context::from_waker(Waker::noop());
         let has_ended = slot.as_mut()?.upstream.poll_driver(cx).is_ready();
         let IdleConnection {
             upstream,
@@ -102,7 +100,7 @@ impl UpstreamPool {
             until,
             entry,
         } = slot.as_ref()?;
-        if has_ended || entry.evicted().is_cancelled() {
+        if has_ended || entry.is_evicted() {
             // The stream of an evicted connection is reset.
             *slot = None;
             return None;
@@ -145,12 +143,12 @@ impl UpstreamPool {
         // The timer never waits longer than a connection may be idle.
         let mut timer = pin!(sleep(IDLE_TIMEOUT));
         loop {
-            let (until, evicted) = poll_fn(|_| match &*self.slot.lock() {
-                Some(idle) => Poll::Ready((idle.until, idle.entry.evicted().clone())),
+            let (until, is_evicted) = poll_fn(|_| match &*self.slot.lock() {
+                Some(idle) => Poll::Ready((idle.until, idle.entry.is_evicted())),
                 None => Poll::Pending,
             })
             .await;
-            if evicted.is_cancelled() {
+            if is_evicted {
                 self.evict();
             } else if until <= Instant::now() {
                 self.close();
@@ -159,7 +157,6 @@ impl UpstreamPool {
                     timer.as_mut().reset(until);
                 }
                 tokio::select! {
-                    () = evicted.cancelled() => {}
                     () = timer.as_mut() => {}
                     () = poll_fn(|cx| self.poll_idle(until, cx)) => {}
                 }
@@ -168,7 +165,7 @@ impl UpstreamPool {
     }
 
     /// Drives the idle connection. Completes when the connection that is idle until `until` has
-    /// ended, or when another one is idle.
+    /// ended or must end for a new stream, or when another one is idle.
     fn poll_idle(&self, until: Instant, cx: &mut Context<'_>) -> Poll<()> {
         let mut slot = self.slot.lock();
         // A connection in use is expected back.
@@ -176,7 +173,9 @@ impl UpstreamPool {
             return Poll::Pending;
         };
         if idle.until == until {
-            ready!(idle.upstream.poll_driver(cx));
+            if idle.entry.poll_evicted(cx).is_pending() {
+                ready!(idle.upstream.poll_driver(cx));
+            }
             *slot = None;
         }
         Poll::Ready(())
