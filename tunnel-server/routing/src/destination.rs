@@ -104,6 +104,20 @@ impl Destination {
             Target::Host(host, port) => format!("{host}:{port}"),
         }
     }
+
+    /// Returns whether a Host field is the one for the target, as [`Self::host_field`] returns it.
+    pub fn is_host_field(&self, field: &str) -> bool {
+        let (host, port) = match &self.target {
+            Target::Loopback(port) => ("127.0.0.1", port),
+            Target::Node(port) => (self.node.as_str(), port),
+            Target::Host(_, _) => return field == self.host_field(),
+        };
+        let digits = field.strip_prefix(host);
+        let digits = digits.and_then(|rest| rest.strip_prefix(':'));
+        digits.is_some_and(|digits| {
+            !digits.starts_with(['0', '+']) && digits.parse() == Ok(port.get())
+        })
+    }
 }
 
 impl std::fmt::Display for Destination {

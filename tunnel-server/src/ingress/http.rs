@@ -745,7 +745,6 @@ impl ResponseContent {
             record,
         };
         let shutdown = &conn.ingress.shutdown;
-        let in_use = conn.caller.permit.in_use();
         match self {
             Self::Body(body, upstream_guard, upload) => {
                 conn.timeouts
@@ -756,6 +755,7 @@ impl ResponseContent {
             Self::Upgraded { upgrade, target } => {
                 conn.caller.close_state.upgrade();
                 let exchange_guard = Box::new(exchange_guard);
+                let in_use = conn.caller.permit.in_use();
                 shutdown.spawn_work(async move {
                     let _in_use = in_use;
                     relay_upgraded(upgrade, target, exchange_guard).await;
@@ -764,6 +764,7 @@ impl ResponseContent {
             Self::Tunnel { upgrade, tunnel } => {
                 conn.caller.close_state.upgrade();
                 let exchange_guard = Box::new(exchange_guard);
+                let in_use = conn.caller.permit.in_use();
                 shutdown.spawn_work(async move {
                     let _in_use = in_use;
                     relay_granted(upgrade, tunnel, exchange_guard).await;

@@ -239,6 +239,14 @@ fn host_field_towards_the_target() {
         (Target::Loopback(port), "127.0.0.1:9100"),
     ] {
         let node = node.clone();
-        assert_eq!(Destination { node, target }.host_field(), expected);
+        let destination = Destination { node, target };
+        assert_eq!(destination.host_field(), expected);
+        assert!(destination.is_host_field(expected));
+        let (host, port) = expected.split_once(':').unwrap();
+        for other in ["9101", "09100", "+9100", "9100 ", ""] {
+            assert!(!destination.is_host_field(&format!("{host}:{other}")));
+        }
+        assert!(!destination.is_host_field(host));
+        assert!(!destination.is_host_field(&format!("{host}.:{port}")));
     }
 }

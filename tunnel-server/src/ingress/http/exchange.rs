@@ -130,7 +130,7 @@ pub(in crate::ingress) async fn run_direct(
     target_label: &str,
     record: &mut RequestRecord,
 ) -> Result<TargetResponse, ProxyError> {
-    rewrite_request(&mut request, target_label.to_owned(), None, true);
+    rewrite_request(&mut request, Some(target_label.to_owned()), None, true);
     record.dialed(socket.bytes());
     // The framing of the request marks its end.
     socket.finish();
@@ -170,11 +170,14 @@ fn check_response(
     })
 }
 
-fn host_field(target: &AgentTarget, request: &Request<Incoming>) -> String {
-    let own = request
-        .headers()
-        .get(HOST)
-        .filter(|_| target.keeps_host)
-        .and_then(|host| host.to_str().ok());
-    own.map_or_else(|| target.destination.host_field(), str::to_owned)
+/// Returns the Host field for the target, unless the request has that one.
+fn host_field(target: &AgentTarget, request: &Request<Incoming>) -> Option<String> {
+    let mut fields = request.headers().get_all(HOST).iter();
+    let own = fields.next().and_then(|host| host.to_str().ok());
+    let own = own.filter(|host| target.keeps_host || target.destination.is_host_field(host));
+    match (own, fields.next()) {
+        (Some(_), None) => None,
+        (Some(own), Some(_)) => Some(own.to_owned()),
+        (None, _) => Some(target.destination.host_field()),
+    }
 }

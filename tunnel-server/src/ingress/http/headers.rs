@@ -23,7 +23,7 @@ pub(crate) const ERROR_HEADER: HeaderName = HeaderName::from_static("x-tunnel-er
 
 /// Hop-by-hop fields (RFC 9110, section 7.6.1). The server does not forward them in either
 /// direction.
-const HOP_BY_HOP: [HeaderName; 9] = [
+static HOP_BY_HOP: [HeaderName; 9] = [
     CONNECTION,
     TRANSFER_ENCODING,
     UPGRADE,
@@ -33,6 +33,20 @@ const HOP_BY_HOP: [HeaderName; 9] = [
     HeaderName::from_static("keep-alive"),
     HeaderName::from_static("proxy-connection"),
     HeaderName::from_static("http2-settings"),
+];
+
+/// Fields of requests that are for this server: the expectation, which hyper answers when the body is
+/// needed, and the fields that route.
+static FOR_SERVER: [HeaderName; 3] = [EXPECT, SELECT_HOST, SELECT_DEST];
+
+/// Trailer fields that would have an effect in a head, besides hop-by-hop fields.
+static NO_TRAILERS: [HeaderName; 6] = [
+    HOST,
+    CONTENT_LENGTH,
+    TRAILER,
+    SELECT_HOST,
+    SELECT_DEST,
+    ERROR_HEADER,
 ];
 
 /// Returns the caller's trace context (W3C Trace Context) for the agent's access log. Returns an
@@ -153,11 +167,11 @@ fn switches_to(headers: &HeaderMap, wanted: &HeaderValue) -> bool {
 }
 
 /// Rewrites the caller's request for the target. Hop-by-hop and routing fields are removed, and
-/// Host is set to `host`. `last` is set if the connection to the target carries no request after
+/// Host is set to `host`, unless it has the right value. `last` is set if the connection to the target carries no request after
 /// this one.
 pub(crate) fn rewrite_request(
     request: &mut Request<impl Body>,
-    host: String,
+    host: Option<String>,
     upgrade: Option<&HeaderValue>,
     last: bool,
 ) {
@@ -182,13 +196,9 @@ pub(crate) fn rewrite_request(
         headers.insert(TRANSFER_ENCODING, HeaderValue::from_static("chunked"));
     }
     normalize_content_length(headers, length);
-    // 100-continue is handled hop by hop: hyper sends the 100 to the caller when the body is
-    // needed.
-    for name in [EXPECT, SELECT_HOST, SELECT_DEST] {
-        headers.remove(name);
-    }
+    remove_all(headers, &FOR_SERVER);
     // `host` consists of validated names and numbers, so it is a valid field value.
-    if let Ok(host) = HeaderValue::try_from(host) {
+    if let Some(host) = host.and_then(|host| HeaderValue::try_from(host).ok()) {
         headers.insert(HOST, host);
     }
     let connection = match (upgrade, last, wants_trailers) {
@@ -224,7 +234,7 @@ pub(crate) fn rewrite_response(response: &mut Response<impl Body>, switched: boo
     strip_hop_by_hop(headers);
     normalize_content_length(headers, length);
     // This field marks responses of the server. A target must not forge it.
-    headers.remove(ERROR_HEADER);
+    remove_all(headers, &[ERROR_HEADER]);
     if let Some(protocol) = protocol {
         headers.insert(CONNECTION, HeaderValue::from_static("Upgrade"));
         headers.insert(UPGRADE, protocol);
@@ -264,33 +274,35 @@ fn normalize_content_length(headers: &mut HeaderMap, body: Option<u64>) {
     }
 }
 
-/// Removes the trailer fields that would have an effect in a head: hop-by-hop fields, the tunnel's
-/// fields, Host and Content-Length.
-fn strip_trailers(trailers: &mut HeaderMap) {
-    strip_hop_by_hop(trailers);
-    for name in [
-        HOST,
-        CONTENT_LENGTH,
-        TRAILER,
-        SELECT_HOST,
-        SELECT_DEST,
-        ERROR_HEADER,
-    ] {
-        trailers.remove(name);
-    }
-}
-
 /// Returns the frame of a body as it is forwarded: its trailers lose hop-by-hop fields and the
 /// tunnel's fields.
 pub(crate) fn rewrite_frame(mut frame: Frame<Bytes>) -> Frame<Bytes> {
     if let Some(trailers) = frame.trailers_mut() {
-        strip_trailers(trailers);
+        strip_hop_by_hop(trailers);
+        remove_all(trailers, &NO_TRAILERS);
     }
     frame
 }
 
+/// Nearly every head has none of the names. A look at each of its fields is cheaper than to look each
+/// name up.
+fn contains_any(headers: &HeaderMap, names: &[HeaderName]) -> bool {
+    headers.keys().any(|name| names.contains(name))
+}
+
+fn remove_all(headers: &mut HeaderMap, names: &[HeaderName]) {
+    if contains_any(headers, names) {
+        for name in names {
+            headers.remove(name);
+        }
+    }
+}
+
 /// Removes hop-by-hop fields and the fields that Connection names.
 fn strip_hop_by_hop(headers: &mut HeaderMap) {
+    if !contains_any(headers, &HOP_BY_HOP) {
+        return;
+    }
     let named: Vec<HeaderName> = headers
         .get_all(CONNECTION)
         .iter()

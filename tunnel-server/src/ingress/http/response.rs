@@ -3,7 +3,7 @@
 
 use std::pin::Pin;
 use std::sync::Arc;
-use std::task::{Context, Poll, ready};
+use std::task::{Context, Poll, Waker, ready};
 
 use bytes::Bytes;
 use http::{HeaderValue, Response};
@@ -138,11 +138,18 @@ impl Body for ResponseBody {
                 if target.failure.is_some() {
                     return target.poll_failure(cx);
                 }
-                if let Some(upstream_guard) = &mut target.upstream_guard {
-                    // The body, or the reason why it ends early, comes from the connection.
-                    let _ended = upstream_guard.upstream.poll_driver(cx);
+                // What has arrived with the head needs no connection. A waker here would only cause
+                // another round of polls.
+                let cx_of_none = &mut Context::from_waker(Waker::noop());
+                let mut polled = Pin::new(&mut target.body).poll_frame(cx_of_none);
+                if polled.is_pending() {
+                    if let Some(upstream_guard) = &mut target.upstream_guard {
+                        // The body, or the reason why it ends early, comes from the connection.
+                        let _ended = upstream_guard.upstream.poll_driver(cx);
+                    }
+                    polled = Pin::new(&mut target.body).poll_frame(cx);
                 }
-                let frame = match ready!(Pin::new(&mut target.body).poll_frame(cx)) {
+                let frame = match ready!(polled) {
                     Some(Err(error)) => {
                         target.fail(error, this.request_guard.as_ref());
                         // hyper flushes before it polls again.

@@ -229,7 +229,7 @@ async fn serve(
                 bytes: Vec::new(),
             };
             let shares = can_reuse_connection(&request);
-            let host = routed.destination.host_field();
+            let host = Some(routed.destination.host_field());
             rewrite_request(&mut request, host, wanted.as_ref(), !shares);
             let wire = Wire::new(&[]);
             let answered = ask(request, &wire, answer).await;
