@@ -30,8 +30,8 @@ pub struct Shutdown {
     listeners: TaskTracker,
     /// Set when a listener panicked. The log contains the panic.
     listener_panicked: Arc<AtomicBool>,
-    /// Canceled when a drain has reached its deadline.
-    drained: CancellationToken,
+    /// Set when a drain has reached its deadline.
+    drained: Arc<AtomicBool>,
     /// Counts the requests to read files again at once.
     reloads: watch::Sender<u64>,
 }
@@ -48,7 +48,7 @@ impl Default for Shutdown {
             listeners_close: CancellationToken::new(),
             listeners: TaskTracker::new(),
             listener_panicked: Arc::default(),
-            drained: CancellationToken::new(),
+            drained: Arc::default(),
             reloads: watch::Sender::default(),
         }
     }
@@ -77,9 +77,9 @@ impl Shutdown {
         &self.stop
     }
 
-    /// Returns the token that is canceled when a drain has reached its deadline. Work that is left
-    /// then ends because this process stops.
-    pub fn drained(&self) -> &CancellationToken {
+    /// Returns what is set when a drain has reached its deadline. Work that is left then ends because
+    /// this process stops. Each request keeps it, so it is no token, whose clones take a lock.
+    pub fn drained(&self) -> &Arc<AtomicBool> {
         &self.drained
     }
 
@@ -147,7 +147,7 @@ impl Shutdown {
             () = self.stop.cancelled() => DrainOutcome::Stopped,
             () = self.work.wait() => DrainOutcome::Complete,
             () = tokio::time::sleep(deadline) => {
-                self.drained.cancel();
+                self.drained.store(true, Ordering::Relaxed);
                 DrainOutcome::Deadline
             }
         }

@@ -123,10 +123,11 @@ pub(super) async fn grant_route(
     let Located { route, mut access } = locate(ports, requested)?;
     let operation = access.facts.operation;
     record.decided(operation, None);
-    let (claimed, routes) = (request.claimed.as_ref(), ingress.routes.load());
+    let (claimed, routes) = (request.claimed.as_ref(), ingress.routes.peek());
     request.policy.admit(&mut access, &routes)?;
     let facts = &access.facts;
     let tried = (ingress.dry_run).compare(rules, facts, claimed, &routes, &ingress.metrics);
+    drop(routes);
     record.dry_run(tried);
     let granted = authorize(&rules.in_force, facts);
     let rule = granted.as_ref().map(|granted| Some(&granted.rule));
@@ -140,7 +141,7 @@ pub(super) async fn grant_route(
     }
     let guard = ingress.running.begin(running);
     // Those who decide again after a change may have begun before the access was in their list.
-    if !std::ptr::eq(request.policy, &raw const *ingress.policy.load()) {
+    if !ingress.policy.is_in_force(request.policy) {
         let decided = Box::pin(ingress.decide_again(guard.access())).await;
         if let Err(refused) = decided {
             record.decided(operation, refused.rule.as_ref());
@@ -173,7 +174,7 @@ async fn resolve(
 ) -> Result<RequestedDestination<DirectRoute>, ProxyError> {
     match &request.target {
         IngressTarget::Host(facts) => {
-            let requested = decide(facts, &ingress.routes.load())?;
+            let requested = decide(facts, &ingress.routes.peek())?;
             Ok(RequestedDestination::Node(requested))
         }
         IngressTarget::Delegated(request) => {

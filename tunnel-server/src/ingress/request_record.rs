@@ -5,10 +5,10 @@
 use std::fmt::{self, Write as _};
 use std::net::IpAddr;
 use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
 
 use http::{Request, StatusCode};
 use tokio::time::Instant;
-use tokio_util::sync::CancellationToken;
 use tunnel_process::conn_limiter::source;
 use tunnel_process::shutdown::Shutdown;
 use tunnel_process::telemetry::{LineForm, StreamLines, StreamStage, non_empty};
@@ -59,8 +59,8 @@ struct IngressSinks {
     recent: Option<Arc<RecentRequests>>,
     /// The access, once it is allowed.
     running: Option<RunningGuard>,
-    /// Canceled when this server ends what its drain has left. `None` for a record that no drain ends.
-    drained: Option<CancellationToken>,
+    /// Set when this server ends what its drain has left. `None` for a record that no drain ends.
+    drained: Option<Arc<AtomicBool>>,
 }
 
 impl RecordSinks<Outcome> for IngressSinks {
@@ -73,7 +73,8 @@ impl RecordSinks<Outcome> for IngressSinks {
 
     fn end(&self, record: &mut StreamRecord<Outcome>) -> Option<LineForm> {
         let drained = self.drained.as_ref();
-        if record.end == Outcome::Cut && drained.is_some_and(CancellationToken::is_cancelled) {
+        let is_drained = drained.is_some_and(|drained| drained.load(Ordering::Relaxed));
+        if record.end == Outcome::Cut && is_drained {
             let detail = "this server stops, and --drain-timeout is over";
             record.fail(Outcome::Draining, detail);
         }

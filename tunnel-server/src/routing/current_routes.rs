@@ -2,7 +2,7 @@
 
 use std::sync::Arc;
 
-use arc_swap::ArcSwap;
+use arc_swap::{ArcSwap, Guard};
 use parking_lot::Mutex;
 use tokio::sync::watch;
 use tunnel_proto::wire::name::NodeName;
@@ -56,6 +56,11 @@ impl Routes {
 
     pub fn load(&self) -> Arc<RouteTable> {
         self.0.table.load_full()
+    }
+
+    /// Returns the current table for one lookup. It must not be kept while a task waits.
+    pub fn peek(&self) -> Guard<Arc<RouteTable>> {
+        self.0.table.load()
     }
 
     /// Replaces all nodes of a source.

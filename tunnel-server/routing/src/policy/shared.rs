@@ -121,6 +121,11 @@ impl SharedPolicy {
         self.0.load().policy.clone()
     }
 
+    /// Returns whether a policy that was loaded is still the one in force.
+    pub fn is_in_force(&self, policy: &Policy) -> bool {
+        std::ptr::eq(policy, Arc::as_ptr(&self.0.load().policy))
+    }
+
     /// Replaces what a file says, for later requests. The lists of a ConfigMap stay in force.
     pub fn replace(&self, policy: &Policy) {
         self.0
