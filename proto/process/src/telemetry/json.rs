@@ -3,11 +3,12 @@
 
 use std::fmt;
 use std::io::Write as _;
+use std::time::{SystemTime, UNIX_EPOCH};
 
+use humantime::format_rfc3339_micros;
 use tracing::field::{Field, Visit};
 use tracing::{Event, Subscriber};
 use tracing_subscriber::fmt::format::{self, Json, JsonFields, Writer};
-use tracing_subscriber::fmt::time::{FormatTime, SystemTime};
 use tracing_subscriber::fmt::{FmtContext, FormatEvent, FormattedFields};
 use tracing_subscriber::registry::{LookupSpan, SpanRef};
 
@@ -41,9 +42,9 @@ impl<S: Subscriber + for<'a> LookupSpan<'a>> FormatEvent<S, JsonFields> for Json
         if metadata.target() != ACCESS {
             return self.0.format_event(context, out, event);
         }
-        out.write_str("{\"timestamp\":\"")?;
-        SystemTime.format_time(&mut out)?;
-        write!(out, "\",\"level\":\"{}\"", metadata.level())?;
+        let now = SystemTime::now().max(UNIX_EPOCH);
+        let (now, level) = (format_rfc3339_micros(now), metadata.level());
+        write!(out, "{{\"timestamp\":\"{now}\",\"level\":\"{level}\"")?;
         let mut fields = FieldWriter {
             line: Vec::with_capacity(512),
             scratch: String::new(),
