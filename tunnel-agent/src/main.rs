@@ -21,7 +21,7 @@ use tunnel_process::meta::{MetaAddress, act};
 use tunnel_process::metrics::COMMIT;
 use tunnel_process::output::OutputFormat;
 use tunnel_process::timers::record_runtime_start;
-use tunnel_process::{notify, secrets, settings, shutdown, telemetry, terminal};
+use tunnel_process::{notify, runtime, secrets, settings, shutdown, telemetry, terminal};
 use tunnel_proto::audit;
 
 fn main() -> ExitCode {
@@ -79,16 +79,8 @@ fn run(source: ConfigArgs) -> anyhow::Result<()> {
         warn!(variable, "unknown variable ignored");
     }
     record_runtime_start();
-    // On the current thread, tasks wake each other without a system call.
-    let mut runtime = match config.worker_threads {
-        1 => Builder::new_current_thread(),
-        _ => Builder::new_multi_thread(),
-    };
-    let runtime = runtime
-        .worker_threads(config.worker_threads)
-        .enable_all()
-        .build()
-        .context("cannot start the runtime")?;
+    let threads = Some(config.worker_threads);
+    let runtime = runtime::build(threads).context("cannot start the runtime")?;
     let ended = runtime.block_on(async {
         let app = App::start(config).await?;
         notify::started();

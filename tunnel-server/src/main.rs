@@ -11,7 +11,6 @@ use tracing::{info, warn};
 use tunnel_process::diag::default_path;
 use tunnel_process::host::raise_descriptor_limit;
 use tunnel_process::metrics::COMMIT;
-use tunnel_process::notify;
 use tunnel_process::output::OutputFormat;
 use tunnel_process::schema::Document;
 use tunnel_process::secrets::forbid_core_dumps;
@@ -19,6 +18,7 @@ use tunnel_process::settings::{ConfigError, unknown_variables};
 use tunnel_process::shutdown::{Shutdown, handle_signals};
 use tunnel_process::telemetry;
 use tunnel_process::timers::record_runtime_start;
+use tunnel_process::{notify, runtime};
 use tunnel_proto::audit;
 use tunnel_server::admin::doctor;
 use tunnel_server::admin::policy;
@@ -254,9 +254,7 @@ fn run(source: ConfigArgs) -> anyhow::Result<ExitCode> {
         warn!(name, "unknown environment variable is ignored");
     }
     record_runtime_start();
-    let runtime = tokio::runtime::Builder::new_multi_thread()
-        .enable_all()
-        .build()?;
+    let runtime = runtime::build(None)?;
     let ended = runtime.block_on(async {
         let shutdown = Shutdown::new();
         handle_signals(&shutdown, shutdown.leaving())?;

@@ -24,6 +24,7 @@ pub mod notify;
 pub mod output;
 pub mod panics;
 pub mod query;
+pub mod runtime;
 pub mod schema;
 #[cfg(any(test, feature = "test-util"))]
 pub mod scratch;

@@ -5,7 +5,8 @@
 //! machine.
 
 use std::io::{self, Read, Write};
-use std::net::{Shutdown, SocketAddr, TcpListener, TcpStream};
+use std::net::{Ipv4Addr, Shutdown, SocketAddr, TcpListener, TcpStream};
+use std::process::{Child, Command};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::thread;
@@ -41,6 +42,10 @@ async fn burned(threads: usize) -> Result<()> {
     let port = stack.exporter.addr().port();
     for (node, transport) in [("worker-2", "quic"), ("worker-3", "h2")] {
         let before = stack.slow_delay().await?;
+        let machine = match Gear::current().pick(false, true) {
+            true => Some(stack.slow_delay_of_a_busy_machine().await?),
+            false => None,
+        };
         // Callers may reach the port of the exporter. This target has it at another address.
         let address = next_loopback();
         let target = TcpListener::bind((address, port))?;
@@ -65,9 +70,10 @@ async fn burned(threads: usize) -> Result<()> {
         let (bytes, time) = (reader.bytes() - bytes, began.elapsed().as_secs_f64());
         let share = (stack.cpu_seconds().await? - cpu) / time;
         report_figure(&format!(
-            "{threads} threads, {transport}: p99 of others {} ms before, {} ms during; {} MiB; \
-             the server used {share:.2} processors",
+            "{threads} threads, {transport}: p99 of others {} ms before, {} ms while other processes \
+             do as much, {} ms during; {} MiB; the server used {share:.2} processors",
             millis(before),
+            machine.map_or_else(|| "?".to_owned(), millis),
             millis(during),
             bytes >> 20,
         ));
@@ -133,7 +139,35 @@ impl Drop for Reader {
     }
 }
 
+/// A process that uses all the time of a processor until it is dropped.
+struct BusyProcess(Child);
+
+impl BusyProcess {
+    fn start() -> io::Result<Self> {
+        let args = ["-c", "while :; do :; done"];
+        Command::new("sh").args(args).spawn().map(Self)
+    }
+}
+
+impl Drop for BusyProcess {
+    fn drop(&mut self) {
+        let _ended_before = self.0.kill();
+        let _status = self.0.wait();
+    }
+}
+
 impl Stack {
+    /// Returns the 99th percentile of delays while a caller reads an endless answer from its target
+    /// without the tunnel, and two processes use as much time as server and agent would.
+    async fn slow_delay_of_a_busy_machine(&self) -> Result<Duration> {
+        let target = TcpListener::bind((Ipv4Addr::LOCALHOST, 0))?;
+        let address = target.local_addr()?;
+        thread::spawn(move || answer_without_end(&target));
+        let _reader = Reader::start(address, "target")?;
+        let _busy = [BusyProcess::start()?, BusyProcess::start()?];
+        self.slow_delay().await
+    }
+
     /// Sends requests to the node, each of which must be served in time. Returns the 99th
     /// percentile of their delays.
     async fn slow_delay(&self) -> Result<Duration> {
