@@ -35,3 +35,4 @@ pub use tls::TargetTls;
 pub(crate) use body::{BodyReader, Framing};
 pub(crate) use data::websocket_accept;
 pub(crate) use head::{Head, first_value};
+pub(crate) use tls::signatures_by;
