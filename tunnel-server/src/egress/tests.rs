@@ -9,7 +9,7 @@ use tunnel_proto::wire::header::Target as PortTarget;
 
 use super::*;
 use crate::config::{CloudNodes, Limits};
-use crate::testing::{Agent, Bench, WAIT_TIMEOUT, node, within};
+use crate::testing::{Agent, Bench, WAIT_TIMEOUT, within};
 use tunnel_routing::policy::Policy;
 use tunnel_routing::policy::rules::RuleTable;
 
@@ -34,15 +34,14 @@ fn open_policy() -> SharedPolicy {
 
 fn egress(
     targets: &[CloudTargetSettings],
-    own_ports: Vec<Port>,
     limits: &Limits,
     metrics: Metrics,
     shutdown: Shutdown,
     policy: SharedPolicy,
-) -> Result<CloudEgress, String> {
-    CloudEgress::new(
+) -> CloudEgress {
+    let egress = CloudEgress::new(
         targets,
-        own_ports.into(),
+        Followed::default(),
         LabeledNodes::new(targets),
         SharedLimits::from(*limits),
         limits.cloud_streams_total,
@@ -52,7 +51,8 @@ fn egress(
             policy,
             ..AccessControl::default()
         },
-    )
+    );
+    egress.unwrap()
 }
 
 /// A server with targets of the cloud, and an agent of worker-1.
@@ -70,8 +70,8 @@ async fn server_with(
         bench.sessions.metrics.clone(),
         bench.sessions.shutdown.clone(),
     );
-    let egress = egress(targets, Vec::new(), &limits, metrics, shutdown, policy);
-    bench.sessions.cloud = Some(Arc::new(egress.unwrap()));
+    let egress = egress(targets, &limits, metrics, shutdown, policy);
+    bench.sessions.cloud = Some(Arc::new(egress));
     let agent = bench.agent(7).await;
     (bench, agent)
 }
@@ -225,15 +225,7 @@ async fn streams_of_all_agents_hold_at_and_above_their_limit_and_one_agent_has_a
         bench.sessions.metrics.clone(),
         bench.sessions.shutdown.clone(),
     );
-    let egress = egress(
-        &targets,
-        Vec::new(),
-        &limits,
-        metrics,
-        shutdown,
-        open_policy(),
-    );
-    let egress = egress.unwrap();
+    let egress = egress(&targets, &limits, metrics, shutdown, open_policy());
     let name = "x".parse().unwrap();
     let admit = |node: u32| {
         let node = format!("worker-{node}").parse().unwrap();
@@ -266,15 +258,9 @@ async fn capability_is_in_welcome_of_agents_that_have_a_target() {
             bench.sessions.shutdown.clone(),
         );
         let targets = [target("x", address, nodes)];
-        let egress = egress(
-            &targets,
-            Vec::new(),
-            &Limits::default(),
-            metrics,
-            shutdown,
-            open_policy(),
-        );
-        bench.sessions.cloud = Some(Arc::new(egress.unwrap()));
+        let limits = Limits::default();
+        let egress = egress(&targets, &limits, metrics, shutdown, open_policy());
+        bench.sessions.cloud = Some(Arc::new(egress));
         let (_agent, answer) = bench.connect_agent(7, 4096).await;
         let ControlMessage::Welcome(welcome) = answer else {
             panic!("{answer:?}");
@@ -285,28 +271,4 @@ async fn capability_is_in_welcome_of_agents_that_have_a_target() {
             .any(|name| name == CAPABILITY_CLOUD);
         assert_eq!(has_cloud, expected, "{nodes:?}");
     }
-}
-
-#[test]
-fn target_that_is_a_listener_of_this_server_is_refused_at_start() {
-    let own = vec![Port::new(10262).unwrap()];
-    let metrics = || Bench::new().sessions.metrics.clone();
-    for (address, is_refused) in [("127.0.0.1:10262", true), ("127.0.0.1:6443", false)] {
-        let targets = [target("x", address.parse().unwrap(), None)];
-        let limits = Limits::default();
-        let made = egress(
-            &targets,
-            own.clone(),
-            &limits,
-            metrics(),
-            Shutdown::new(),
-            open_policy(),
-        );
-        assert_eq!(made.is_err(), is_refused, "{address}");
-    }
-    assert!(
-        CloudTargets::new(&[], LabeledNodes::default())
-            .find(&node(), &"x".parse().unwrap())
-            .is_err()
-    );
 }

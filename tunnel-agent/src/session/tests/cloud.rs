@@ -35,6 +35,17 @@ async fn session_is_registered_for_the_cloud_while_it_is_live_and_takes_new_stre
 }
 
 #[tokio::test(start_paused = true)]
+async fn session_that_the_server_ends_is_no_longer_registered_for_the_cloud() {
+    let context = context(Limits::default());
+    let sessions = context.cloud_sessions.clone();
+    let (mut env, _reader, _writer) = ready_for_cloud(TestEnv::with(context)).await;
+    assert_eq!(sessions.live(), 1);
+    env.server.close(CloseCode::Normal, "stopping").await;
+    env.outcome().await.unwrap();
+    assert_eq!(sessions.live(), 0);
+}
+
+#[tokio::test(start_paused = true)]
 async fn session_with_a_server_without_targets_of_the_cloud_is_not_registered() {
     let context = context(Limits::default());
     let sessions = context.cloud_sessions.clone();

@@ -4,7 +4,7 @@ use super::*;
 use crate::destination::Destination;
 use crate::policy::{AccessCaller, PortLists, PortPolicy};
 use crate::routes::RouteNode;
-use crate::testing::{assert_contains, located_node};
+use crate::testing::located_node;
 
 fn routes() -> RouteTable {
     let [one, two, three]: [NodeName; 3] =
@@ -210,24 +210,6 @@ fn request_target_is_a_path_or_a_url_of_plain_http_whose_authority_replaces_host
     let selected = ("x-tunnel-proxy-host", "worker-2");
     let answer = answer(url, &[host, selected], Scheme::Http, None);
     assert_eq!(answer, "bad_request", "the selector names another node");
-}
-
-#[test]
-fn own_port_is_explained() {
-    let method = Method::GET;
-    let uri = "/".parse().unwrap();
-    let headers = HeaderMap::from_iter([(HOST, HeaderValue::from_static("worker-1:10264"))]);
-    let facts = RequestFacts {
-        method: &method,
-        uri: &uri,
-        headers: &headers,
-        scheme: Scheme::Http,
-        implied_port: None,
-    };
-    let requested = decide(&facts, &routes()).unwrap();
-    let denied = located_node(&policy(), AccessCaller::ANONYMOUS, requested).unwrap_err();
-    assert_contains(&denied, "10264 is the tunnel's own port");
-    assert_contains(&denied, "put the target's port in Host");
 }
 
 #[test]

@@ -210,9 +210,13 @@ async fn conditions_servers_and_refusals_have_the_same_policy() {
         ("/node/absent", StatusCode::NOT_FOUND),
         ("/absent", StatusCode::NOT_FOUND),
         ("/nodes?page=x", StatusCode::BAD_REQUEST),
+        ("http://rebound.example/", StatusCode::MISDIRECTED_REQUEST),
     ] {
         assert_eq!(get(&page, path, "*/*").await.status, status, "{path}");
     }
+    let (head, ()) = Request::head("/").body(()).unwrap().into_parts();
+    let allowed = answer(&page, head, &caller(PageAccess::Certificate)).await;
+    assert_eq!(allowed.status(), StatusCode::OK);
     let request = Request::post("/").body(()).unwrap();
     let (head, ()) = request.into_parts();
     let refused = answer(&page, head, &caller(PageAccess::Certificate)).await;
