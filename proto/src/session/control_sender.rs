@@ -1,9 +1,11 @@
 //! Sends the control messages that follow Welcome.
 
 use std::io;
+use std::sync::Arc;
 use std::time::Duration;
 
-use tokio::sync::watch;
+use parking_lot::Mutex;
+use tokio::sync::Notify;
 
 use super::control::ControlWriter;
 use crate::wire::control::{ControlMessage, Member};
@@ -15,7 +17,7 @@ use crate::wire::name::SessionId;
 /// withdrawn in the meantime is not sent.
 #[derive(Debug)]
 pub struct ControlSender {
-    pending: watch::Sender<PendingMessages>,
+    shared: Arc<SharedMessages>,
 }
 
 impl ControlSender {
@@ -25,230 +27,195 @@ impl ControlSender {
     ///
     /// Not cancel-safe: if the future is dropped, a part of a message may have been sent.
     pub fn new(writer: ControlWriter) -> (Self, impl Future<Output = io::Result<()>>) {
-        let (pending, changes) = watch::channel(PendingMessages::default());
-        (Self { pending }, send_pending(writer, changes))
+        let shared = Arc::<SharedMessages>::default();
+        let sending = send_pending(writer, shared.clone());
+        (Self { shared }, sending)
     }
 
     /// Asks the server to open no more streams.
     pub fn withdraw(&self) {
-        self.pending.send_modify(|pending| pending.withdraw = true);
+        self.shared.set(|pending| pending.withdraw.value = true);
     }
 
     /// Asks the agent to complete its open streams within `deadline`, and to dial another server at
     /// a random moment within `move_within`.
     pub fn drain(&self, deadline: Duration, move_within: Duration) {
         let drain = Some((deadline, move_within));
-        self.pending.send_modify(|pending| pending.drain = drain);
+        self.shared.set(|pending| pending.drain.value = drain);
     }
 
     /// Tells the agent which servers there are.
     pub fn members(&self, members: Vec<Member>) {
-        self.pending.send_modify(|pending| {
-            pending.members = Some(members);
-            count(&mut pending.members_count);
-        });
+        self.shared.set(|pending| pending.members = Some(members));
     }
 
     /// Reports whether this end has stopped receiving from its peer.
     pub fn suspect(&self, is_suspect: bool) {
-        self.pending.send_if_modified(|pending| {
-            std::mem::replace(&mut pending.suspect, is_suspect) != is_suspect
-        });
+        // Each check of a session reports, and most of them report no change.
+        if self.shared.pending.lock().suspect.value != is_suspect {
+            self.shared
+                .set(|pending| pending.suspect.value = is_suspect);
+        }
     }
 
     /// Reports that data of the peer has arrived since the last report.
     pub fn receiving(&self) {
-        self.pending
-            .send_modify(|pending| count(&mut pending.receiving_count));
+        self.shared.set(|pending| pending.receiving = Some(()));
     }
 
     /// Requests another certificate with a PKCS#10 request (DER).
     pub fn renew(&self, csr: Vec<u8>) {
-        self.pending.send_modify(|pending| {
-            pending.renew = Some(csr);
-            count(&mut pending.renew_count);
-        });
+        self.shared.set(|pending| pending.renew = Some(csr));
     }
 
     /// Answers the last certificate request.
     pub fn renewed(&self, reply: EnrollReply) {
-        self.pending.send_modify(|pending| {
-            pending.renewed = Some(reply);
-            count(&mut pending.renewed_count);
-        });
+        self.shared.set(|pending| pending.renewed = Some(reply));
     }
 
     /// Asks the agent for facts about itself.
     pub fn diag_request(&self) {
-        self.pending
-            .send_modify(|pending| count(&mut pending.diag_request_count));
+        self.shared.set(|pending| pending.diag_request = Some(()));
     }
 
     /// Asks the agent to renew its certificate at a random moment within this time.
     pub fn renew_soon(&self, within: Duration) {
-        self.pending.send_modify(|pending| {
-            pending.renew_soon = within;
-            count(&mut pending.renew_soon_count);
-        });
+        self.shared.set(|pending| pending.renew_soon = Some(within));
     }
 
     /// Answers the last request for facts.
     pub fn diag_reply(&self, document: String) {
-        self.pending.send_modify(|pending| {
-            pending.diag_reply = Some(document);
-            count(&mut pending.diag_reply_count);
-        });
+        self.shared
+            .set(|pending| pending.diag_reply = Some(document));
     }
 
     /// Names sessions of this agent process with the same server that have ended at this end.
+    /// Without any, sends nothing.
     pub fn lost(&self, sessions: Vec<SessionId>) {
-        self.pending.send_modify(|pending| pending.lost = sessions);
+        let lost = Some(sessions).filter(|sessions| !sessions.is_empty());
+        self.shared.set(|pending| pending.lost = lost);
     }
 
     /// Sends Bye as the last message and ends the sent half.
     pub fn bye(&self, reason: &str) {
         let bye = Some(reason.to_owned());
-        self.pending.send_modify(|pending| pending.bye = bye);
+        self.shared.set(|pending| pending.bye = bye);
     }
 }
 
-/// The latest value of each message, and how often the values that repeat were set.
-#[derive(Debug, Default)]
-struct PendingMessages {
-    withdraw: bool,
-    drain: Option<(Duration, Duration)>,
-    members: Option<Vec<Member>>,
-    members_count: u32,
-    suspect: bool,
-    receiving_count: u32,
-    renew: Option<Vec<u8>>,
-    renew_count: u32,
-    renewed: Option<EnrollReply>,
-    renewed_count: u32,
-    renew_soon: Duration,
-    renew_soon_count: u32,
-    diag_request_count: u32,
-    diag_reply: Option<String>,
-    diag_reply_count: u32,
-    lost: Vec<SessionId>,
-    bye: Option<String>,
-}
-
-/// Counts one more. The numbers are small, since a server has thousands of sessions, and they are only
-/// compared for equality.
-fn count(number: &mut u32) {
-    *number = number.wrapping_add(1);
-}
-
-/// The messages that were sent. Without their content, since a server has thousands of sessions.
-#[derive(Debug, Default)]
-struct SentMessages {
-    withdraw: bool,
-    drain: Option<(Duration, Duration)>,
-    members_count: u32,
-    suspect: bool,
-    receiving_count: u32,
-    renew_count: u32,
-    renewed_count: u32,
-    renew_soon_count: u32,
-    diag_request_count: u32,
-    diag_reply_count: u32,
-    lost: Vec<SessionId>,
-    bye: bool,
-}
-
-impl SentMessages {
-    /// Returns the next message that leads from the sent messages to the pending ones.
-    fn next(&mut self, pending: &PendingMessages) -> Option<ControlMessage> {
-        if self.bye {
-            return None;
-        }
-        if pending.withdraw && !self.withdraw {
-            self.withdraw = true;
-            return Some(ControlMessage::Withdraw);
-        }
-        if let Some((deadline, move_within)) = pending.drain
-            && pending.drain != self.drain
-        {
-            self.drain = pending.drain;
-            return Some(ControlMessage::Drain {
-                deadline,
-                move_within,
-            });
-        }
-        if let Some(members) = &pending.members
-            && pending.members_count != self.members_count
-        {
-            self.members_count = pending.members_count;
-            return Some(ControlMessage::Members(members.clone()));
-        }
-        if pending.suspect != self.suspect {
-            self.suspect = pending.suspect;
-            return Some(ControlMessage::Suspect(pending.suspect));
-        }
-        if let Some(csr) = &pending.renew
-            && pending.renew_count != self.renew_count
-        {
-            self.renew_count = pending.renew_count;
-            return Some(ControlMessage::Renew(csr.clone()));
-        }
-        if let Some(reply) = &pending.renewed
-            && pending.renewed_count != self.renewed_count
-        {
-            self.renewed_count = pending.renewed_count;
-            return Some(ControlMessage::Renewed(reply.clone()));
-        }
-        if pending.renew_soon_count != self.renew_soon_count {
-            self.renew_soon_count = pending.renew_soon_count;
-            return Some(ControlMessage::RenewSoon(pending.renew_soon));
-        }
-        if pending.diag_request_count != self.diag_request_count {
-            self.diag_request_count = pending.diag_request_count;
-            return Some(ControlMessage::DiagRequest);
-        }
-        if let Some(document) = &pending.diag_reply
-            && pending.diag_reply_count != self.diag_reply_count
-        {
-            self.diag_reply_count = pending.diag_reply_count;
-            return Some(ControlMessage::DiagReply(document.clone()));
-        }
-        if pending.lost != self.lost {
-            self.lost.clone_from(&pending.lost);
-            return Some(ControlMessage::Lost(pending.lost.clone()));
-        }
-        if let Some(reason) = &pending.bye {
-            self.bye = true;
-            return Some(ControlMessage::Bye(reason.clone()));
-        }
-        // A peer that causes many of these delays nothing else.
-        if pending.receiving_count != self.receiving_count {
-            self.receiving_count = pending.receiving_count;
-            return Some(ControlMessage::Receiving);
-        }
-        None
+impl Drop for ControlSender {
+    fn drop(&mut self) {
+        self.shared.set(|pending| pending.is_closed = true);
     }
 }
 
-async fn send_pending(
-    mut writer: ControlWriter,
-    mut pending: watch::Receiver<PendingMessages>,
-) -> io::Result<()> {
-    let mut sent = SentMessages::default();
-    loop {
-        let next = sent.next(&pending.borrow_and_update());
-        match next {
-            Some(message) => writer.send(&message).await?,
-            None if sent.bye => {
-                let _peer_may_be_gone = writer.finish().await;
-                return Ok(());
-            }
-            None => {
-                if pending.changed().await.is_err() {
-                    return Ok(());
+/// The messages that the sender sets, and that its future takes.
+#[derive(Debug, Default)]
+struct SharedMessages {
+    pending: Mutex<PendingMessages>,
+    changed: Notify,
+}
+
+impl SharedMessages {
+    fn set(&self, set: impl FnOnce(&mut PendingMessages)) {
+        set(&mut self.pending.lock());
+        self.changed.notify_one();
+    }
+
+    /// Waits for the next message. Returns `None` after Bye, and when the sender is dropped and
+    /// nothing is pending. Cancel-safe.
+    async fn next(&self) -> Option<ControlMessage> {
+        loop {
+            {
+                let mut pending = self.pending.lock();
+                let message = pending.next();
+                if message.is_some() || pending.is_bye_sent || pending.is_closed {
+                    return message;
                 }
             }
+            self.changed.notified().await;
         }
     }
+}
+
+/// The latest value of each message, until it is sent: a server has thousands of sessions.
+#[derive(Debug, Default)]
+struct PendingMessages {
+    withdraw: Latest<bool>,
+    drain: Latest<Option<(Duration, Duration)>>,
+    members: Option<Vec<Member>>,
+    suspect: Latest<bool>,
+    renew: Option<Vec<u8>>,
+    renewed: Option<EnrollReply>,
+    renew_soon: Option<Duration>,
+    diag_request: Option<()>,
+    diag_reply: Option<String>,
+    lost: Option<Vec<SessionId>>,
+    bye: Option<String>,
+    receiving: Option<()>,
+    /// Whether Bye is taken, which is the last message.
+    is_bye_sent: bool,
+    /// Whether the sender is dropped.
+    is_closed: bool,
+}
+
+impl PendingMessages {
+    /// Takes the next message.
+    fn next(&mut self) -> Option<ControlMessage> {
+        if self.is_bye_sent {
+            return None;
+        }
+        let drain = |(deadline, move_within)| ControlMessage::Drain {
+            deadline,
+            move_within,
+        };
+        (self.withdraw.take().map(|_| ControlMessage::Withdraw))
+            .or_else(|| self.drain.take().flatten().map(drain))
+            .or_else(|| self.members.take().map(ControlMessage::Members))
+            .or_else(|| self.suspect.take().map(ControlMessage::Suspect))
+            .or_else(|| self.renew.take().map(ControlMessage::Renew))
+            .or_else(|| self.renewed.take().map(ControlMessage::Renewed))
+            .or_else(|| self.renew_soon.take().map(ControlMessage::RenewSoon))
+            .or_else(|| {
+                self.diag_request
+                    .take()
+                    .map(|()| ControlMessage::DiagRequest)
+            })
+            .or_else(|| self.diag_reply.take().map(ControlMessage::DiagReply))
+            .or_else(|| self.lost.take().map(ControlMessage::Lost))
+            .or_else(|| {
+                let reason = self.bye.take()?;
+                self.is_bye_sent = true;
+                Some(ControlMessage::Bye(reason))
+            })
+            // A peer that causes many of these delays nothing else.
+            .or_else(|| self.receiving.take().map(|()| ControlMessage::Receiving))
+    }
+}
+
+/// A value that is sent only if it differs from the one that was sent last.
+#[derive(Debug, Default)]
+struct Latest<T> {
+    value: T,
+    sent: T,
+}
+
+impl<T: Copy + PartialEq> Latest<T> {
+    /// Returns the value to send, which then counts as sent.
+    fn take(&mut self) -> Option<T> {
+        let sent = std::mem::replace(&mut self.sent, self.value);
+        (self.value != sent).then_some(self.value)
+    }
+}
+
+async fn send_pending(mut writer: ControlWriter, shared: Arc<SharedMessages>) -> io::Result<()> {
+    while let Some(message) = shared.next().await {
+        writer.send(&message).await?;
+        if matches!(message, ControlMessage::Bye(_)) {
+            let _peer_may_be_gone = writer.finish().await;
+        }
+    }
+    Ok(())
 }
 
 #[cfg(test)]
@@ -327,6 +294,7 @@ mod tests {
             control_sender.suspect(false);
             control_sender.renew(vec![7]);
             control_sender.renew(vec![8]);
+            control_sender.lost(Vec::new());
             control_sender.bye("done");
         });
         let expected = [
@@ -339,56 +307,50 @@ mod tests {
 
     #[test]
     fn later_values_are_sent_again_if_they_differ_and_requests_in_any_case() {
-        let (mut pending, mut sent) = (PendingMessages::default(), SentMessages::default());
-        assert_eq!(sent.next(&pending), None);
+        let mut pending = PendingMessages::default();
+        assert_eq!(pending.next(), None);
         for suspect in [true, false] {
-            pending.suspect = suspect;
+            pending.suspect.value = suspect;
             let message = ControlMessage::Suspect(suspect);
-            assert_eq!(sent.next(&pending), Some(message));
-            assert_eq!(sent.next(&pending), None);
+            assert_eq!(pending.next(), Some(message));
+            assert_eq!(pending.next(), None);
         }
-        (pending.renew, pending.renewed) = (Some(vec![7]), Some(reply()));
-        for count in 1..=2 {
-            (pending.renew_count, pending.renewed_count) = (count, count);
+        for _ in 0..2 {
+            (pending.renew, pending.renewed) = (Some(vec![7]), Some(reply()));
             let request = ControlMessage::Renew(vec![7]);
-            assert_eq!(sent.next(&pending), Some(request));
+            assert_eq!(pending.next(), Some(request));
             let answer = ControlMessage::Renewed(reply());
-            assert_eq!(sent.next(&pending), Some(answer));
-            assert_eq!(sent.next(&pending), None);
+            assert_eq!(pending.next(), Some(answer));
+            assert_eq!(pending.next(), None);
         }
     }
 
     #[test]
     fn reports_of_received_data_delay_nothing_else() {
-        let (mut pending, mut sent) = (PendingMessages::default(), SentMessages::default());
-        pending.receiving_count = 2;
-        pending.suspect = true;
+        let mut pending = PendingMessages {
+            receiving: Some(()),
+            ..PendingMessages::default()
+        };
+        pending.suspect.value = true;
         for message in [ControlMessage::Suspect(true), ControlMessage::Receiving] {
-            assert_eq!(sent.next(&pending), Some(message));
+            assert_eq!(pending.next(), Some(message));
         }
-        assert_eq!(sent.next(&pending), None);
-        (pending.receiving_count, pending.bye) = (3, Some("done".into()));
-        assert_eq!(
-            sent.next(&pending),
-            Some(ControlMessage::Bye("done".into()))
-        );
-        assert_eq!(sent.next(&pending), None);
+        assert_eq!(pending.next(), None);
+        (pending.receiving, pending.bye) = (Some(()), Some("done".into()));
+        let bye = ControlMessage::Bye("done".into());
+        assert_eq!(pending.next(), Some(bye));
+        assert_eq!(pending.next(), None);
     }
 
     #[test]
     fn nothing_follows_bye() {
-        let pending = PendingMessages {
+        let mut pending = PendingMessages {
             bye: Some("done".into()),
             ..PendingMessages::default()
         };
-        let mut sent = SentMessages::default();
-        assert!(matches!(sent.next(&pending), Some(ControlMessage::Bye(_))));
-        let late = PendingMessages {
-            withdraw: true,
-            suspect: true,
-            ..pending
-        };
-        assert_eq!(sent.next(&late), None);
+        assert!(matches!(pending.next(), Some(ControlMessage::Bye(_))));
+        (pending.withdraw.value, pending.suspect.value) = (true, true);
+        assert_eq!(pending.next(), None);
     }
 
     #[tokio::test]
