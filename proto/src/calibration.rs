@@ -39,7 +39,6 @@ pub fn recalibrate() -> f64 {
 ///
 /// # Panics
 /// Panics on a kernel without it.
-#[cfg(target_os = "linux")]
 #[expect(clippy::expect_used, reason = "a bound of no time would hold always")]
 pub fn processor_time() -> Duration {
     let times = std::fs::read_to_string("/proc/thread-self/schedstat").expect("proc(5)");

@@ -10,7 +10,6 @@ use std::time::Duration;
 
 use futures_util::StreamExt as _;
 use futures_util::stream::FuturesUnordered;
-#[cfg(any(target_os = "linux", target_os = "android"))]
 use nix::sys::socket::{setsockopt, sockopt::IpBindAddressNoPort};
 use tokio::net::{TcpSocket, TcpStream};
 use tokio::sync::Semaphore;
@@ -182,7 +181,6 @@ fn socket(Candidate { address, source }: Candidate) -> io::Result<TcpSocket> {
     if source == Source::Target {
         // Without the option the socket gets a port that no other connection of this host can have,
         // whatever its destination. There are 28,000 such ports.
-        #[cfg(any(target_os = "linux", target_os = "android"))]
         setsockopt(&socket, IpBindAddressNoPort, &true)?;
         socket.bind(SocketAddr::new(address.ip(), 0))?;
     }
@@ -481,7 +479,6 @@ mod tests {
         }
     }
 
-    #[cfg(any(target_os = "linux", target_os = "android"))]
     #[tokio::test]
     async fn port_is_not_taken_before_the_destination_is_known() {
         for address in ["127.0.0.1:9", "[::1]:9"] {

@@ -74,12 +74,8 @@ const KEEPALIVE_INTERVAL: Duration = Duration::from_secs(15);
 /// Unanswered probes after which the connection fails.
 const KEEPALIVE_RETRIES: u32 = 4;
 
-/// Whether accepted sockets have the options of their listener. Linux copies them, so that one call
-/// of [`configure`] or [`configure_session`] for the listener saves those for each connection.
-pub const LISTENER_PASSES_ON_OPTIONS: bool = cfg!(any(target_os = "linux", target_os = "android"));
-
 /// Disables Nagle's delay (answers of several segments would wait 40 ms) and enables keepalive, on a
-/// connection or on a listener.
+/// connection or on a listener, whose accepted sockets have its options.
 ///
 /// # Errors
 /// When the system refuses an option. The socket works nevertheless.
@@ -96,7 +92,7 @@ pub fn configure(socket: &impl AsFd) -> io::Result<()> {
 /// Connections that wait to be accepted. tokio's listeners have room for 128.
 const BACKLOG: i32 = 1024;
 
-/// Binds a listener. On Linux the host may get the address later (`IP_FREEBIND`).
+/// Binds a listener. The host may get the address later (`IP_FREEBIND`).
 ///
 /// # Errors
 /// When the system refuses the address, for example because another process listens there.
@@ -109,7 +105,6 @@ pub fn listen_freebind(address: SocketAddr) -> io::Result<TcpListener> {
         Type::STREAM,
         Some(Protocol::TCP),
     )?;
-    #[cfg(any(target_os = "linux", target_os = "android"))]
     match address {
         SocketAddr::V4(_) => socket.set_freebind_v4(true)?,
         SocketAddr::V6(_) => socket.set_freebind_v6(true)?,
@@ -130,19 +125,14 @@ pub fn listen_freebind(address: SocketAddr) -> io::Result<TcpListener> {
 /// When the system does not return the local address.
 pub fn original_destination(accepted: &TcpStream) -> io::Result<SocketAddr> {
     let local = accepted.local_addr()?;
-    #[cfg(any(target_os = "linux", target_os = "android"))]
-    {
-        let socket = SockRef::from(accepted);
-        let original = match local.ip().to_canonical() {
-            IpAddr::V4(_) => socket.original_dst_v4(),
-            IpAddr::V6(_) => socket.original_dst_v6(),
-        };
-        // The kernel has no answer if it does not track the connection.
-        if let Some(original) = original.ok().and_then(|address| address.as_socket()) {
-            return Ok(original);
-        }
-    }
-    Ok(local)
+    let socket = SockRef::from(accepted);
+    let original = match local.ip().to_canonical() {
+        IpAddr::V4(_) => socket.original_dst_v4(),
+        IpAddr::V6(_) => socket.original_dst_v6(),
+    };
+    // The kernel has no answer if it does not track the connection.
+    let original = original.ok().and_then(|address| address.as_socket());
+    Ok(original.unwrap_or(local))
 }
 
 /// Unsent bytes of a session that may wait in the kernel. More would queue in front of every small
@@ -157,9 +147,7 @@ const NOTSENT_LOWAT_BYTES: u32 = 128 * 1024;
 pub fn configure_session(socket: &impl AsFd) -> io::Result<()> {
     let socket = SockRef::from(socket);
     socket.set_tcp_nodelay(true)?;
-    #[cfg(any(target_os = "linux", target_os = "android"))]
-    socket.set_tcp_notsent_lowat(NOTSENT_LOWAT_BYTES)?;
-    Ok(())
+    socket.set_tcp_notsent_lowat(NOTSENT_LOWAT_BYTES)
 }
 
 /// Shuts down the sending direction of a shared socket. TCP sends a FIN.
@@ -190,23 +178,17 @@ pub fn abort_on_close(socket: &TcpStream) -> io::Result<()> {
 /// acknowledged nearly all of them (less than a segment may be under way), for at most `limit`. A
 /// peer that takes nothing has all of this time, because what it takes meanwhile does not show. The
 /// socket then closes with a reset, also if the future or the process ends before.
-///
-/// Elsewhere than on Linux the function does not wait.
 pub async fn abort_behind(socket: &impl AsFd, limit: Duration) {
     let _gone_anyway = SockRef::from(socket).set_linger(Some(Duration::ZERO));
-    #[cfg(any(target_os = "linux", target_os = "android"))]
     if let Ok(acknowledged) = acknowledged(socket) {
         let _elapsed_or_gone = timeout(limit, acknowledged).await;
     }
-    #[cfg(not(any(target_os = "linux", target_os = "android")))]
-    let _not_used = limit;
 }
 
 /// Returns a future that completes when the peer has acknowledged nearly all written bytes, or the
 /// connection is closed. No more than some bytes should be written after this call, because it makes
 /// the send buffer as small as possible: a socket is writable when a third of the buffer is free and
 /// nothing is unsent.
-#[cfg(any(target_os = "linux", target_os = "android"))]
 fn acknowledged(
     socket: &impl AsFd,
 ) -> io::Result<impl Future<Output = io::Result<()>> + Send + 'static> {
@@ -328,7 +310,6 @@ mod tests {
         }
     }
 
-    #[cfg(any(target_os = "linux", target_os = "android"))]
     #[tokio::test]
     async fn listener_may_have_an_address_that_the_host_does_not_have_yet() {
         for address in ["203.0.113.9:0", "[2001:db8::9]:0"] {
@@ -373,7 +354,6 @@ mod tests {
         (connected.unwrap(), accepted.unwrap().0)
     }
 
-    #[cfg(any(target_os = "linux", target_os = "android"))]
     #[tokio::test]
     async fn abort_waits_for_the_reader_and_loses_nothing() {
         let (writer, mut reader) = connected().await;
@@ -456,7 +436,6 @@ mod tests {
         assert!(got == b"all" && conn_error.end_of_input().is_ok());
     }
 
-    #[cfg(any(target_os = "linux", target_os = "android"))]
     #[tokio::test]
     async fn accepted_sockets_have_the_options_of_their_listener() {
         let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();

@@ -117,15 +117,8 @@ fn no_answer(data_dir: &Path) -> String {
 }
 
 /// Returns whether the file system of `data_dir` is known to answer from memory.
-#[cfg(target_os = "linux")]
 fn is_local(data_dir: &Path) -> bool {
     rustix::fs::statfs(data_dir).is_ok_and(|disk| LOCAL_TYPES.contains(&disk.f_type))
-}
-
-/// Returns whether the file system of `data_dir` is known to answer from memory.
-#[cfg(not(target_os = "linux"))]
-fn is_local(_data_dir: &Path) -> bool {
-    false
 }
 
 /// Returns why files cannot be written to a file system.
@@ -149,7 +142,6 @@ fn finding(disk: &StatVfs) -> Option<String> {
 
 /// Types of file systems on disks of this host and in its memory: ext4, XFS, tmpfs and overlayfs
 /// (`linux/magic.h`).
-#[cfg(target_os = "linux")]
 const LOCAL_TYPES: [rustix::fs::FsWord; 4] = [0xEF53, 0x5846_5342, 0x0102_1994, 0x794C_7630];
 /// Name of the condition.
 const CONDITION: &str = "disk";

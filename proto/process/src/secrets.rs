@@ -8,20 +8,10 @@ use std::io;
 ///
 /// # Errors
 /// When the system refuses.
-#[cfg(target_os = "linux")]
 pub fn forbid_core_dumps() -> io::Result<()> {
     use rustix::process::{DumpableBehavior, set_dumpable_behavior};
 
     Ok(set_dumpable_behavior(DumpableBehavior::NotDumpable)?)
-}
-
-/// Does nothing on other systems, which have no such setting.
-///
-/// # Errors
-/// Never.
-#[cfg(not(target_os = "linux"))]
-pub fn forbid_core_dumps() -> io::Result<()> {
-    Ok(())
 }
 
 /// Drops `value` and asserts that the secret in it is no longer in memory. The allocator overwrites
@@ -33,7 +23,7 @@ pub fn forbid_core_dumps() -> io::Result<()> {
 ///
 /// # Panics
 /// When the secret is still in memory.
-#[cfg(all(any(test, feature = "test-util"), target_os = "linux"))]
+#[cfg(any(test, feature = "test-util"))]
 pub fn assert_wiped<T>(value: T, secret: impl Fn(&T) -> &[u8]) -> io::Result<()> {
     use std::os::unix::fs::FileExt;
 
@@ -50,7 +40,7 @@ pub fn assert_wiped<T>(value: T, secret: impl Fn(&T) -> &[u8]) -> io::Result<()>
     Ok(())
 }
 
-#[cfg(all(test, target_os = "linux"))]
+#[cfg(test)]
 mod tests {
     use parking_lot::Mutex;
     use rustix::process::{DumpableBehavior, dumpable_behavior, set_dumpable_behavior};

@@ -287,7 +287,6 @@ fn target_on_a_loopback_is_offered_what_is_cheap_first() {
 
 /// By default AWS-LC first gathers noise for some 30 ms of processor time (see
 /// `.cargo/config.toml`).
-#[cfg(target_os = "linux")]
 #[test]
 fn first_random_number_of_a_process_is_there_at_once() {
     let before = processor_time();

@@ -353,7 +353,7 @@ mod tests {
         }
     }
 
-    #[cfg(all(feature = "io", target_os = "linux"))]
+    #[cfg(feature = "io")]
     #[test]
     fn t21_token_is_wiped_when_it_is_dropped() {
         use tunnel_process::secrets::assert_wiped;

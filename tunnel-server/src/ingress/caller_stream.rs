@@ -111,9 +111,6 @@ impl Drop for ResponseGuard {
     }
 }
 
-/// Whether a short read shows that a socket is empty.
-const IS_EPOLL: bool = cfg!(any(target_os = "linux", target_os = "android"));
-
 /// A caller's socket. A Unix socket cannot signal an abort, so the protocol on it must mark the end
 /// of its messages, as TLS and framed HTTP do.
 #[derive(Debug)]
@@ -125,11 +122,6 @@ pub enum CallerSocket {
 impl From<TcpStream> for CallerSocket {
     /// Wraps a socket of a listener with the options of [`tcp::configure`].
     fn from(socket: TcpStream) -> Self {
-        if !tcp::LISTENER_PASSES_ON_OPTIONS
-            && let Err(error) = tcp::configure(&socket)
-        {
-            debug!(%error, "cannot set options of a caller's socket");
-        }
         Self::Tcp(socket)
     }
 }
@@ -177,7 +169,7 @@ impl CallerSocket {
         let read = on_either!(self, socket => socket.try_io(Interest::READABLE, || {
             let count = socket.try_read_buf(out)?;
             has_read = true;
-            if IS_EPOLL && (1..room).contains(&count) {
+            if (1..room).contains(&count) {
                 // Clears the readiness.
                 return Err(io::ErrorKind::WouldBlock.into());
             }
@@ -226,21 +218,16 @@ impl CallerSocket {
 
 /// Waits until the other end of a Unix socket has closed it. Such an end is no error, and changes
 /// nothing for reads behind a FIN, so the wait needs a registration of its own, which takes no
-/// interest in the FIN. On systems other than Linux and Android this function never completes.
+/// interest in the FIN.
 async fn unix_closed(socket: &UnixStream) -> io::Result<()> {
-    #[cfg(any(target_os = "linux", target_os = "android"))]
-    {
-        let own = socket.as_fd().try_clone_to_owned()?;
-        #[expect(
-            deprecated,
-            reason = "its replacement is unsafe for types without I/O safety, unlike `OwnedFd`"
-        )]
-        let registered = AsyncFd::with_interest(own, Interest::PRIORITY)?;
-        let interest = Interest::PRIORITY | Interest::ERROR;
-        registered.ready(interest).await.map(drop)
-    }
-    #[cfg(not(any(target_os = "linux", target_os = "android")))]
-    std::future::pending().await
+    let own = socket.as_fd().try_clone_to_owned()?;
+    #[expect(
+        deprecated,
+        reason = "its replacement is unsafe for types without I/O safety, unlike `OwnedFd`"
+    )]
+    let registered = AsyncFd::with_interest(own, Interest::PRIORITY)?;
+    let interest = Interest::PRIORITY | Interest::ERROR;
+    registered.ready(interest).await.map(drop)
 }
 
 /// A caller's connection as an async byte stream.
@@ -348,11 +335,8 @@ impl CallerClosed {
         Self(None)
     }
 
-    /// Completes once the caller's FIN or reset has arrived, even if input is unread. On systems
-    /// other than Linux and Android this method never completes. There the server notices the end
-    /// after it has read all input before it. Cancel-safe.
+    /// Completes once the caller's FIN or reset has arrived, even if input is unread. Cancel-safe.
     pub async fn closed(&self) {
-        #[cfg(any(target_os = "linux", target_os = "android"))]
         if let Some(socket) = &self.0
             // Unread input does not satisfy this interest, but the end of the input does. No other
             // interest has this property.

@@ -67,7 +67,6 @@ async fn pages_of_twenty_thousand_hostile_names_are_text_and_small() {
 }
 
 /// The bound is that of an optimized server, and this code is not optimized.
-#[cfg(target_os = "linux")]
 #[tokio::test]
 async fn page_of_twenty_thousand_nodes_takes_less_than_100_ms_of_a_processor() {
     let bench = Bench::new();

@@ -5,8 +5,6 @@ use std::sync::Arc;
 use tokio::net::TcpStream;
 use tokio::time::Instant;
 use tokio_rustls::TlsAcceptor;
-use tracing::debug;
-use tunnel_proto::tcp;
 use tunnel_proto::transport::{Session, h2};
 use tunnel_proto::wire::header::StreamKind;
 use tunnel_proto::wire::name::ReplicaId;
@@ -26,11 +24,6 @@ pub(super) async fn accept(
     endpoint: &PeerEndpoint,
     socket: TcpStream,
 ) -> Result<Accepted, LinkError> {
-    if !tcp::LISTENER_PASSES_ON_OPTIONS
-        && let Err(error) = tcp::configure_session(&socket)
-    {
-        debug!(%error, "cannot set a socket option");
-    }
     let tls = TlsAcceptor::from(endpoint.tls.server.clone());
     let stream = tls.accept(h2::ReadAhead::new(socket)).await;
     let stream = stream.map_err(LinkError::Tls)?;

@@ -12,7 +12,6 @@ use tokio_rustls::LazyConfigAcceptor;
 use tokio_rustls::server::StartHandshake;
 use tracing::{debug, warn};
 use tunnel_process::telemetry::LogRateLimit;
-use tunnel_proto::tcp;
 use tunnel_proto::tls::{self, CertificateAlert};
 use tunnel_proto::transport::{HandshakeError, SessionSettings, h2};
 use tunnel_proto::wire::enroll::{RENEW_EXPORT_BYTES, RENEW_LABEL};
@@ -59,11 +58,6 @@ impl TcpHandler {
         peer: SocketAddr,
         half_open: &HalfOpenConn,
     ) -> Option<Result<HandshakeResult, PreAuthError>> {
-        if !tcp::LISTENER_PASSES_ON_OPTIONS
-            && let Err(error) = tcp::configure_session(&socket)
-        {
-            debug!(%error, "cannot set a socket option");
-        }
         let metrics = &half_open.sessions.metrics;
         match half_open.with_deadline(first_bytes(&socket)).await {
             Ok(Ok(FirstBytes::Other)) => {}
