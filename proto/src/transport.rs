@@ -321,19 +321,6 @@ impl HandshakeError {
 /// the accept loop.
 pub type Handshake = Pin<Box<dyn Future<Output = Result<Arc<dyn Session>, HandshakeError>> + Send>>;
 
-/// The server's half of a transport.
-#[async_trait]
-pub trait Acceptor: Send + Sync + 'static {
-    /// Waits for the next connection. Returns the remote address and the handshake, or `None` when
-    /// the endpoint is closed. Cancel-safe.
-    async fn accept(&self) -> Option<(SocketAddr, Handshake)>;
-    /// Returns the address that the endpoint is bound to.
-    fn local_addr(&self) -> std::io::Result<SocketAddr>;
-    /// Waits until every closed connection has delivered its close message to the peer, at most 1
-    /// s.
-    async fn wait_idle(&self);
-}
-
 /// The agent's half of a transport.
 #[async_trait]
 pub trait Dialer: Send + Sync + 'static {
@@ -344,6 +331,6 @@ pub trait Dialer: Send + Sync + 'static {
     async fn dial(&self, remote: &ServerAddr) -> Result<Arc<dyn Session>, HandshakeError>;
     /// Returns the kind of this transport.
     fn transport(&self) -> TransportKind;
-    /// Waits for the close messages of closed sessions, as [`Acceptor::wait_idle`] does.
+    /// Waits until every closed session has delivered its close message to the peer, at most 1 s.
     async fn wait_idle(&self);
 }

@@ -14,8 +14,8 @@ use tokio::sync::Semaphore;
 use tokio::time::timeout;
 
 use super::{
-    Acceptor, CongestionControl, Dialer, Handshake, HandshakeError, Session, SessionSettings,
-    TransportKind, flow,
+    CongestionControl, Dialer, Handshake, HandshakeError, Session, SessionSettings, TransportKind,
+    flow,
 };
 use crate::identity::PeerIdentity;
 use crate::tcp::ServerAddr;
@@ -158,35 +158,9 @@ impl QuicAcceptor {
         })
     }
 
-    /// Sends stateless resets to the peers of an earlier process with the same keys, 2,000 a second.
-    /// A peer whose connection has another token ignores its reset. Cancel-safe: resets that were
-    /// not sent are lost, and those peers notice the restart later.
-    pub async fn reset(&self, targets: &[ResetTarget]) {
-        self.reset_sender.send(targets).await;
-    }
-
-    /// Waits for the next connection. If many handshakes are unfinished, a peer without a validated
-    /// address must return a token first (RFC 9000, section 8.1.2), which costs a round trip and no
-    /// memory.
-    async fn incoming(&self) -> Option<quinn::Incoming> {
-        loop {
-            let incoming = self.endpoint.accept().await?;
-            if incoming.remote_address_validated() || self.half_open() < RETRY_THRESHOLD {
-                return Some(incoming);
-            }
-            // `retry` fails only for a validated address, and the condition above excludes that.
-            let _sent = incoming.retry();
-        }
-    }
-
-    fn half_open(&self) -> usize {
-        Arc::strong_count(&self.half_open) - 1
-    }
-}
-
-#[async_trait]
-impl Acceptor for QuicAcceptor {
-    async fn accept(&self) -> Option<(SocketAddr, Handshake)> {
+    /// Waits for the next connection. Returns the remote address and the handshake, or `None` when
+    /// the endpoint is closed. Cancel-safe.
+    pub async fn accept(&self) -> Option<(SocketAddr, Handshake)> {
         let incoming = self.incoming().await?;
         let remote = incoming.remote_address();
         let (settings, half_open) = (self.settings.clone(), self.half_open.clone());
@@ -216,12 +190,43 @@ impl Acceptor for QuicAcceptor {
         Some((remote, Box::pin(handshake)))
     }
 
-    fn local_addr(&self) -> io::Result<SocketAddr> {
+    /// Returns the address that the endpoint is bound to.
+    ///
+    /// # Errors
+    /// The error of the system.
+    pub fn local_addr(&self) -> io::Result<SocketAddr> {
         self.endpoint.local_addr()
     }
 
-    async fn wait_idle(&self) {
+    /// Waits until every closed connection has delivered its close message to the peer, at most 1 s.
+    /// Cancel-safe.
+    pub async fn wait_idle(&self) {
         let _best_effort = timeout(FLUSH_LIMIT, self.endpoint.wait_idle()).await;
+    }
+
+    /// Sends stateless resets to the peers of an earlier process with the same keys, 2,000 a second.
+    /// A peer whose connection has another token ignores its reset. Cancel-safe: resets that were
+    /// not sent are lost, and those peers notice the restart later.
+    pub async fn reset(&self, targets: &[ResetTarget]) {
+        self.reset_sender.send(targets).await;
+    }
+
+    /// Waits for the next connection. If many handshakes are unfinished, a peer without a validated
+    /// address must return a token first (RFC 9000, section 8.1.2), which costs a round trip and no
+    /// memory.
+    async fn incoming(&self) -> Option<quinn::Incoming> {
+        loop {
+            let incoming = self.endpoint.accept().await?;
+            if incoming.remote_address_validated() || self.half_open() < RETRY_THRESHOLD {
+                return Some(incoming);
+            }
+            // `retry` fails only for a validated address, and the condition above excludes that.
+            let _sent = incoming.retry();
+        }
+    }
+
+    fn half_open(&self) -> usize {
+        Arc::strong_count(&self.half_open) - 1
     }
 }
 

@@ -17,7 +17,7 @@ use tunnel_proto::identity::spki_sha256;
 use tunnel_proto::tls;
 use tunnel_proto::transport::quic::{QuicAcceptor, QuicKeys};
 use tunnel_proto::transport::{
-    Acceptor, BufferPool, CongestionControl, Session, SessionSettings, h2, read_frame,
+    BufferPool, CongestionControl, Session, SessionSettings, h2, read_frame,
 };
 use tunnel_proto::wire::enroll::{EnrollReply, EnrollRequest, JoinToken, TOKEN_SECRET_BYTES};
 use tunnel_proto::wire::frame::ENROLL_MESSAGE_MAX;

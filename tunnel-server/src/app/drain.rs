@@ -6,7 +6,6 @@ use tokio::time::{Instant, sleep, timeout_at};
 use tokio_util::task::TaskTracker;
 use tracing::{debug, info, warn};
 use tunnel_process::shutdown::DrainOutcome;
-use tunnel_proto::transport::Acceptor as _;
 use tunnel_proto::wire::code::CloseCode;
 
 use super::App;

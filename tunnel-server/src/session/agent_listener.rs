@@ -11,7 +11,6 @@ use tracing::{Instrument, debug, error, info_span, warn};
 use tunnel_process::accept::RetryingListener;
 use tunnel_process::conn_limiter::{ConnLimiter, LimitReached};
 use tunnel_proto::tcp::configure_session;
-use tunnel_proto::transport::Acceptor as _;
 use tunnel_proto::transport::quic::QuicAcceptor;
 
 use super::Sessions;

@@ -47,8 +47,8 @@ fn remote(address: SocketAddr) -> ServerAddr {
 }
 
 pub(super) async fn quic(windows: Windows) -> Pair {
+    use crate::transport::Dialer as _;
     use crate::transport::quic::{QuicAcceptor, QuicDialer, QuicKeys};
-    use crate::transport::{Acceptor as _, Dialer as _};
 
     let ca = TestCa::new();
     let keys = QuicKeys::from_bytes(&[7; QuicKeys::LEN]);

@@ -20,9 +20,7 @@ use crate::calibration::scaled;
 use crate::identity::Role;
 use crate::tcp::ServerAddr;
 use crate::tls::{self, test_ca::TestCa};
-use crate::transport::{
-    Acceptor, BufferPool, ClosedBy, CongestionControl, Dialer, Session, SessionSettings,
-};
+use crate::transport::{BufferPool, ClosedBy, CongestionControl, Dialer, Session, SessionSettings};
 use crate::wire::ALPN_SESSION;
 use crate::wire::code::CloseCode;
 use crate::wire::header::{StreamHeader, StreamKind, Target};
