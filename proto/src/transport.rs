@@ -219,6 +219,27 @@ pub struct CloseReason {
     pub reason: String,
 }
 
+impl CloseReason {
+    /// Creates the reason of a session that this end closed.
+    pub fn local(code: CloseCode, reason: impl Into<String>) -> Self {
+        Self::new(ClosedBy::Local, code, reason.into())
+    }
+
+    /// Creates the reason of a session that the peer closed with a close message.
+    pub fn peer(code: CloseCode, reason: impl Into<String>) -> Self {
+        Self::new(ClosedBy::Peer, code, reason.into())
+    }
+
+    /// Creates the reason of a session that ended without a close message.
+    pub fn network(code: CloseCode, reason: impl Into<String>) -> Self {
+        Self::new(ClosedBy::Network, code, reason.into())
+    }
+
+    fn new(by: ClosedBy, code: CloseCode, reason: String) -> Self {
+        Self { by, code, reason }
+    }
+}
+
 /// The end that closed a session.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum ClosedBy {

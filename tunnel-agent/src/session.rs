@@ -535,11 +535,7 @@ impl<'a> ActiveSession<'a> {
         let reason = "this host has lost the address of the connection";
         let close = async move { session.close(code, reason).await };
         self.context.shutdown.spawn_service(close);
-        CloseReason {
-            by: ClosedBy::Local,
-            code,
-            reason: reason.to_owned(),
-        }
+        CloseReason::local(code, reason)
     }
 
     fn set_live_for_cloud(&self, is_live: bool) {
@@ -623,11 +619,7 @@ impl<'a> ActiveSession<'a> {
     async fn end(mut self, code: CloseCode, reason: &str) -> CloseReason {
         self.cloud = None;
         self.session.close(code, reason).await;
-        CloseReason {
-            by: ClosedBy::Local,
-            code,
-            reason: reason.to_owned(),
-        }
+        CloseReason::local(code, reason)
     }
 }
 

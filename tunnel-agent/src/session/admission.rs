@@ -6,7 +6,7 @@ use std::time::Duration;
 
 use tokio::time::{Instant, timeout};
 use tunnel_proto::session::control::{self, ControlReader, ControlWriter};
-use tunnel_proto::transport::{CloseReason, ClosedBy, IncomingStream, Session, SessionError};
+use tunnel_proto::transport::{CloseReason, IncomingStream, Session, SessionError};
 use tunnel_proto::wire::code::CloseCode;
 use tunnel_proto::wire::control::{
     CAPABILITY_DIAG, CAPABILITY_RENEW_SOON, ControlMessage, Hello, Welcome,
@@ -70,11 +70,10 @@ pub(super) async fn admit(
     let within = context.limits.handshake_timeout;
     let admitted = tokio::select! {
         biased;
-        () = context.shutdown.drain().cancelled() => Err(AdmitError::Closed(CloseReason {
-            by: ClosedBy::Local,
-            code: CloseCode::Draining,
-            reason: STOPPING.to_owned(),
-        })),
+        () = context.shutdown.drain().cancelled() => {
+            let reason = CloseReason::local(CloseCode::Draining, STOPPING);
+            Err(AdmitError::Closed(reason))
+        }
         admitted = timeout(within, handshake(&**session, context, node_ip)) => {
             admitted.unwrap_or(Err(AdmitError::Timeout))
         }

@@ -10,7 +10,7 @@ use tunnel_process::telemetry::LogRateLimit;
 use tunnel_proto::identity::{BACKDATED, TrustDomain};
 use tunnel_proto::session::control::{self, ControlReader, ControlWriter};
 use tunnel_proto::tls::AgentTrust;
-use tunnel_proto::transport::{CloseReason, ClosedBy, Session, SessionError};
+use tunnel_proto::transport::{CloseReason, Session, SessionError};
 use tunnel_proto::wire::code::CloseCode;
 use tunnel_proto::wire::control::{
     CAPABILITY_CLOUD, CAPABILITY_DIAG, CAPABILITY_RENEW, CAPABILITY_RENEW_SOON, ControlMessage,
@@ -354,8 +354,7 @@ impl Sessions {
         // The refusal of a second agent says nothing about the session of the first one, and
         // `tunnel-agent doctor` ends its connection without a message.
         if is_refused && !self.registry.has(node) {
-            let by = ClosedBy::Local;
-            let refusal = CloseReason { by, code, reason };
+            let refusal = CloseReason::local(code, reason);
             let now = SystemTime::now();
             let close = LastClose::new(&refusal, peer, now, now);
             self.registry.record_refusal(node, close);

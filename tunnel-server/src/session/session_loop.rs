@@ -292,11 +292,7 @@ impl Sessions {
             check.silence.as_secs()
         );
         agent.close(CloseCode::Dead, &reason).await;
-        CloseReason {
-            by: ClosedBy::Local,
-            code: CloseCode::Dead,
-            reason,
-        }
+        CloseReason::local(CloseCode::Dead, reason)
     }
 }
 

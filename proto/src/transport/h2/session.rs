@@ -25,8 +25,8 @@ use super::stream::{H2Stream, StreamShared};
 use crate::identity::PeerIdentity;
 use crate::transport::flow::{ReceiveWindows, SessionFlow};
 use crate::transport::{
-    CloseReason, ClosedBy, IncomingStream, ReadMonitor, Session, SessionError, SessionStats,
-    Stream, Traffic, TransportKind,
+    CloseReason, IncomingStream, ReadMonitor, Session, SessionError, SessionStats, Stream, Traffic,
+    TransportKind,
 };
 use crate::wire::code::CloseCode;
 use crate::wire::header::{StreamHeader, StreamKind};
@@ -368,13 +368,5 @@ impl Session for H2Session {
 
 /// Returns the reason for a session that was lost without a close message.
 fn connection_lost() -> CloseReason {
-    network(CloseCode::Dead, "connection was lost")
-}
-
-pub(super) fn network(code: CloseCode, reason: &str) -> CloseReason {
-    CloseReason {
-        by: ClosedBy::Network,
-        code,
-        reason: reason.to_owned(),
-    }
+    CloseReason::network(CloseCode::Dead, "connection was lost")
 }

@@ -47,22 +47,14 @@ pub(super) fn close_reason(error: quinn::ConnectionError) -> CloseReason {
                 u32::try_from(close.error_code.into_inner()).unwrap_or(u32::MAX),
             );
             let reason = crate::wire::header::one_line(String::from_utf8_lossy(&close.reason));
-            return CloseReason {
-                by: ClosedBy::Peer,
-                code,
-                reason,
-            };
+            return CloseReason::peer(code, reason);
         }
         quinn::ConnectionError::LocallyClosed => (ClosedBy::Local, CloseCode::Normal),
         quinn::ConnectionError::TimedOut => (ClosedBy::Network, CloseCode::Dead),
         quinn::ConnectionError::Reset => (ClosedBy::Network, CloseCode::Dead),
         quinn::ConnectionError::ConnectionClosed(close) => {
             if let Some((code, reason)) = verdict(u64::from(close.error_code)) {
-                return CloseReason {
-                    by: ClosedBy::Network,
-                    code,
-                    reason: reason.to_owned(),
-                };
+                return CloseReason::network(code, reason);
             }
             (ClosedBy::Network, CloseCode::Protocol)
         }
@@ -70,11 +62,7 @@ pub(super) fn close_reason(error: quinn::ConnectionError) -> CloseReason {
         | quinn::ConnectionError::VersionMismatch
         | quinn::ConnectionError::CidsExhausted => (ClosedBy::Network, CloseCode::Protocol),
     };
-    CloseReason {
-        by,
-        code,
-        reason: error.to_string(),
-    }
+    CloseReason::new(by, code, error.to_string())
 }
 
 pub(super) fn handshake_error(error: quinn::ConnectionError) -> HandshakeError {

@@ -27,8 +27,8 @@ use crate::transport::flow::{
     FlowSettings, FlowTransport, ReceiveWindows, SessionFlow, StreamWindow,
 };
 use crate::transport::{
-    CloseReason, ClosedBy, HandshakeError, IncomingStream, RawStream, Session, SessionError,
-    SessionSettings, SessionStats, Stream, Traffic, TransportKind,
+    CloseReason, HandshakeError, IncomingStream, RawStream, Session, SessionError, SessionSettings,
+    SessionStats, Stream, Traffic, TransportKind,
 };
 use crate::wire::code::CloseCode;
 use crate::wire::header::{StreamHeader, StreamKind};
@@ -218,11 +218,7 @@ impl QuicSession {
 
     fn close_reason(&self, error: ConnectionError) -> CloseReason {
         if error == ConnectionError::LocallyClosed && self.is_flooded.load(Ordering::Relaxed) {
-            return CloseReason {
-                by: ClosedBy::Local,
-                code: CloseCode::Protocol,
-                reason: FLOOD_REASON.to_owned(),
-            };
+            return CloseReason::local(CloseCode::Protocol, FLOOD_REASON);
         }
         error::close_reason(error)
     }

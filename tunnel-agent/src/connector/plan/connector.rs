@@ -431,11 +431,7 @@ impl Connector {
     ) {
         let summary = outcome.unwrap_or_else(|error| SessionSummary {
             ready_for: now.duration_since(current.since),
-            reason: CloseReason {
-                by: ClosedBy::Local,
-                code: CloseCode::Protocol,
-                reason: error.to_string(),
-            },
+            reason: CloseReason::local(CloseCode::Protocol, error.to_string()),
             replica: current.replica.clone(),
         });
         self.transport_policy.record_loss(now);

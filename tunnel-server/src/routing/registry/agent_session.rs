@@ -369,11 +369,8 @@ impl AgentSession {
     }
 
     fn begin_close(&self, code: CloseCode, reason: &str) {
-        self.closing.get_or_init(|| CloseReason {
-            by: ClosedBy::Local,
-            code,
-            reason: reason.to_owned(),
-        });
+        self.closing
+            .get_or_init(|| CloseReason::local(code, reason));
     }
 
     /// Returns the reason why the session ended, based on the reason that its transport reported.

@@ -171,11 +171,7 @@ mod tests {
     }
 
     fn close(seconds: u64, reason: &str) -> LastClose {
-        let reason = CloseReason {
-            by: ClosedBy::Peer,
-            code: CloseCode::Normal,
-            reason: reason.to_owned(),
-        };
+        let reason = CloseReason::peer(CloseCode::Normal, reason);
         let at = SystemTime::UNIX_EPOCH + Duration::from_secs(seconds);
         LastClose::new(&reason, "192.0.2.1:5".parse().unwrap(), at, at)
     }

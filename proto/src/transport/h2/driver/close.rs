@@ -10,10 +10,9 @@ use tokio::time::sleep;
 
 use super::{CLOSE_TIMEOUT, Driver, DriverState};
 use crate::tls;
+use crate::transport::CloseReason;
 use crate::transport::h2::connection::Connection;
-use crate::transport::h2::session::network;
 use crate::transport::h2::stream::Output;
-use crate::transport::{CloseReason, ClosedBy};
 use crate::wire::close::{SessionClose, SessionMessage};
 use crate::wire::code::CloseCode;
 
@@ -30,11 +29,8 @@ impl<S: AsyncRead + AsyncWrite + Unpin> Driver<S> {
                 SessionMessage::Short => self.flow.set_peer_short(),
                 SessionMessage::Waiting => self.flow.set_peer_waits(),
                 SessionMessage::Close(close) => {
-                    self.shared.set_closed(CloseReason {
-                        by: ClosedBy::Peer,
-                        code: close.code,
-                        reason: close.reason,
-                    });
+                    self.shared
+                        .set_closed(CloseReason::peer(close.code, close.reason));
                     // Data that arrived before the close message counts. Polling the set stops
                     // early, so poll each pump.
                     self.drain(cx);
@@ -69,14 +65,14 @@ impl<S: AsyncRead + AsyncWrite + Unpin> Driver<S> {
                     let silent = self.last_received.1.elapsed() >= self.idle_timeout;
                     if silent && self.shared.conn_state.received() == self.last_received.0 {
                         self.shared
-                            .set_closed(network(CloseCode::Dead, "timed out"));
+                            .set_closed(CloseReason::network(CloseCode::Dead, "timed out"));
                         return Poll::Ready(());
                     }
                     return Poll::Pending;
                 }
                 DriverState::Refused(error, limit) => {
                     ready!(limit.as_mut().poll(cx));
-                    let reason = network(CloseCode::Protocol, &error.to_string());
+                    let reason = CloseReason::network(CloseCode::Protocol, error.to_string());
                     self.shared.set_closed(reason);
                     self.finish();
                 }
@@ -112,11 +108,8 @@ impl<S: AsyncRead + AsyncWrite + Unpin> Driver<S> {
             close_stream.set_output(&mut state, Output::Finishing);
             state.wake_pump();
         }
-        self.shared.set_closed(CloseReason {
-            by: ClosedBy::Local,
-            code: close.code,
-            reason: close.reason,
-        });
+        self.shared
+            .set_closed(CloseReason::local(close.code, close.reason));
         self.state = DriverState::SendingClose(Box::pin(sleep(self.close_timeout)));
     }
 
@@ -146,17 +139,17 @@ impl<S: AsyncRead + AsyncWrite + Unpin> Driver<S> {
         self.read_close_stream(cx);
         let verdict = tls::alert_meaning(self.shared.conn_state.alert());
         let reason = match error {
-            None => network(CloseCode::Dead, "connection was closed without a reason"),
+            None => CloseReason::network(CloseCode::Dead, "connection was closed without a reason"),
             Some(error) => match error.get_io() {
                 // The cause is a TLS alert, or bytes that are not TLS.
                 Some(io) if io.kind() == std::io::ErrorKind::InvalidData => {
-                    network(CloseCode::Protocol, &io.to_string())
+                    CloseReason::network(CloseCode::Protocol, io.to_string())
                 }
-                Some(io) => network(CloseCode::Dead, &io.to_string()),
-                None => network(CloseCode::Protocol, &error.to_string()),
+                Some(io) => CloseReason::network(CloseCode::Dead, io.to_string()),
+                None => CloseReason::network(CloseCode::Protocol, error.to_string()),
             },
         };
-        let reason = verdict.map_or(reason, |(code, reason)| network(code, reason));
+        let reason = verdict.map_or(reason, |(code, reason)| CloseReason::network(code, reason));
         self.shared.set_closed(reason);
         Poll::Ready(())
     }
