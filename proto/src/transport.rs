@@ -16,9 +16,11 @@ use std::future::Future;
 use std::net::SocketAddr;
 use std::pin::Pin;
 use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
 
 use async_trait::async_trait;
+use bytes::BytesMut;
 use rustls_pki_types::CertificateDer;
 use tokio::time::Instant;
 
@@ -26,7 +28,7 @@ use crate::identity::PeerIdentity;
 use crate::tcp::ServerAddr;
 use crate::tls::CertificateAlert;
 use crate::wire::code::CloseCode;
-use crate::wire::header::StreamHeader;
+use crate::wire::header::{StreamHeader, StreamKind};
 
 #[cfg(test)]
 mod contract;
@@ -38,6 +40,7 @@ pub mod quic;
 mod settings;
 mod stream;
 
+use flow::SessionFlow;
 pub use flow::{BufferPool, PoolGauges, PoolPermit, ReadMonitor, source_number};
 pub use settings::{CongestionControl, SessionSettings};
 pub use stream::{
@@ -354,4 +357,31 @@ pub trait Dialer: Send + Sync + 'static {
     fn transport(&self) -> TransportKind;
     /// Waits until every closed session has delivered its close message to the peer, at most 1 s.
     async fn wait_idle(&self);
+}
+
+/// Returns the encoded header of a stream that a session opens.
+fn encode_header(opening: &AtomicBool, header: &StreamHeader) -> Result<BytesMut, SessionError> {
+    if !opening.load(Ordering::Relaxed) {
+        return Err(SessionError::NotOpening);
+    }
+    let mut encoded = BytesMut::new();
+    header
+        .encode(&mut encoded)
+        .map_err(|error| SessionError::Header(Arc::new(error)))?;
+    Ok(encoded)
+}
+
+/// Returns the monitor of a stream that a session opens.
+fn open_monitor(
+    flow: &SessionFlow,
+    header: &StreamHeader,
+) -> Result<Arc<ReadMonitor>, SessionError> {
+    match header.kind {
+        // Always read, and part of the session's base window.
+        StreamKind::Control { .. } => Ok(Arc::default()),
+        StreamKind::Target(_)
+        | StreamKind::Cloud(_)
+        | StreamKind::Forward { .. }
+        | StreamKind::Enroll => flow.open(header.source).ok_or(SessionError::NoRoom),
+    }
 }

@@ -11,7 +11,7 @@ use std::task::{Context, Poll, Waker};
 use std::time::{Duration, SystemTime};
 
 use async_trait::async_trait;
-use bytes::{Buf, BytesMut};
+use bytes::Buf;
 use parking_lot::{Mutex, MutexGuard};
 use tokio::io::{AsyncRead, AsyncWrite, ReadBuf};
 use tokio::sync::{Mutex as AsyncMutex, mpsc, watch};
@@ -21,7 +21,7 @@ use super::flow::ReadMonitor;
 use super::stream::{CutSignal, IncomingStream, RawStream, Stream, StreamCut, Traffic};
 use super::{
     CloseReason, ClosedBy, Dialer, HandshakeError, Session, SessionError, SessionStats,
-    TransportKind,
+    TransportKind, encode_header,
 };
 use crate::identity::{PeerIdentity, Role, TrustDomain};
 use crate::tcp::ServerAddr;
@@ -191,13 +191,7 @@ impl Session for MemorySession {
         reply_timeout: Duration,
     ) -> Result<Stream, SessionError> {
         assert!(!self.script().is_panicking, "as a bug would");
-        if !self.opening.load(Ordering::Relaxed) {
-            return Err(SessionError::NotOpening);
-        }
-        let mut buffer = BytesMut::new();
-        header
-            .encode(&mut buffer)
-            .map_err(|error| SessionError::Header(Arc::new(error)))?;
+        let buffer = encode_header(&self.opening, header)?;
         if let Some(closed) = self.closed.closed() {
             return Err(self.reason(closed).into());
         }

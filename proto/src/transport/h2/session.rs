@@ -26,10 +26,10 @@ use crate::identity::PeerIdentity;
 use crate::transport::flow::{ReceiveWindows, SessionFlow};
 use crate::transport::{
     CloseReason, IncomingStream, ReadMonitor, Session, SessionError, SessionStats, Stream, Traffic,
-    TransportKind,
+    TransportKind, encode_header, open_monitor,
 };
 use crate::wire::code::CloseCode;
-use crate::wire::header::{StreamHeader, StreamKind};
+use crate::wire::header::StreamHeader;
 
 /// The state that the session's users and its driver share.
 #[derive(Debug)]
@@ -138,14 +138,22 @@ impl SessionShared {
     /// Waits until the server has opened the close stream. Only then has the server accepted the
     /// agent's certificate (RFC 8446, section 4.4.2.4).
     pub(super) async fn established(&self) -> Result<(), CloseReason> {
-        let mut closed = self.closed.subscribe();
         tokio::select! {
             biased;
             () = self.established.cancelled() => Ok(()),
-            reason = closed.wait_for(Option::is_some) => {
-                Err(reason.ok().and_then(|reason| reason.clone()).unwrap_or_else(connection_lost))
-            }
+            reason = self.closed() => Err(reason),
         }
+    }
+
+    /// Waits for the reason for the end of the session.
+    async fn closed(&self) -> CloseReason {
+        let mut closed = self.closed.subscribe();
+        let ended = closed
+            .wait_for(Option::is_some)
+            .await
+            .ok()
+            .and_then(|reason| reason.clone());
+        ended.unwrap_or_else(connection_lost)
     }
 
     /// Returns the error if no more streams can be opened: the peer sent GOAWAY, or the stream ids
@@ -252,24 +260,11 @@ impl Session for H2Session {
         header: &StreamHeader,
         reply_timeout: Duration,
     ) -> Result<Stream, SessionError> {
-        if !self.opening.load(Ordering::Relaxed) {
-            return Err(SessionError::NotOpening);
-        }
-        let mut first = BytesMut::new();
-        header
-            .encode(&mut first)
-            .map_err(|error| SessionError::Header(Arc::new(error)))?;
+        let first = encode_header(&self.opening, header)?;
         if let Some(reason) = self.shared.closed.borrow().clone() {
             return Err(reason.into());
         }
-        let read_monitor = match header.kind {
-            // Always read, and part of the session's base window.
-            StreamKind::Control { .. } => Arc::default(),
-            StreamKind::Target(_)
-            | StreamKind::Cloud(_)
-            | StreamKind::Forward { .. }
-            | StreamKind::Enroll => self.flow.open(header.source).ok_or(SessionError::NoRoom)?,
-        };
+        let read_monitor = open_monitor(&self.flow, header)?;
         match self.shared.open(first, read_monitor.clone()).await {
             Ok(stream) => Ok(Stream::opened(
                 Box::new(H2Stream(stream)),
@@ -344,13 +339,7 @@ impl Session for H2Session {
     }
 
     async fn closed(&self) -> CloseReason {
-        let mut closed = self.shared.closed.subscribe();
-        let ended = closed
-            .wait_for(Option::is_some)
-            .await
-            .ok()
-            .and_then(|reason| reason.clone());
-        ended.unwrap_or_else(connection_lost)
+        self.shared.closed().await
     }
 
     fn peer(&self) -> &PeerIdentity {

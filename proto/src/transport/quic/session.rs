@@ -6,7 +6,7 @@ use std::sync::{Arc, Weak};
 use std::time::Duration;
 
 use async_trait::async_trait;
-use bytes::{Bytes, BytesMut};
+use bytes::Bytes;
 use parking_lot::Mutex;
 use quinn::{Connection, ConnectionError, ConnectionStats, VarInt};
 use rustls_pki_types::CertificateDer;
@@ -28,10 +28,10 @@ use crate::transport::flow::{
 };
 use crate::transport::{
     CloseReason, HandshakeError, IncomingStream, RawStream, Session, SessionError, SessionSettings,
-    SessionStats, Stream, Traffic, TransportKind,
+    SessionStats, Stream, Traffic, TransportKind, encode_header, open_monitor,
 };
 use crate::wire::code::CloseCode;
-use crate::wire::header::{StreamHeader, StreamKind};
+use crate::wire::header::StreamHeader;
 
 /// A function that reads the peer's identity from a certificate that the handshake has verified.
 pub(super) type Identify = fn(&CertificateDer<'_>) -> Result<PeerIdentity, IdentityError>;
@@ -248,21 +248,8 @@ impl Session for QuicSession {
         header: &StreamHeader,
         reply_timeout: Duration,
     ) -> Result<Stream, SessionError> {
-        if !self.opening.load(Ordering::Relaxed) {
-            return Err(SessionError::NotOpening);
-        }
-        let mut buffer = BytesMut::new();
-        header
-            .encode(&mut buffer)
-            .map_err(|error| SessionError::Header(Arc::new(error)))?;
-        let read_monitor = match header.kind {
-            // Always read, and part of the session's base window.
-            StreamKind::Control { .. } => Arc::default(),
-            StreamKind::Target(_)
-            | StreamKind::Cloud(_)
-            | StreamKind::Forward { .. }
-            | StreamKind::Enroll => self.flow.open(header.source).ok_or(SessionError::NoRoom)?,
-        };
+        let buffer = encode_header(&self.opening, header)?;
+        let read_monitor = open_monitor(&self.flow, header)?;
         let opened = self.connection.open_bi().await;
         let (send, recv) = opened.map_err(|error| self.close_reason(error))?;
         // From this point on, the call is cancel-safe, because dropping the stream resets it.
