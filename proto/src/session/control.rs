@@ -10,56 +10,9 @@ use tokio::io::{AsyncReadExt, AsyncWriteExt, ReadHalf, WriteHalf};
 use tokio::time::Instant;
 
 use crate::transport::Stream;
-use crate::wire::control::ControlMessage;
-use crate::wire::frame::{self, CONTROL_MESSAGE_MAX, FrameError, PEER_MESSAGE_MAX};
+use crate::wire::control::{ControlMessage, Message};
+use crate::wire::frame::{self, FrameError};
 use crate::wire::peer::PeerMessage;
-
-/// A message of a control stream.
-pub trait Message: Sized {
-    /// Maximum size of a message, in bytes.
-    const SIZE_MAX: usize;
-    /// Messages that a peer may send in one second.
-    const PER_SECOND: u32;
-    /// Appends the framed message.
-    ///
-    /// # Errors
-    /// [`FrameError::TooLarge`] above [`Message::SIZE_MAX`].
-    fn encode(&self, out: &mut BytesMut) -> Result<(), FrameError>;
-    /// Decodes the content of one frame.
-    ///
-    /// # Errors
-    /// [`FrameError::Malformed`] or [`FrameError::Invalid`].
-    fn decode(frame: &[u8]) -> Result<Self, FrameError>;
-}
-
-impl Message for ControlMessage {
-    const SIZE_MAX: usize = CONTROL_MESSAGE_MAX;
-    // A session needs only a few messages, apart from Suspect messages on a path that flaps. More
-    // messages have no purpose and only cost resources.
-    const PER_SECOND: u32 = 50;
-
-    fn encode(&self, out: &mut BytesMut) -> Result<(), FrameError> {
-        Self::encode(self, out)
-    }
-
-    fn decode(frame: &[u8]) -> Result<Self, FrameError> {
-        Self::decode(frame)
-    }
-}
-
-impl Message for PeerMessage {
-    const SIZE_MAX: usize = PEER_MESSAGE_MAX;
-    // A list of 250,000 nodes with long names has 2,400 messages.
-    const PER_SECOND: u32 = 5_000;
-
-    fn encode(&self, out: &mut BytesMut) -> Result<(), FrameError> {
-        Self::encode(self, out)
-    }
-
-    fn decode(frame: &[u8]) -> Result<Self, FrameError> {
-        Self::decode(frame)
-    }
-}
 
 /// Splits a control stream into its halves. The stream no longer counts as open. It is dropped
 /// together with the second half, and reset unless it was finished.

@@ -2,7 +2,7 @@
 
 use bytes::BytesMut;
 
-use super::control::ControlMessage;
+use super::control::{ControlMessage, Message as _};
 use super::cut::CutAnnouncement;
 use super::enroll::{EnrollReply, EnrollRequest};
 use super::frame::encode_length_prefix;

@@ -3,7 +3,7 @@
 use std::time::Duration;
 
 use bytes::BytesMut;
-use prost::Message;
+use prost::Message as _;
 
 use super::code::CloseCode;
 use super::enroll::EnrollReply;
@@ -30,6 +30,24 @@ pub const CAPABILITY_CLOUD: &str = "cloud";
 pub const CAPABILITY_DIAG: &str = "diag";
 /// The capability in Hello of an agent that handles [`ControlMessage::RenewSoon`].
 pub const CAPABILITY_RENEW_SOON: &str = "renew-soon";
+
+/// A message of a control stream.
+pub trait Message: Sized {
+    /// Maximum size of a message, in bytes.
+    const SIZE_MAX: usize;
+    /// Messages that a peer may send in one second.
+    const PER_SECOND: u32;
+    /// Appends the framed message.
+    ///
+    /// # Errors
+    /// [`FrameError::TooLarge`] above [`Message::SIZE_MAX`].
+    fn encode(&self, out: &mut BytesMut) -> Result<(), FrameError>;
+    /// Decodes the content of one frame.
+    ///
+    /// # Errors
+    /// [`FrameError::Malformed`] or [`FrameError::Invalid`].
+    fn decode(frame: &[u8]) -> Result<Self, FrameError>;
+}
 
 /// A message of the control stream, sent after its header and reply.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -76,7 +94,7 @@ pub enum ControlMessage {
     /// Server: asks the agent to renew its certificate at a random moment within this time, since the CA
     /// is being replaced. Sent only to an agent with [`CAPABILITY_RENEW_SOON`].
     RenewSoon(Duration),
-    /// A message of a later version, which is ignored.
+    /// A message of a later version, which is ignored. It is encoded as an empty message.
     Unknown,
 }
 
@@ -133,12 +151,13 @@ pub struct Member {
     pub zone: Option<ZoneName>,
 }
 
-impl ControlMessage {
-    /// Appends the framed message. [`ControlMessage::Unknown`] is encoded as an empty message.
-    ///
-    /// # Errors
-    /// [`FrameError::TooLarge`] above [`CONTROL_MESSAGE_MAX`].
-    pub fn encode(&self, out: &mut BytesMut) -> Result<(), FrameError> {
+impl Message for ControlMessage {
+    const SIZE_MAX: usize = CONTROL_MESSAGE_MAX;
+    // A session needs only a few messages, apart from Suspect messages on a path that flaps. More
+    // messages have no purpose and only cost resources.
+    const PER_SECOND: u32 = 50;
+
+    fn encode(&self, out: &mut BytesMut) -> Result<(), FrameError> {
         use pb::control_message::Kind;
         let kind = match self {
             Self::Hello(hello) => Some(Kind::Hello(pb::Hello {
@@ -194,14 +213,10 @@ impl ControlMessage {
             })),
             Self::Unknown => None,
         };
-        frame::encode(&pb::ControlMessage { kind }, CONTROL_MESSAGE_MAX, out)
+        frame::encode(&pb::ControlMessage { kind }, Self::SIZE_MAX, out)
     }
 
-    /// Decodes the content of one frame.
-    ///
-    /// # Errors
-    /// [`FrameError::Malformed`] or [`FrameError::Invalid`].
-    pub fn decode(frame: &[u8]) -> Result<Self, FrameError> {
+    fn decode(frame: &[u8]) -> Result<Self, FrameError> {
         use pb::control_message::Kind;
         let Some(kind) = pb::ControlMessage::decode(frame)?.kind else {
             return Ok(Self::Unknown);

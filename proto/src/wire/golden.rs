@@ -8,7 +8,7 @@ use bytes::BytesMut;
 
 use super::close::{SessionClose, SessionMessage};
 use super::code::{CloseCode, EnrollCode, RefusalCode, ResetCode};
-use super::control::{ControlMessage, Hello, Member, Welcome};
+use super::control::{ControlMessage, Hello, Member, Message as _, Welcome};
 use super::cut::{CUT_MESSAGE_MAX, CutAnnouncement};
 use super::enroll::{EnrollReply, EnrollRequest, RenewalProof, decode_hex, hex};
 use super::frame::{

@@ -109,6 +109,7 @@ const FIELDS_MAX: usize = 40;
 mod tests {
     use bytes::BytesMut;
 
+    use super::super::control::Message as _;
     use super::super::frame::{self, PEER_MESSAGE_MAX};
     use super::super::peer::PeerMessage;
     use super::*;

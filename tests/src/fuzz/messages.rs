@@ -5,7 +5,7 @@ use std::time::{Duration, SystemTime};
 use anyhow::{Context, Result, ensure};
 use bytes::BytesMut;
 use tunnel_proto::wire::code::{CloseCode, EnrollCode, RefusalCode, ResetCode};
-use tunnel_proto::wire::control::{ControlMessage, Hello, Member, Welcome};
+use tunnel_proto::wire::control::{ControlMessage, Hello, Member, Message as _, Welcome};
 use tunnel_proto::wire::cut::{CUT_MESSAGE_MAX, CutAnnouncement};
 use tunnel_proto::wire::enroll::{EnrollReply, EnrollRequest, RenewalProof};
 use tunnel_proto::wire::frame::{

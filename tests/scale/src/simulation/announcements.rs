@@ -5,7 +5,7 @@ use std::time::Duration;
 
 use anyhow::Result;
 use bytes::BytesMut;
-use tunnel_proto::wire::control::Member;
+use tunnel_proto::wire::control::{Member, Message as _};
 use tunnel_proto::wire::name::ReplicaId;
 use tunnel_proto::wire::peer::{Holds, PeerMessage};
 

@@ -165,6 +165,7 @@ mod tests {
 
     use bytes::BytesMut;
     use tunnel_proto::transport::memory;
+    use tunnel_proto::wire::control::Message as _;
     use tunnel_proto::wire::name::InstanceId;
     use tunnel_tables::visits;
 

@@ -218,6 +218,7 @@ const MESSAGE_BYTES: usize = PEER_MESSAGE_MAX - 256;
 #[cfg(test)]
 mod tests {
     use bytes::BytesMut;
+    use tunnel_proto::wire::control::Message as _;
 
     use super::*;
 

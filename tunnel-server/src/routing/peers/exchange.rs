@@ -295,6 +295,7 @@ const FETCHED_MAX: usize = 20_000;
 #[cfg(test)]
 mod tests {
     use bytes::BytesMut;
+    use tunnel_proto::wire::control::Message as _;
     use tunnel_proto::wire::order::Order;
 
     use super::*;

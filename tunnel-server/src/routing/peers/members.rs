@@ -80,7 +80,7 @@ mod tests {
     use std::time::Duration;
 
     use bytes::BytesMut;
-    use tunnel_proto::wire::control::{ControlMessage, Welcome};
+    use tunnel_proto::wire::control::{ControlMessage, Message as _, Welcome};
     use tunnel_proto::wire::name::SessionId;
 
     use super::*;

@@ -193,6 +193,7 @@ mod tests {
     use std::time::Duration;
 
     use bytes::BytesMut;
+    use tunnel_proto::wire::control::Message as _;
 
     use super::*;
 
