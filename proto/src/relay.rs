@@ -65,16 +65,28 @@ pub trait PollCut {
     /// Completes when the peer has cut the connection: a reset, and no FIN, which ends one
     /// direction. Takes no byte. A stream wakes the task; a socket is asked again, every
     /// [`CUT_CHECK_INTERVAL`]. A later read returns the bytes before the cut, and then an error.
-    fn poll_cut(&mut self, cx: &mut Context<'_>) -> Poll<io::Error>;
+    fn poll_cut(&mut self, cx: &mut Context<'_>) -> Poll<io::Error> {
+        self.below()
+            .map_or(Poll::Pending, |below| below.poll_cut(cx))
+    }
 
     /// Completes when the peer neither sends nor reads any more, but not after a FIN alone. To be
     /// polled in place of reads, when the input has ended. Wakes the task.
-    fn poll_gone(&mut self, cx: &mut Context<'_>) -> Poll<io::Error>;
+    fn poll_gone(&mut self, cx: &mut Context<'_>) -> Poll<io::Error> {
+        self.below()
+            .map_or(Poll::Pending, |below| below.poll_gone(cx))
+    }
 
     /// Returns the number of bytes that were handed to the socket or the session below TLS, or 0 if
     /// nothing is below. A blocked flush shows no other progress.
     fn bytes_sent(&mut self) -> u64 {
-        0
+        self.below().map_or(0, |below| below.bytes_sent())
+    }
+
+    /// Returns the connection below, which answers the methods that this one does not implement. With
+    /// neither, a cut shows in reads and writes alone.
+    fn below(&mut self) -> Option<&mut dyn PollCut> {
+        None
     }
 }
 
@@ -107,55 +119,23 @@ impl<T: PollCut + ?Sized> PollCut for Box<T> {
 }
 
 impl<T: PollCut> PollCut for tokio_rustls::server::TlsStream<T> {
-    fn poll_cut(&mut self, cx: &mut Context<'_>) -> Poll<io::Error> {
-        self.get_mut().0.poll_cut(cx)
-    }
-
-    fn poll_gone(&mut self, cx: &mut Context<'_>) -> Poll<io::Error> {
-        self.get_mut().0.poll_gone(cx)
-    }
-
-    fn bytes_sent(&mut self) -> u64 {
-        self.get_mut().0.bytes_sent()
+    fn below(&mut self) -> Option<&mut dyn PollCut> {
+        Some(self.get_mut().0)
     }
 }
 
 impl<T: PollCut> PollCut for tokio_rustls::client::TlsStream<T> {
-    fn poll_cut(&mut self, cx: &mut Context<'_>) -> Poll<io::Error> {
-        self.get_mut().0.poll_cut(cx)
-    }
-
-    fn poll_gone(&mut self, cx: &mut Context<'_>) -> Poll<io::Error> {
-        self.get_mut().0.poll_gone(cx)
-    }
-
-    fn bytes_sent(&mut self) -> u64 {
-        self.get_mut().0.bytes_sent()
+    fn below(&mut self) -> Option<&mut dyn PollCut> {
+        Some(self.get_mut().0)
     }
 }
 
 /// An upgraded connection of hyper does not report what happens below hyper.
-impl PollCut for hyper_util::rt::TokioIo<hyper::upgrade::Upgraded> {
-    fn poll_cut(&mut self, _: &mut Context<'_>) -> Poll<io::Error> {
-        Poll::Pending
-    }
-
-    fn poll_gone(&mut self, _: &mut Context<'_>) -> Poll<io::Error> {
-        Poll::Pending
-    }
-}
+impl PollCut for hyper_util::rt::TokioIo<hyper::upgrade::Upgraded> {}
 
 /// A pipe has no cut.
 #[cfg(any(test, feature = "test-util"))]
-impl PollCut for tokio::io::DuplexStream {
-    fn poll_cut(&mut self, _: &mut Context<'_>) -> Poll<io::Error> {
-        Poll::Pending
-    }
-
-    fn poll_gone(&mut self, _: &mut Context<'_>) -> Poll<io::Error> {
-        Poll::Pending
-    }
-}
+impl PollCut for tokio::io::DuplexStream {}
 
 /// A side of the relay, by argument position.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -751,15 +731,7 @@ mod tests {
         (left, right, AbortOnDropHandle::new(task))
     }
 
-    impl<R, W> PollCut for tokio::io::Join<R, W> {
-        fn poll_cut(&mut self, _: &mut Context<'_>) -> Poll<io::Error> {
-            Poll::Pending
-        }
-
-        fn poll_gone(&mut self, _: &mut Context<'_>) -> Poll<io::Error> {
-            Poll::Pending
-        }
-    }
+    impl<R, W> PollCut for tokio::io::Join<R, W> {}
 
     #[tokio::test]
     async fn reader_that_closed_does_not_stop_the_answer() {
@@ -845,14 +817,6 @@ mod tests {
     }
 
     impl PollCut for SlowFlush {
-        fn poll_cut(&mut self, _: &mut Context<'_>) -> Poll<io::Error> {
-            Poll::Pending
-        }
-
-        fn poll_gone(&mut self, _: &mut Context<'_>) -> Poll<io::Error> {
-            Poll::Pending
-        }
-
         fn bytes_sent(&mut self) -> u64 {
             self.sent
         }

@@ -702,16 +702,8 @@ impl<S: AsyncRead + Unpin> TimedStream<S> {
 const READ_BYTES: usize = 16 << 10;
 
 impl<S: PollCut> PollCut for TimedStream<S> {
-    fn poll_cut(&mut self, cx: &mut Context<'_>) -> Poll<io::Error> {
-        self.stream.poll_cut(cx)
-    }
-
-    fn poll_gone(&mut self, cx: &mut Context<'_>) -> Poll<io::Error> {
-        self.stream.poll_gone(cx)
-    }
-
-    fn bytes_sent(&mut self) -> u64 {
-        self.stream.bytes_sent()
+    fn below(&mut self) -> Option<&mut dyn PollCut> {
+        Some(&mut self.stream)
     }
 }
 
@@ -856,14 +848,6 @@ mod tests {
     }
 
     impl PollCut for BlockedFlush {
-        fn poll_cut(&mut self, _: &mut Context<'_>) -> Poll<io::Error> {
-            Poll::Pending
-        }
-
-        fn poll_gone(&mut self, _: &mut Context<'_>) -> Poll<io::Error> {
-            Poll::Pending
-        }
-
         fn bytes_sent(&mut self) -> u64 {
             self.sent
         }
