@@ -34,6 +34,12 @@ use crate::buffers::{BUFFER_BYTES, Buffer};
 use crate::transport::{CUT_LIMIT, CUT_STALL_LIMIT, CutDeadline, Stream, StreamCut, find_cause};
 use crate::wire::code::ResetCode;
 
+#[cfg(any(test, feature = "test-util"))]
+mod slow_flush;
+
+#[cfg(any(test, feature = "test-util"))]
+pub use slow_flush::SlowFlush;
+
 /// A side of a relay: a [`Socket`], or the [`Stream`] of a session.
 pub trait RelayIo {
     /// The type that reads and writes bytes.
@@ -296,7 +302,7 @@ struct Direction {
     unflushed: bool,
     reader_closed: bool,
     /// Boxed, because most relays never wait for their reader.
-    write_monitor: Option<Box<WriteMonitor>>,
+    blocked_write: Option<Box<BlockedWrite>>,
     /// Set when the peer of a finished input is gone.
     gone: Option<Box<Gone>>,
 }
@@ -318,7 +324,7 @@ impl Direction {
             bytes_copied: 0,
             unflushed: false,
             reader_closed: false,
-            write_monitor: None,
+            blocked_write: None,
             gone: None,
         }
     }
@@ -405,8 +411,8 @@ impl Direction {
                             Poll::Ready(Ok(count)) if count > 0 => {
                                 self.bytes_copied += count as u64;
                                 self.unflushed = true;
-                                if let Some(write_monitor) = &mut self.write_monitor {
-                                    write_monitor.progressed();
+                                if let Some(blocked_write) = &mut self.blocked_write {
+                                    blocked_write.progressed();
                                 }
                                 coop.made_progress();
                             }
@@ -441,8 +447,8 @@ impl Direction {
                     let has_lost_bytes = flushed.is_pending();
                     if has_lost_bytes {
                         let sent = output.io().bytes_sent();
-                        let write_monitor = self.write_monitor.get_or_insert_with(Box::default);
-                        ready!(write_monitor.poll_flush_deadline(cx, sent));
+                        let blocked_write = self.blocked_write.get_or_insert_with(Box::default);
+                        ready!(blocked_write.poll_flush_deadline(cx, sent));
                     }
                     let error = std::mem::replace(error, io::ErrorKind::ConnectionReset.into());
                     self.phase = Phase::Done;
@@ -478,8 +484,8 @@ impl Direction {
             Poll::Ready(error) => error,
             Poll::Pending => {
                 let sent = output.io().bytes_sent();
-                let write_monitor = self.write_monitor.get_or_insert_with(Box::default);
-                ready!(write_monitor.poll(cx, input.io(), sent))
+                let blocked_write = self.blocked_write.get_or_insert_with(Box::default);
+                ready!(blocked_write.poll(cx, input.io(), sent))
             }
         };
         Poll::Ready(Err(Cut {
@@ -495,7 +501,7 @@ impl Direction {
         self.reader_closed = true;
         self.phase = Phase::Done;
         self.unsent = Unsent::empty();
-        self.write_monitor = None;
+        self.blocked_write = None;
         Poll::Ready(Ok(()))
     }
 }
@@ -506,7 +512,7 @@ pub const CUT_CHECK_INTERVAL: Duration = Duration::from_millis(500);
 
 /// Watches the input of a direction whose writes are blocked.
 #[derive(Default)]
-struct WriteMonitor {
+struct BlockedWrite {
     blocked_since: Option<Instant>,
     /// Bytes that the output had sent at the last poll.
     sent: u64,
@@ -518,7 +524,7 @@ struct WriteMonitor {
     check: Option<Pin<Box<Sleep>>>,
 }
 
-impl WriteMonitor {
+impl BlockedWrite {
     fn progressed(&mut self) {
         self.blocked_since = None;
     }
@@ -791,73 +797,6 @@ mod tests {
             let is_in_time = (expected.0..expected.0 + 20).contains(&waited);
             assert!(is_in_time, "{queued}, {takes}: {waited} ms");
             assert_eq!(cut.has_lost_bytes, expected.1, "{queued}, {takes}");
-        }
-    }
-
-    /// TLS over a socket: a flush hands what is queued to the socket as its reader takes it.
-    struct SlowFlush {
-        queued: u64,
-        /// Times at which the reader still takes a byte.
-        takes: u32,
-        sent: u64,
-        next: Pin<Box<Sleep>>,
-    }
-
-    impl SlowFlush {
-        const INTERVAL: Duration = Duration::from_millis(900);
-
-        fn new(queued: u64, takes: u32) -> Self {
-            Self {
-                queued,
-                takes,
-                sent: 0,
-                next: Box::pin(sleep_until(Instant::now() + Self::INTERVAL)),
-            }
-        }
-    }
-
-    impl PollCut for SlowFlush {
-        fn bytes_sent(&mut self) -> u64 {
-            self.sent
-        }
-    }
-
-    impl AsyncRead for SlowFlush {
-        fn poll_read(
-            self: Pin<&mut Self>,
-            _: &mut Context<'_>,
-            _: &mut ReadBuf<'_>,
-        ) -> Poll<io::Result<()>> {
-            Poll::Pending
-        }
-    }
-
-    impl AsyncWrite for SlowFlush {
-        fn poll_write(
-            self: Pin<&mut Self>,
-            _: &mut Context<'_>,
-            _: &[u8],
-        ) -> Poll<io::Result<usize>> {
-            Poll::Pending
-        }
-
-        fn poll_flush(mut self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<io::Result<()>> {
-            while self.queued > 0 {
-                if self.takes == 0 {
-                    return Poll::Pending;
-                }
-                ready!(self.next.as_mut().poll(cx));
-                let next = self.next.deadline() + Self::INTERVAL;
-                self.next.as_mut().reset(next);
-                self.takes -= 1;
-                self.queued -= 1;
-                self.sent += 1;
-            }
-            Poll::Ready(Ok(()))
-        }
-
-        fn poll_shutdown(self: Pin<&mut Self>, _: &mut Context<'_>) -> Poll<io::Result<()>> {
-            Poll::Pending
         }
     }
 

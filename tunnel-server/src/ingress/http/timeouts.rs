@@ -788,6 +788,7 @@ mod tests {
     use std::net::Ipv4Addr;
 
     use tunnel_process::conn_limiter::{ConnLimiter, ConnLimits};
+    use tunnel_proto::relay::SlowFlush;
 
     use super::*;
 
@@ -818,7 +819,7 @@ mod tests {
         }
     }
 
-    fn blocked_conn() -> (Arc<ConnTimeouts>, TimedStream<BlockedFlush>) {
+    fn blocked_conn() -> (Arc<ConnTimeouts>, TimedStream<SlowFlush>) {
         let timeout_config = TimeoutConfig {
             head: MINUTE,
             idle: MINUTE,
@@ -830,44 +831,15 @@ mod tests {
         let permit = limiter.acquire(Ipv4Addr::LOCALHOST.into()).unwrap();
         let head_limits = HeadLimits::of_connection(CONNECTION_HEAD_BYTES);
         let timeouts = ConnTimeouts::start(timeout_config, head_limits, Arc::new(permit));
-        let stream = TimedStream::new(BlockedFlush { sent: 0 }, timeouts.clone());
+        let stream = TimedStream::new(SlowFlush::new(u64::MAX, 0), timeouts.clone());
         (timeouts, stream)
     }
 
-    async fn flush_once(stream: &mut TimedStream<BlockedFlush>) {
+    async fn flush_once(stream: &mut TimedStream<SlowFlush>) {
         poll_fn(|cx| {
             assert!(Pin::new(&mut *stream).poll_flush(cx).is_pending());
             Poll::Ready(())
         })
         .await;
-    }
-
-    /// TLS that has more to flush than the socket accepts.
-    struct BlockedFlush {
-        sent: u64,
-    }
-
-    impl PollCut for BlockedFlush {
-        fn bytes_sent(&mut self) -> u64 {
-            self.sent
-        }
-    }
-
-    impl AsyncWrite for BlockedFlush {
-        fn poll_write(
-            self: Pin<&mut Self>,
-            _: &mut Context<'_>,
-            _: &[u8],
-        ) -> Poll<io::Result<usize>> {
-            Poll::Pending
-        }
-
-        fn poll_flush(self: Pin<&mut Self>, _: &mut Context<'_>) -> Poll<io::Result<()>> {
-            Poll::Pending
-        }
-
-        fn poll_shutdown(self: Pin<&mut Self>, _: &mut Context<'_>) -> Poll<io::Result<()>> {
-            Poll::Pending
-        }
     }
 }
