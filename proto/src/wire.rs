@@ -70,5 +70,5 @@ pub fn negotiate_version(min: u32, max: u32) -> Option<u32> {
 
 #[cfg(test)]
 mod bounds;
-#[cfg(test)]
-mod golden;
+#[cfg(any(test, feature = "test-util"))]
+pub mod golden;
