@@ -55,30 +55,32 @@ pub use unsupported::unsupported;
 pub(crate) use validity::with_dates;
 
 /// Returns the server's configuration for sessions over the transport of `alpn`. The server
-/// requires a client certificate that chains to `agent_roots` and has the agent role.
-///
-/// # Errors
-/// When the roots or the key cannot be used.
-pub fn session_server(
-    own: Arc<dyn ResolvesServerCert>,
-    agent_roots: Arc<RootCertStore>,
-    alpn: &[u8],
-) -> Result<Arc<ServerConfig>, Error> {
-    let never_revoked: RevocationCheck = Arc::new(|_peer| Ok(()));
-    session_server_with_trust(own, AgentTrust::new(agent_roots, never_revoked)?, alpn)
-}
-
-/// Returns a configuration like [`session_server`] does, with replaceable roots and a revocation
-/// check.
+/// requires a client certificate that chains to the roots of `trust`, has the agent role and is not
+/// revoked.
 ///
 /// # Errors
 /// When the provider cannot be used.
-pub fn session_server_with_trust(
+pub fn session_server(
     own: Arc<dyn ResolvesServerCert>,
     trust: Arc<AgentTrust>,
     alpn: &[u8],
 ) -> Result<Arc<ServerConfig>, Error> {
     server(own, ClientVerifier::new(trust), alpn)
+}
+
+/// Returns a configuration like [`session_server`] does, with roots that stay and without
+/// revocation.
+///
+/// # Errors
+/// When the roots or the key cannot be used.
+#[cfg(any(test, feature = "test-util"))]
+pub fn session_server_of_roots(
+    own: Arc<dyn ResolvesServerCert>,
+    agent_roots: Arc<RootCertStore>,
+    alpn: &[u8],
+) -> Result<Arc<ServerConfig>, Error> {
+    let never_revoked: RevocationCheck = Arc::new(|_peer| Ok(()));
+    session_server(own, AgentTrust::new(agent_roots, never_revoked)?, alpn)
 }
 
 /// Returns the server's configuration for enrollment: no client certificate, and the only ALPN id

@@ -98,6 +98,7 @@ impl ConnLimiter {
     }
 
     /// Returns the number of permits in use.
+    #[cfg(any(test, feature = "test-util"))]
     pub fn permits_in_use(&self) -> usize {
         self.source_table.lock().all
     }

@@ -81,7 +81,7 @@ fn servers_admit_only_servers_of_the_same_ca_to_each_other() {
 }
 
 fn session_server_of(ca: &TestCa) -> Arc<ServerConfig> {
-    session_server(ca.resolver(&Role::Server), ca.roots(), ALPN_SESSION).unwrap()
+    session_server_of_roots(ca.resolver(&Role::Server), ca.roots(), ALPN_SESSION).unwrap()
 }
 
 fn session_client_of(ca: &TestCa, key: Arc<CertifiedKey>) -> Arc<ClientConfig> {

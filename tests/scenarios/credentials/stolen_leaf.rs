@@ -70,7 +70,7 @@ impl Thief {
         let own = LocalCa::new(Arc::new(CaMaterial::generate(SystemTime::now())?))?;
         let roots = [env.ca().root(), own.root()];
         let trusted = tls::roots(roots.iter().cloned())?;
-        let tls = tls::session_server(Arc::new(stolen(env)?), trusted, ALPN_SESSION_TCP)?;
+        let tls = tls::session_server_of_roots(Arc::new(stolen(env)?), trusted, ALPN_SESSION_TCP)?;
         let listener = TcpListener::bind("127.0.0.1:0").await?;
         let address = listener.local_addr()?;
         let (acts, acted) = watch::channel(0);

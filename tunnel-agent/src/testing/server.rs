@@ -43,7 +43,8 @@ impl Server {
         let own = tls::certified_key(vec![leaf, ca.der().clone()], key).unwrap();
         let identity = Arc::new(SingleCertAndKey::from(own));
         let roots = tls::roots([ca.der().clone()]).unwrap();
-        let tls = |alpn| tls::session_server(identity.clone(), roots.clone(), alpn).unwrap();
+        let tls =
+            |alpn| tls::session_server_of_roots(identity.clone(), roots.clone(), alpn).unwrap();
         let settings = SessionSettings {
             stream_window: 2 << 20,
             streams: 64,

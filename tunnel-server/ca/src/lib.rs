@@ -184,11 +184,11 @@ impl LocalCa {
         self.material.load().spki_sha256
     }
 
-    /// Issues a certificate of generation 0 for an agent. The public key is taken from the request; the names in
-    /// the request are ignored.
+    /// Issues a certificate of generation 0 for a request that is not parsed, like [`Self::issue`].
     ///
     /// # Errors
     /// Returns an [`IssueError`].
+    #[cfg(any(test, feature = "test-util"))]
     pub fn issue_agent(
         &self,
         csr_der: &[u8],
@@ -197,8 +197,8 @@ impl LocalCa {
         self.issue(&AgentCsr::parse(csr_der)?, node, 0, SystemTime::now())
     }
 
-    /// Issues a certificate of a generation like [`Self::issue_agent`] for a request that is already
-    /// parsed.
+    /// Issues a certificate of a generation for an agent. The public key is taken from the request; the
+    /// names in the request are ignored.
     ///
     /// # Errors
     /// Returns an [`IssueError`].

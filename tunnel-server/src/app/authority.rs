@@ -236,7 +236,7 @@ impl AgentAuth {
     }
 
     pub(super) fn session_tls(&self, alpn: &[u8]) -> Result<Arc<ServerConfig>, rustls::Error> {
-        tls::session_server_with_trust(self.own.clone(), self.trust.clone(), alpn)
+        tls::session_server(self.own.clone(), self.trust.clone(), alpn)
     }
 }
 

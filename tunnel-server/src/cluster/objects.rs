@@ -283,32 +283,3 @@ pub const RIGHTS: &[Right] = &[
         purpose: "the client certificate for kubelets, with --target-cert-signer",
     },
 ];
-
-/// Returns the permissions as a table for the reference documentation.
-pub fn rights_table() -> String {
-    let mut table =
-        "| group | resource | objects | verbs | for |\n|---|---|---|---|---|\n".to_owned();
-    for right in RIGHTS {
-        let group = if right.group.is_empty() {
-            "core"
-        } else {
-            right.group
-        };
-        let objects = match right.scope {
-            Scope::Cluster => "all of the cluster".to_owned(),
-            Scope::Namespace => "any in the namespace".to_owned(),
-            Scope::TokensNamespace => {
-                "any in the namespace of the server with the suffix `-tokens`".to_owned()
-            }
-            Scope::Named(flag) => format!("the one of `{flag}`"),
-            Scope::AgentNamespaces => {
-                "any in the namespaces of `--agent-service-account`".to_owned()
-            }
-            Scope::Exactly(namespace, name) => format!("`{name}` in `{namespace}`"),
-        };
-        let (resource, verbs, purpose) = (right.resource, right.verbs.join(", "), right.purpose);
-        let row = format!("| {group} | {resource} | {objects} | {verbs} | {purpose} |\n");
-        table.push_str(&row);
-    }
-    table
-}

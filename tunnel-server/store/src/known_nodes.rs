@@ -148,6 +148,7 @@ impl KnownNodes {
     }
 
     /// Replaces the labels of a node, unless `labels` is empty.
+    #[cfg(any(test, feature = "test-util"))]
     pub fn record_labels(&self, node: &NodeName, labels: &Labels) {
         if labels.is_empty() {
             return;

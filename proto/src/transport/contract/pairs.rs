@@ -52,7 +52,8 @@ pub(super) async fn quic(windows: Windows) -> Pair {
 
     let ca = TestCa::new();
     let keys = QuicKeys::from_bytes(&[7; QuicKeys::LEN]);
-    let server = tls::session_server(ca.resolver(&Role::Server), ca.roots(), ALPN_SESSION).unwrap();
+    let server =
+        tls::session_server_of_roots(ca.resolver(&Role::Server), ca.roots(), ALPN_SESSION).unwrap();
     let any = ([127, 0, 0, 1], 0).into();
     let listener = QuicAcceptor::bind(any, server, &keys, settings(windows, None)).unwrap();
     let trust = tls::Trust::Roots(ca.roots());
@@ -75,7 +76,8 @@ pub(super) async fn h2(windows: Windows) -> Pair {
 
     let ca = TestCa::new();
     let server =
-        tls::session_server(ca.resolver(&Role::Server), ca.roots(), ALPN_SESSION_TCP).unwrap();
+        tls::session_server_of_roots(ca.resolver(&Role::Server), ca.roots(), ALPN_SESSION_TCP)
+            .unwrap();
     let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
     let trust = tls::Trust::Roots(ca.roots());
     let client = tls::session_client(ca.key(&agent()), trust, ALPN_SESSION_TCP).unwrap();

@@ -91,7 +91,8 @@ fn agent() -> Role {
 /// Returns our server's end and a raw agent that has sent nothing yet.
 async fn joined_by_agent() -> (Arc<dyn Session>, RawPeer) {
     let ca = TestCa::new();
-    let server = tls::session_server(ca.resolver(&Role::Server), ca.roots(), ALPN_SESSION_TCP);
+    let server =
+        tls::session_server_of_roots(ca.resolver(&Role::Server), ca.roots(), ALPN_SESSION_TCP);
     let trust = tls::Trust::Roots(ca.roots());
     let client = tls::session_client(ca.key(&agent()), trust, ALPN_SESSION_TCP).unwrap();
     let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
@@ -131,7 +132,8 @@ async fn with_raw_agent(windows: Windows) -> (Arc<dyn Session>, RawPeer) {
 /// Returns our agent's end, which is still dialing, and a raw server that has sent nothing yet.
 async fn joined_by_server(streams: u32) -> (Dialed, RawPeer) {
     let ca = TestCa::new();
-    let server = tls::session_server(ca.resolver(&Role::Server), ca.roots(), ALPN_SESSION_TCP);
+    let server =
+        tls::session_server_of_roots(ca.resolver(&Role::Server), ca.roots(), ALPN_SESSION_TCP);
     let trust = tls::Trust::Roots(ca.roots());
     let client = tls::session_client(ca.key(&agent()), trust, ALPN_SESSION_TCP).unwrap();
     let listener = TcpSocket::new_v4().unwrap();

@@ -42,7 +42,7 @@ fn dial_pair() -> (QuicAcceptor, QuicDialer, ServerAddr) {
         pool: BufferPool::new(64 << 20),
     };
     let ca = TestCa::new();
-    let server = tls::session_server(ca.resolver(&Role::Server), ca.roots(), ALPN_SESSION);
+    let server = tls::session_server_of_roots(ca.resolver(&Role::Server), ca.roots(), ALPN_SESSION);
     let keys = QuicKeys::from_bytes(&[7; QuicKeys::LEN]);
     let any = (Ipv4Addr::LOCALHOST, 0).into();
     let acceptor = QuicAcceptor::bind(any, server.unwrap(), &keys, settings.clone()).unwrap();

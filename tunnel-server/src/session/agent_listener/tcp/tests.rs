@@ -54,7 +54,8 @@ impl Listener {
         let own = ca.server_resolver(Box::new(|_| {}));
         let roots = tls::roots([ca.root().clone()]).unwrap();
         let entry = Arc::new(TcpHandler {
-            session_tls: tls::session_server(own.clone(), roots, ALPN_SESSION_TCP).unwrap(),
+            session_tls: tls::session_server_of_roots(own.clone(), roots, ALPN_SESSION_TCP)
+                .unwrap(),
             settings: settings(),
             enroll_tls: tls::enroll_server(own).unwrap(),
             enrollment: Enrollment {
