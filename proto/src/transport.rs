@@ -146,31 +146,15 @@ pub trait Session: Send + Sync + std::fmt::Debug + 'static {
     fn transport(&self) -> TransportKind;
 }
 
-/// The kind of a transport, as named in logs and metric labels.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
-pub enum TransportKind {
-    /// QUIC over UDP (RFC 9000).
-    Quic,
-    /// HTTP/2 over TLS over TCP (RFC 9113), for networks that block UDP.
-    H2,
-    /// In-process transport for tests.
-    Memory,
-}
-
-impl TransportKind {
-    /// Returns the name for logs and metric labels.
-    pub fn label(self) -> &'static str {
-        match self {
-            Self::Quic => "quic",
-            Self::H2 => "h2",
-            Self::Memory => "memory",
-        }
-    }
-}
-
-impl std::fmt::Display for TransportKind {
-    fn fmt(&self, formatter: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        formatter.write_str(self.label())
+tunnel_process::named! {
+    /// The kind of a transport, as named in logs and metric labels.
+    pub enum TransportKind: label, Display {
+        /// QUIC over UDP (RFC 9000).
+        Quic = "quic",
+        /// HTTP/2 over TLS over TCP (RFC 9113), for networks that block UDP.
+        H2 = "h2",
+        /// In-process transport for tests.
+        Memory = "memory",
     }
 }
 

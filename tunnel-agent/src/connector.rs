@@ -236,8 +236,8 @@ impl ConnectorSet {
     fn publish(&mut self) {
         self.statuses.set(self.plan.statuses());
         for state in SessionState::ALL {
-            let sessions = self.plan.sessions(*state);
-            self.context.metrics.set_sessions(*state, sessions);
+            let sessions = self.plan.sessions(state);
+            self.context.metrics.set_sessions(state, sessions);
         }
         if self.plan.is_ready() {
             self.readiness_block = None;

@@ -87,7 +87,7 @@ impl DryRunReport {
         status.decisions += 1;
         let Difference { in_force, dry_run } = difference?;
         metrics.dry_run_difference(dry_run.verdict);
-        let (operation, listener) = (facts.operation.name(), facts.listener);
+        let (operation, listener) = (facts.operation.label(), facts.listener);
         let what = format!("{operation} over {listener}: {in_force}, dry run {dry_run}");
         if status.add(&what, facts) {
             drop(report);

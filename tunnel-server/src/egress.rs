@@ -231,7 +231,7 @@ impl CloudEgress {
         self.metrics.limit(limit);
         Refusal {
             code: RefusalCode::TooManyStreams,
-            detail: format!("server's limits.{} is reached", limit.name()),
+            detail: format!("server's limits.{} is reached", limit.label()),
         }
     }
 }
@@ -351,7 +351,7 @@ impl RecordSinks for CloudStream<'_> {
         record.direction = Some("edge");
         record.session = Some(self.agent.id);
         if let Some(decided) = self.decided.get() {
-            record.operation = Some(Operation::Connect.name().into());
+            record.operation = Some(Operation::Connect.label().into());
             (record.rule, record.dry_run) = (decided.rule.clone(), decided.dry_run.clone());
         }
     }

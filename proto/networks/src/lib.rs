@@ -1,11 +1,15 @@
-//! Networks as operators write them, and addresses that no setting allows to dial for a caller. All
-//! functions are pure.
+//! Values of all crates: networks as operators write them, addresses that no setting allows to dial for a
+//! caller, and enums whose values have names. All functions are pure.
 
 use std::fmt;
 use std::net::{IpAddr, Ipv4Addr, Ipv6Addr};
 use std::str::FromStr;
 
 use ipnet::{IpNet, Ipv4Net, Ipv6Net};
+
+mod names;
+
+pub use names::none_of;
 
 /// A network: an address and the length of its prefix, as in `10.0.0.0/8`. A bare address is a
 /// network with one address.

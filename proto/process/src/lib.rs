@@ -40,6 +40,7 @@ pub mod wakeups;
 pub mod yaml;
 
 pub use tunnel_networks as networks;
+pub use tunnel_networks::named;
 
 /// Implements `Debug` for a type with these fields alone. The others have no `Debug`, are long, or are
 /// secrets.

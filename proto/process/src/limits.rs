@@ -39,27 +39,10 @@ macro_rules! limits {
         pub const LIMITS: &[(&str, &str, &str)] =
             &[$(($name, $default, concat!($($doc),+ $(, " ", $crate::live_note!($live))?)),)+];
 
-        /// A limit whose effect the metric `limits_reached_total` counts.
-        #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
-        pub enum Limit { $($(#[doc = $name] $counted,)?)+ }
-
-        impl Limit {
-            /// Every counted limit, in the order of the declaration.
-            pub const ALL: &[Self] = &[$($(Self::$counted,)?)+];
-
-            /// Returns the name of the entry in `limits:`.
-            pub fn name(self) -> &'static str {
-                match self { $($(Self::$counted => $name,)?)+ }
-            }
-        }
-
-        impl prometheus_client::encoding::EncodeLabelValue for Limit {
-            fn encode(
-                &self,
-                encoder: &mut prometheus_client::encoding::LabelValueEncoder<'_>,
-            ) -> std::fmt::Result {
-                self.name().encode(encoder)
-            }
+        $crate::label_values! {
+            /// A limit whose effect the metric `limits_reached_total` counts. Its name is that of the
+            /// entry in `limits:`.
+            pub enum Limit { $($(#[doc = $name] $counted = $name,)?)+ }
         }
 
         impl Limits {

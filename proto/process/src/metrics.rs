@@ -70,22 +70,21 @@ macro_rules! label_sets {
     )+ };
 }
 
-/// Declares the values of a label once, as an enum. An entry has its variant and its text.
+/// Declares the values of a label once, as an enum: [`named!`](crate::named) with `ALL` and `label`, and
+/// with further items behind the name of the enum.
 #[macro_export]
 macro_rules! label_values {
     (
         $(#[$attribute:meta])*
-        $visibility:vis enum $name:ident {
+        $visibility:vis enum $name:ident $(: $($item:ident),+)? {
             $($(#[$variant_attribute:meta])* $variant:ident = $text:literal,)+
         }
     ) => {
-        $(#[$attribute])*
-        #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
-        $visibility enum $name { $($(#[$variant_attribute])* $variant,)+ }
-
-        impl $name {
-            /// Every value, in the order of the declaration.
-            $visibility const ALL: &'static [Self] = &[$(Self::$variant,)+];
+        $crate::named! {
+            $(#[$attribute])*
+            $visibility enum $name: ALL, label $($(, $item)+)? {
+                $($(#[$variant_attribute])* $variant = $text,)+
+            }
         }
 
         impl prometheus_client::encoding::EncodeLabelValue for $name {
@@ -93,8 +92,7 @@ macro_rules! label_values {
                 &self,
                 encoder: &mut prometheus_client::encoding::LabelValueEncoder<'_>,
             ) -> Result<(), std::fmt::Error> {
-                let text = match self { $(Self::$variant => $text,)+ };
-                prometheus_client::encoding::EncodeLabelValue::encode(&text, encoder)
+                prometheus_client::encoding::EncodeLabelValue::encode(&self.label(), encoder)
             }
         }
     };

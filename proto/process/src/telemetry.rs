@@ -3,7 +3,6 @@
 
 use std::borrow::Cow;
 use std::io::{self, IsTerminal, Write as _};
-use std::str::FromStr;
 use std::sync::{Arc, OnceLock, mpsc};
 
 use tracing::level_filters::LevelFilter;
@@ -51,13 +50,14 @@ use sanitize::{MakeLineWriter, Sanitizer};
 pub use source_budget::{LineForm, SourceBudget};
 pub use stream_lines::{StreamLines, StreamStage};
 
-/// The format of log lines.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum LogFormat {
-    /// Human-readable text, one line per event.
-    Text,
-    /// One JSON object per line.
-    Json,
+crate::named! {
+    /// The format of log lines.
+    pub enum LogFormat: FromStr {
+        /// Human-readable text, one line per event.
+        Text = "text",
+        /// One JSON object per line.
+        Json = "json",
+    }
 }
 
 impl LogFormat {
@@ -67,20 +67,6 @@ impl LogFormat {
             Self::Text
         } else {
             Self::Json
-        }
-    }
-}
-
-impl FromStr for LogFormat {
-    type Err = String;
-
-    fn from_str(text: &str) -> Result<Self, String> {
-        match text {
-            "text" => Ok(Self::Text),
-            "json" => Ok(Self::Json),
-            other => Err(format!(
-                "log format {other:?} is neither \"text\" nor \"json\""
-            )),
         }
     }
 }

@@ -1,6 +1,5 @@
 //! Session settings that are independent of the transport.
 
-use std::str::FromStr;
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -28,25 +27,15 @@ pub struct SessionSettings {
     pub pool: Arc<BufferPool>,
 }
 
-/// The congestion control algorithm of QUIC.
-#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
-pub enum CongestionControl {
-    /// CUBIC (RFC 9438). Treats every loss as congestion.
-    Cubic,
-    /// BBR as implemented in quinn. Measures the path's rate, so random loss costs little
-    /// throughput.
-    #[default]
-    Bbr,
-}
-
-impl FromStr for CongestionControl {
-    type Err = String;
-
-    fn from_str(text: &str) -> Result<Self, String> {
-        match text {
-            "cubic" => Ok(Self::Cubic),
-            "bbr" => Ok(Self::Bbr),
-            other => Err(format!("{other:?} is neither cubic nor bbr")),
-        }
+tunnel_process::named! {
+    /// The congestion control algorithm of QUIC.
+    #[derive(Default)]
+    pub enum CongestionControl: FromStr {
+        /// CUBIC (RFC 9438). Treats every loss as congestion.
+        Cubic = "cubic",
+        /// BBR as implemented in quinn. Measures the path's rate, so random loss costs little
+        /// throughput.
+        #[default]
+        Bbr = "bbr",
     }
 }

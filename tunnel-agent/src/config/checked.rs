@@ -3,7 +3,6 @@
 
 use std::net::SocketAddr;
 use std::path::{Path, PathBuf};
-use std::str::FromStr;
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -78,15 +77,16 @@ pub struct Config {
     pub raw: RawSettings<RawConfig>,
 }
 
-/// The transports that sessions may use.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum TransportChoice {
-    /// QUIC if it gets through, else h2.
-    Auto,
-    /// QUIC only; no proxy can carry QUIC.
-    Quic,
-    /// HTTP/2 over TCP only.
-    H2,
+tunnel_process::named! {
+    /// The transports that sessions may use.
+    pub enum TransportChoice: FromStr {
+        /// QUIC if it gets through, else h2.
+        Auto = "auto",
+        /// QUIC only; no proxy can carry QUIC.
+        Quic = "quic",
+        /// HTTP/2 over TCP only.
+        H2 = "h2",
+    }
 }
 
 impl TransportChoice {
@@ -380,19 +380,6 @@ fn level(text: &str) -> Result<LevelFilter, String> {
         other => Err(format!(
             "{other:?} is none of error, warn, info, debug, trace"
         )),
-    }
-}
-
-impl FromStr for TransportChoice {
-    type Err = String;
-
-    fn from_str(text: &str) -> Result<Self, String> {
-        match text {
-            "auto" => Ok(Self::Auto),
-            "quic" => Ok(Self::Quic),
-            "h2" => Ok(Self::H2),
-            other => Err(format!("{other:?} is none of auto, quic, h2")),
-        }
     }
 }
 

@@ -7,72 +7,53 @@ use http::{Method, Request};
 
 use crate::decision::may_be_upgrade;
 
-/// Declares the operations: variant, name, and what it is.
-macro_rules! operations {
-    ($($(#[$doc:meta])* $variant:ident $name:literal,)+) => {
-        /// What a caller wants to do at a target. The first segment of the path decides at a kubelet, as in
-        /// the kubelet's own authorization (Kubernetes `pkg/kubelet/server/auth.go`); the method does
-        /// elsewhere.
-        #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
-        pub enum Operation {
-            $($(#[$doc])* $variant,)+
-        }
-
-        impl Operation {
-            /// All operations, in the order of the documentation.
-            pub const ALL: &[Self] = &[$(Self::$variant,)+];
-
-            /// Returns the name in rules, logs and stream headers.
-            pub fn name(self) -> &'static str {
-                match self {
-                    $(Self::$variant => $name,)+
-                }
-            }
-        }
-    };
-}
-
-operations! {
-    /// `/metrics` and what is below it.
-    Metrics "metrics",
-    /// `/stats`.
-    Stats "stats",
-    /// `/healthz`.
-    Healthz "healthz",
-    /// `/pods` and `/runningpods`, which have the specifications of pods.
-    Pods "pods",
-    /// `/configz`.
-    Configz "configz",
-    /// `/containerLogs`.
-    ContainerLogs "containerlogs",
-    /// `/logs`: files of the node's `/var/log`.
-    NodeLogs "nodelogs",
-    /// `/exec`.
-    Exec "exec",
-    /// `/attach`.
-    Attach "attach",
-    /// `/portForward`.
-    PortForward "portforward",
-    /// `/run`.
-    Run "run",
-    /// `/checkpoint`.
-    Checkpoint "checkpoint",
-    /// `/statusz`.
-    Statusz "statusz",
-    /// `/flagz`.
-    Flagz "flagz",
-    /// `/debug`: profiles, and the log level.
-    Debug "debug",
-    /// A path of the kubelet's port that the kubelet does not have.
-    Unknown "unknown",
-    /// GET or HEAD without Upgrade, at a port that is not a kubelet's.
-    Read "read",
-    /// Another method without Upgrade, at such a port.
-    Write "write",
-    /// A request for another protocol, except for exec, attach and port-forward.
-    Upgrade "upgrade",
-    /// Bytes that the server does not read: CONNECT and TCP services.
-    Connect "connect",
+tunnel_networks::named! {
+    /// What a caller wants to do at a target. The first segment of the path decides at a kubelet, as in
+    /// the kubelet's own authorization (Kubernetes `pkg/kubelet/server/auth.go`); the method does
+    /// elsewhere. The names are those of rules, logs and stream headers, in the order of the documentation.
+    #[derive(PartialOrd, Ord)]
+    pub enum Operation: ALL, label, Display {
+        /// `/metrics` and what is below it.
+        Metrics = "metrics",
+        /// `/stats`.
+        Stats = "stats",
+        /// `/healthz`.
+        Healthz = "healthz",
+        /// `/pods` and `/runningpods`, which have the specifications of pods.
+        Pods = "pods",
+        /// `/configz`.
+        Configz = "configz",
+        /// `/containerLogs`.
+        ContainerLogs = "containerlogs",
+        /// `/logs`: files of the node's `/var/log`.
+        NodeLogs = "nodelogs",
+        /// `/exec`.
+        Exec = "exec",
+        /// `/attach`.
+        Attach = "attach",
+        /// `/portForward`.
+        PortForward = "portforward",
+        /// `/run`.
+        Run = "run",
+        /// `/checkpoint`.
+        Checkpoint = "checkpoint",
+        /// `/statusz`.
+        Statusz = "statusz",
+        /// `/flagz`.
+        Flagz = "flagz",
+        /// `/debug`: profiles, and the log level.
+        Debug = "debug",
+        /// A path of the kubelet's port that the kubelet does not have.
+        Unknown = "unknown",
+        /// GET or HEAD without Upgrade, at a port that is not a kubelet's.
+        Read = "read",
+        /// Another method without Upgrade, at such a port.
+        Write = "write",
+        /// A request for another protocol, except for exec, attach and port-forward.
+        Upgrade = "upgrade",
+        /// Bytes that the server does not read: CONNECT and TCP services.
+        Connect = "connect",
+    }
 }
 
 /// A set of operations.
@@ -265,15 +246,9 @@ impl Operation {
     }
 }
 
-impl fmt::Display for Operation {
-    fn fmt(&self, formatter: &mut fmt::Formatter<'_>) -> fmt::Result {
-        formatter.write_str(self.name())
-    }
-}
-
 /// A name is neither an operation nor a group.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
-#[error("is no operation; there are shell, observe, {}", names(Operation::ALL))]
+#[error("is no operation; there are shell, observe, {}", names(&Operation::ALL))]
 pub struct UnknownOperation;
 
 impl FromStr for OperationSet {
@@ -287,7 +262,7 @@ impl FromStr for OperationSet {
             _ => {}
         }
         let mut all = Operation::ALL.iter();
-        let found = all.find(|operation| operation.name() == name);
+        let found = all.find(|operation| operation.label() == name);
         found
             .map(|operation| Self::of(&[*operation]))
             .ok_or(UnknownOperation)
@@ -343,7 +318,7 @@ impl OperationSet {
 
 impl fmt::Display for OperationSet {
     fn fmt(&self, formatter: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let all = Operation::ALL.iter().copied();
+        let all = Operation::ALL.into_iter();
         let contained: Vec<_> = all.filter(|operation| self.contains(*operation)).collect();
         formatter.write_str(&names(&contained))
     }
@@ -352,7 +327,7 @@ impl fmt::Display for OperationSet {
 fn names(operations: &[Operation]) -> String {
     let names: Vec<_> = operations
         .iter()
-        .map(|operation| operation.name())
+        .map(|operation| operation.label())
         .collect();
     names.join(", ")
 }

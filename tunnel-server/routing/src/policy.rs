@@ -25,7 +25,7 @@ mod shared;
 pub use caller::{CallerIdentity, CallerIdentityError, UnreadToken};
 pub use defaults::DefaultPorts;
 pub use dry_run::{Decided, Difference, Rules};
-pub use listener::{Listener, ListenerError, ListenerSet};
+pub use listener::{Listener, ListenerSet};
 pub use ports::{KUBELET_PORTS, PortEntry, PortLists, PortSettings, TargetClass, TargetClassError};
 pub use shared::{DelegationPolicy, Policy, SharedPolicy};
 

@@ -11,45 +11,29 @@ use tunnel_process::errors::causes;
 
 use super::objects::{Object, creation};
 
-/// Kinds of failures, as labels of metrics.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(super) enum ApiErrorKind {
-    /// Another client changed or created the object first.
-    Conflict,
-    /// Status 401: the API server does not know who this server is.
-    Unauthorized,
-    /// Status 403: the API server does not permit the request.
-    Forbidden,
-    /// Status 404: the object does not exist.
-    NotFound,
-    /// Status 429: the API server asks for fewer requests.
-    Throttled,
-    /// The resource version of a watch is too old. The client must list all objects again.
-    Expired,
-    /// Status 413 or 422: the API server rejects the written object.
-    Invalid,
-    /// The API server did not answer in time.
-    Timeout,
-    /// The Lease was lost before the write.
-    Deposed,
-    /// The connection failed, or the answer is a 5xx or not valid.
-    Unavailable,
-}
-
-impl ApiErrorKind {
-    pub(super) fn label(self) -> &'static str {
-        match self {
-            Self::Conflict => "conflict",
-            Self::Unauthorized => "unauthorized",
-            Self::Forbidden => "forbidden",
-            Self::NotFound => "not_found",
-            Self::Throttled => "throttled",
-            Self::Expired => "expired",
-            Self::Invalid => "invalid",
-            Self::Timeout => "timeout",
-            Self::Deposed => "deposed",
-            Self::Unavailable => "unavailable",
-        }
+tunnel_process::named! {
+    /// Kinds of failures, as labels of metrics.
+    pub(super) enum ApiErrorKind: label {
+        /// Another client changed or created the object first.
+        Conflict = "conflict",
+        /// Status 401: the API server does not know who this server is.
+        Unauthorized = "unauthorized",
+        /// Status 403: the API server does not permit the request.
+        Forbidden = "forbidden",
+        /// Status 404: the object does not exist.
+        NotFound = "not_found",
+        /// Status 429: the API server asks for fewer requests.
+        Throttled = "throttled",
+        /// The resource version of a watch is too old. The client must list all objects again.
+        Expired = "expired",
+        /// Status 413 or 422: the API server rejects the written object.
+        Invalid = "invalid",
+        /// The API server did not answer in time.
+        Timeout = "timeout",
+        /// The Lease was lost before the write.
+        Deposed = "deposed",
+        /// The connection failed, or the answer is a 5xx or not valid.
+        Unavailable = "unavailable",
     }
 }
 

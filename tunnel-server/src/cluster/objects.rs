@@ -64,45 +64,29 @@ pub fn join_token_name(id: &str) -> String {
 /// the name prefix of the CertificateSigningRequests.
 pub const KUBELET_CLIENT_NAME: &str = "culvert-tunnel-server";
 
-/// An object that the server reads or writes.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(super) enum Object {
-    Nodes,
-    Records,
-    Ports,
-    Service,
-    Lease,
-    Events,
-    KubeletClientCa,
-    Ca,
-    /// The ConfigMap of the CA certificates.
-    CaBundle,
-    /// The Secrets of the join tokens.
-    Tokens,
-    /// The Secret with the orders about nodes.
-    Revocations,
-    /// The EndpointSlices of the servers' headless Service.
-    Peers,
+tunnel_process::named! {
+    /// An object that the server reads or writes.
+    pub(super) enum Object: label {
+        Nodes = "nodes",
+        Records = "records",
+        Ports = "ports",
+        Service = "service",
+        Lease = "lease",
+        Events = "events",
+        KubeletClientCa = "kubelet_client_ca",
+        Ca = "ca",
+        /// The ConfigMap of the CA certificates.
+        CaBundle = "ca_certificates",
+        /// The Secrets of the join tokens.
+        Tokens = "tokens",
+        /// The Secret with the orders about nodes.
+        Revocations = "revocations",
+        /// The EndpointSlices of the servers' headless Service.
+        Peers = "peers",
+    }
 }
 
 impl Object {
-    pub(super) fn label(self) -> &'static str {
-        match self {
-            Self::Nodes => "nodes",
-            Self::Records => "records",
-            Self::Ports => "ports",
-            Self::Service => "service",
-            Self::Lease => "lease",
-            Self::Events => "events",
-            Self::KubeletClientCa => "kubelet_client_ca",
-            Self::Ca => "ca",
-            Self::CaBundle => "ca_certificates",
-            Self::Tokens => "tokens",
-            Self::Revocations => "revocations",
-            Self::Peers => "peers",
-        }
-    }
-
     pub(super) fn kind(self) -> &'static str {
         match self {
             Self::Nodes => "Node",

@@ -1,15 +1,15 @@
 //! The switch of the metrics that have a series for each node.
 
-use std::str::FromStr;
-
-/// When metrics have a series for each node.
-#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
-pub enum PerNodeMetrics {
-    /// While there are at most 2,000 nodes.
-    #[default]
-    Auto,
-    On,
-    Off,
+tunnel_process::named! {
+    /// When metrics have a series for each node.
+    #[derive(Default)]
+    pub enum PerNodeMetrics: FromStr {
+        /// While there are at most 2,000 nodes.
+        #[default]
+        Auto = "auto",
+        On = "on",
+        Off = "off",
+    }
 }
 
 impl PerNodeMetrics {
@@ -19,19 +19,6 @@ impl PerNodeMetrics {
             Self::Auto => nodes <= AUTO_MAX,
             Self::On => true,
             Self::Off => false,
-        }
-    }
-}
-
-impl FromStr for PerNodeMetrics {
-    type Err = String;
-
-    fn from_str(text: &str) -> Result<Self, String> {
-        match text {
-            "auto" => Ok(Self::Auto),
-            "on" => Ok(Self::On),
-            "off" => Ok(Self::Off),
-            other => Err(format!("{other:?} is none of auto, on and off")),
         }
     }
 }

@@ -173,7 +173,7 @@ fn callers(
         if !is_name(name) {
             errors.add(&setting, NAME_RULE);
         }
-        if CallerClass::ALL.iter().any(|class| class.name() == name) {
+        if CallerClass::ALL.iter().any(|class| class.label() == name) {
             errors.add(
                 &setting,
                 "is the name of a class of callers that always exists",
@@ -440,7 +440,7 @@ fn is_object_name(text: &str) -> bool {
 }
 
 fn class_names() -> String {
-    let names = CallerClass::ALL.map(CallerClass::name);
+    let names = CallerClass::ALL.map(CallerClass::label);
     names.join(", ")
 }
 

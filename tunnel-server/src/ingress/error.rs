@@ -47,7 +47,7 @@ impl ProxyError {
     /// text.
     pub fn with_limit(self, limit: Limit) -> Self {
         Self {
-            text: format!("{} (limits.{})", self.text, limit.name()),
+            text: format!("{} (limits.{})", self.text, limit.label()),
             limit: Some(limit),
             ..self
         }

@@ -465,7 +465,7 @@ impl HttpConn {
             TimeoutKind::Idle => Limit::CallerIdleTimeout,
         };
         self.ingress.metrics.limit(limit);
-        debug!(peer = %self.caller.addr, limit = limit.name(), "caller connection timed out");
+        debug!(peer = %self.caller.addr, limit = limit.label(), "caller connection timed out");
     }
 
     /// Ends a connection whose large head is not served.

@@ -153,7 +153,7 @@ impl RequestRecord {
     /// Records what the caller asked to do, and the rule that decided.
     pub fn decided(&mut self, operation: Operation, rule: Option<&Arc<str>>) {
         let mut record = self.0.lock();
-        record.operation = Some(operation.name().into());
+        record.operation = Some(operation.label().into());
         record.rule = rule.cloned();
     }
 

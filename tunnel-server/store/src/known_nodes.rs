@@ -71,26 +71,17 @@ impl KnownNode {
     }
 }
 
-/// The credential by which an agent proved its node when it enrolled.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
-#[serde(rename_all = "camelCase")]
-pub enum EnrollmentKind {
-    /// Join token of this server or of another one.
-    JoinToken,
-    /// ServiceAccount token of a Pod on the node.
-    ServiceAccount,
-    /// Client certificate of the node's kubelet, which the agent uses instead of its own.
-    Kubelet,
-}
-
-impl EnrollmentKind {
-    /// Returns the name for tables.
-    pub fn label(self) -> &'static str {
-        match self {
-            Self::JoinToken => "join token",
-            Self::ServiceAccount => "service account",
-            Self::Kubelet => "kubelet",
-        }
+tunnel_process::named! {
+    /// The credential by which an agent proved its node when it enrolled, with its name for tables.
+    #[derive(Serialize, Deserialize)]
+    #[serde(rename_all = "camelCase")]
+    pub enum EnrollmentKind: label {
+        /// Join token of this server or of another one.
+        JoinToken = "join token",
+        /// ServiceAccount token of a Pod on the node.
+        ServiceAccount = "service account",
+        /// Client certificate of the node's kubelet, which the agent uses instead of its own.
+        Kubelet = "kubelet",
     }
 }
 

@@ -284,7 +284,7 @@ impl StateStore {
         let finding = format!(
             "{}: a later version wrote values that this one cannot read, and that stay as they are: {} {keys}",
             self.0.name,
-            table.name()
+            table.label()
         );
         state.find(finding);
     }
@@ -313,7 +313,7 @@ impl StateStore {
             "{}: {count} values of {} could not be read and were set aside, among them {problem}; 'tunnel-server data dump' \
              prints them",
             self.0.name,
-            table.name()
+            table.label()
         );
         self.0.shared.state.lock().find(finding);
         self.copy_aside(table, &damaged);
@@ -328,7 +328,7 @@ impl StateStore {
     /// Vital rows that replace the values later are written after the copies, or with them.
     pub fn copy_aside(&self, table: Table, values: &[UnreadableValue]) {
         let copies = values.iter().map(|value| {
-            let key = format!("{}/{}", table.name(), value.key);
+            let key = format!("{}/{}", table.label(), value.key);
             RowChange::upsert(&key, &String::from_utf8_lossy(&value.content))
         });
         self.change(Table::Damaged, copies.collect());
@@ -382,7 +382,7 @@ impl StateStore {
         let problem = format!(
             "{} of {} is damaged: {}; {REPAIR}",
             value.key,
-            table.name(),
+            table.label(),
             value.problem
         );
         self.error(&problem)

@@ -13,30 +13,17 @@ use super::line_file::LineFile;
 use super::output::LogOutput;
 use crate::settings::ConfigErrors;
 
-/// The requests and streams that have a line in the access log.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
-pub enum AccessLogMode {
-    /// No stream is recorded.
-    Off,
-    /// Streams whose code is not `ok` are recorded.
-    Errors,
-    /// Every stream is recorded.
-    #[default]
-    All,
-}
-
-impl FromStr for AccessLogMode {
-    type Err = String;
-
-    fn from_str(text: &str) -> Result<Self, String> {
-        match text {
-            "off" => Ok(Self::Off),
-            "errors" => Ok(Self::Errors),
-            "all" => Ok(Self::All),
-            other => Err(format!(
-                "access log {other:?} is none of \"off\", \"errors\" and \"all\""
-            )),
-        }
+crate::named! {
+    /// The requests and streams that have a line in the access log.
+    #[derive(Default)]
+    pub enum AccessLogMode: FromStr {
+        /// No stream is recorded.
+        Off = "off",
+        /// Streams whose code is not `ok` are recorded.
+        Errors = "errors",
+        /// Every stream is recorded.
+        #[default]
+        All = "all",
     }
 }
 

@@ -54,7 +54,7 @@ fn every_spelling_is_read_as_by_the_router_of_the_kubelet_or_refused() {
                     if is_flagz {
                         "configz"
                     } else {
-                        operation.name()
+                        operation.label()
                     },
                     handler,
                     "{line}"
@@ -160,8 +160,8 @@ fn bytes_may_be_the_operations_of_their_port_an_upgrade_and_bytes() {
 #[test]
 fn names_and_groups_are_parsed_and_unknown_ones_are_named() {
     for operation in Operation::ALL {
-        let parsed: OperationSet = operation.name().parse().unwrap();
-        assert_eq!(parsed, OperationSet::of(&[*operation]));
+        let parsed: OperationSet = operation.label().parse().unwrap();
+        assert_eq!(parsed, OperationSet::of(&[operation]));
     }
     assert_eq!("shell".parse(), Ok(OperationSet::SHELL));
     let error = "logs".parse::<OperationSet>().unwrap_err().to_string();

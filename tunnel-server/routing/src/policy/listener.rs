@@ -1,79 +1,38 @@
 //! The kinds of listeners, as rules and the table of ports name them.
 
 use std::fmt;
-use std::str::FromStr;
 
 use crate::destination::Scheme;
 
-/// A kind of listener on which a caller asks for a destination.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Listener {
-    /// The HTTP listener, and the extra ports with plain HTTP targets.
-    Http,
-    /// The HTTPS listener, and the extra ports with https targets.
-    Https,
-    /// The CONNECT listener over TCP.
-    Connect,
-    /// The CONNECT listener on a Unix socket.
-    Unix,
-    /// TCP services.
-    Service,
-    /// The port of the agents, for targets of the cloud.
-    Agent,
+tunnel_networks::named! {
+    /// A kind of listener on which a caller asks for a destination, in the order in which they are shown.
+    pub enum Listener: ALL, Display, FromStr {
+        /// The HTTP listener, and the extra ports with plain HTTP targets.
+        Http = "http",
+        /// The HTTPS listener, and the extra ports with https targets.
+        Https = "https",
+        /// The CONNECT listener over TCP.
+        Connect = "connect",
+        /// The CONNECT listener on a Unix socket.
+        Unix = "unix",
+        /// TCP services.
+        Service = "service",
+        /// The port of the agents, for targets of the cloud.
+        Agent = "agent",
+    }
 }
-
-/// Reason why a text is not the name of a listener.
-#[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
-#[error("{0:?} is not a listener; use http, https, connect, unix, service or agent")]
-pub struct ListenerError(String);
 
 /// A set of listeners.
 #[derive(Clone, Copy, Default, PartialEq, Eq)]
 pub struct ListenerSet(u8);
 
 impl Listener {
-    /// All kinds, in the order in which they are shown.
-    pub const ALL: [Self; 6] = [
-        Self::Http,
-        Self::Https,
-        Self::Connect,
-        Self::Unix,
-        Self::Service,
-        Self::Agent,
-    ];
-
     /// Returns the listener as a port names it.
     pub(super) fn of_port(self) -> Self {
         match self {
             Self::Unix => Self::Connect,
             Self::Http | Self::Https | Self::Connect | Self::Service | Self::Agent => self,
         }
-    }
-
-    fn name(self) -> &'static str {
-        match self {
-            Self::Http => "http",
-            Self::Https => "https",
-            Self::Connect => "connect",
-            Self::Unix => "unix",
-            Self::Service => "service",
-            Self::Agent => "agent",
-        }
-    }
-}
-
-impl fmt::Display for Listener {
-    fn fmt(&self, formatter: &mut fmt::Formatter<'_>) -> fmt::Result {
-        formatter.write_str(self.name())
-    }
-}
-
-impl FromStr for Listener {
-    type Err = ListenerError;
-
-    fn from_str(text: &str) -> Result<Self, ListenerError> {
-        let known = Self::ALL.into_iter().find(|known| known.name() == text);
-        known.ok_or_else(|| ListenerError(text.to_owned()))
     }
 }
 

@@ -96,17 +96,18 @@ pub struct RulePorts {
     pub has_kubelet: bool,
 }
 
-/// The kind of a destination.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum DestinationKind {
-    /// A port of a node, which the caller names.
-    Node,
-    /// The target of a TCP service.
-    Service,
-    /// A target that the server dials without an agent.
-    Direct,
-    /// A target of the cloud, which an agent names.
-    Target,
+tunnel_networks::named! {
+    /// The kind of a destination.
+    pub enum DestinationKind: ALL, label {
+        /// A port of a node, which the caller names.
+        Node = "node",
+        /// The target of a TCP service.
+        Service = "service",
+        /// A target that the server dials without an agent.
+        Direct = "direct",
+        /// A target of the cloud, which an agent names.
+        Target = "target",
+    }
 }
 
 /// What is known of an access when it is decided.
@@ -155,24 +156,12 @@ pub struct Decision<'a> {
     pub rule: Option<&'a Rule>,
 }
 
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Verdict {
-    Allow,
-    Deny,
-    /// Allow if the authorization of the cluster does.
-    AskCluster,
-}
-
-impl Verdict {
-    pub const ALL: [Self; 3] = [Self::Allow, Self::Deny, Self::AskCluster];
-
-    /// Returns the word for metrics.
-    pub fn label(self) -> &'static str {
-        match self {
-            Self::Allow => "allow",
-            Self::Deny => "deny",
-            Self::AskCluster => "ask_cluster",
-        }
+tunnel_networks::named! {
+    pub enum Verdict: ALL, label {
+        Allow = "allow",
+        Deny = "deny",
+        /// Allow if the authorization of the cluster does.
+        AskCluster = "ask_cluster",
     }
 }
 
@@ -257,7 +246,7 @@ impl RuleTable {
     /// Returns the set with the caller of this name, which is a class or one of the named callers.
     pub fn caller(&self, name: &str) -> Option<CallerSet> {
         let mut classes = CallerClass::ALL.into_iter();
-        let class = classes.find(|class| class.name() == name);
+        let class = classes.find(|class| class.label() == name);
         let named = || {
             let mut callers = self.callers.iter().take(CALLERS_MAX);
             callers.position(|caller| &*caller.name == name)
@@ -293,7 +282,7 @@ impl RuleTable {
     }
 
     fn caller_names(&self, set: CallerSet) -> String {
-        let classes = CallerClass::ALL.iter().map(|class| class.name());
+        let classes = CallerClass::ALL.iter().map(|class| class.label());
         let names = classes.chain(self.callers.iter().map(|caller| &*caller.name));
         let names = names.enumerate().filter(|(bit, _)| set.has(*bit));
         names.map(|(_, name)| name).collect::<Vec<_>>().join(", ")
@@ -457,44 +446,25 @@ impl fmt::Display for RulePorts {
     }
 }
 
-/// Callers that have a name without a line in `callers:`.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum CallerClass {
-    /// Without an identity.
-    Anonymous,
-    /// With an identity that this server, or the cluster, has checked.
-    Authenticated,
-    /// With client-certificate delegation.
-    Delegation,
-    /// With a bearer token that passes on to the target unread.
-    Token,
-    /// With a client certificate.
-    Certificate,
-    /// The agent of a node.
-    Agent,
+tunnel_networks::named! {
+    /// Callers that have a name without a line in `callers:`.
+    pub enum CallerClass: ALL, label {
+        /// Without an identity.
+        Anonymous = "anonymous",
+        /// With an identity that this server, or the cluster, has checked.
+        Authenticated = "authenticated",
+        /// With client-certificate delegation.
+        Delegation = "delegation",
+        /// With a bearer token that passes on to the target unread.
+        Token = "token",
+        /// With a client certificate.
+        Certificate = "certificate",
+        /// The agent of a node.
+        Agent = "agent",
+    }
 }
 
 impl CallerClass {
-    pub const ALL: [Self; 6] = [
-        Self::Anonymous,
-        Self::Authenticated,
-        Self::Delegation,
-        Self::Token,
-        Self::Certificate,
-        Self::Agent,
-    ];
-
-    pub fn name(self) -> &'static str {
-        match self {
-            Self::Anonymous => "anonymous",
-            Self::Authenticated => "authenticated",
-            Self::Delegation => "delegation",
-            Self::Token => "token",
-            Self::Certificate => "certificate",
-            Self::Agent => "agent",
-        }
-    }
-
     const fn bit(self) -> usize {
         self as usize
     }
@@ -534,24 +504,11 @@ impl CallerSet {
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub struct DestinationSet(u8);
 
-impl DestinationKind {
-    const ALL: [Self; 4] = [Self::Node, Self::Service, Self::Direct, Self::Target];
-
-    pub fn name(self) -> &'static str {
-        match self {
-            Self::Node => "node",
-            Self::Service => "service",
-            Self::Direct => "direct",
-            Self::Target => "target",
-        }
-    }
-}
-
 impl FromStr for DestinationKind {
     type Err = String;
 
     fn from_str(name: &str) -> Result<Self, String> {
-        let found = Self::ALL.into_iter().find(|kind| kind.name() == name);
+        let found = Self::ALL.into_iter().find(|kind| kind.label() == name);
         found.ok_or_else(|| {
             let advice = match name {
                 "pod" => {
@@ -584,7 +541,7 @@ impl fmt::Display for DestinationSet {
     fn fmt(&self, formatter: &mut fmt::Formatter<'_>) -> fmt::Result {
         let kinds = DestinationKind::ALL.into_iter();
         let kinds = kinds.filter(|kind| self.contains(*kind));
-        let names: Vec<_> = kinds.map(DestinationKind::name).collect();
+        let names: Vec<_> = kinds.map(DestinationKind::label).collect();
         formatter.write_str(&names.join(", "))
     }
 }

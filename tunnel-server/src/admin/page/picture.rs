@@ -22,22 +22,13 @@ pub(super) struct Line {
     pub(super) state: LinkState,
 }
 
-/// What is known of the link between two servers.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(super) enum LinkState {
-    Up,
-    Down,
-    /// Neither end has said.
-    Unknown,
-}
-
-impl LinkState {
-    pub(super) fn label(self) -> &'static str {
-        match self {
-            Self::Up => "up",
-            Self::Down => "down",
-            Self::Unknown => "unknown",
-        }
+tunnel_process::named! {
+    /// What is known of the link between two servers.
+    pub(super) enum LinkState: label {
+        Up = "up",
+        Down = "down",
+        /// Neither end has said.
+        Unknown = "unknown",
     }
 }
 

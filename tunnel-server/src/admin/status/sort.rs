@@ -7,26 +7,27 @@ use std::time::UNIX_EPOCH;
 use super::NodeSummary;
 use crate::admin::traffic::NodeTraffic;
 
-/// What a list of nodes is sorted by. Nodes without the value are last, and equal ones are sorted by
-/// name.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum NodeSort {
-    /// The worst state first.
-    State,
-    Name,
-    Transport,
-    /// The longest round trip first.
-    Rtt,
-    /// The most streams first.
-    Streams,
-    /// The highest throughput first.
-    Traffic,
-    /// The most failed requests of the last hour first.
-    Errors,
-    /// The longest silence first.
-    Seen,
-    Server,
-    Version,
+tunnel_process::named! {
+    /// What a list of nodes is sorted by. Nodes without the value are last, and equal ones are sorted by
+    /// name.
+    pub enum NodeSort: ALL, label {
+        /// The worst state first.
+        State = "state",
+        Name = "name",
+        Transport = "transport",
+        /// The longest round trip first.
+        Rtt = "rtt",
+        /// The most streams first.
+        Streams = "streams",
+        /// The highest throughput first.
+        Traffic = "traffic",
+        /// The most failed requests of the last hour first.
+        Errors = "errors",
+        /// The longest silence first.
+        Seen = "seen",
+        Server = "server",
+        Version = "version",
+    }
 }
 
 /// The order of a list, as in `rtt`, or `-rtt` for the other way around.
@@ -92,34 +93,6 @@ pub(crate) struct SortKey<T = String> {
 }
 
 impl NodeSort {
-    const ALL: [Self; 10] = [
-        Self::State,
-        Self::Name,
-        Self::Transport,
-        Self::Rtt,
-        Self::Streams,
-        Self::Traffic,
-        Self::Errors,
-        Self::Seen,
-        Self::Server,
-        Self::Version,
-    ];
-
-    fn label(self) -> &'static str {
-        match self {
-            Self::State => "state",
-            Self::Name => "name",
-            Self::Transport => "transport",
-            Self::Rtt => "rtt",
-            Self::Streams => "streams",
-            Self::Traffic => "traffic",
-            Self::Errors => "errors",
-            Self::Seen => "seen",
-            Self::Server => "server",
-            Self::Version => "version",
-        }
-    }
-
     pub(crate) fn key<'a>(
         self,
         node: &NodeSummary<'a>,

@@ -4,17 +4,19 @@ use std::cmp::Ordering;
 
 use serde::{Deserialize, Serialize};
 
-/// The difference between the minor release of an agent and that of the server. A server works with
-/// agents of the minor release before and after its own.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
-#[serde(rename_all = "camelCase")]
-pub enum VersionSkew {
-    /// The agent is one minor release older.
-    Older,
-    /// The agent is one minor release newer.
-    Newer,
-    /// The releases differ by more, and are not meant to work together.
-    Unsupported,
+tunnel_process::named! {
+    /// The difference between the minor release of an agent and that of the server. A server works with
+    /// agents of the minor release before and after its own.
+    #[derive(Serialize, Deserialize)]
+    #[serde(rename_all = "camelCase")]
+    pub enum VersionSkew: label {
+        /// The agent is one minor release older.
+        Older = "older",
+        /// The agent is one minor release newer.
+        Newer = "newer",
+        /// The releases differ by more, and are not meant to work together.
+        Unsupported = "unsupported",
+    }
 }
 
 impl VersionSkew {
@@ -33,15 +35,6 @@ impl VersionSkew {
             Ordering::Less => Some(Self::Older),
             Ordering::Equal => None,
             Ordering::Greater => Some(Self::Newer),
-        }
-    }
-
-    /// Returns the word for tables.
-    pub fn label(self) -> &'static str {
-        match self {
-            Self::Older => "older",
-            Self::Newer => "newer",
-            Self::Unsupported => "unsupported",
         }
     }
 }

@@ -46,7 +46,7 @@ pub(super) fn dump(store: &StateStore, mut out: impl Write) -> io::Result<()> {
     write!(out, "{{\n\"schemaVersion\": {SCHEMA_VERSION}")?;
     for table in Table::ALL {
         let rows = store.rows(table)?;
-        write!(out, ",\n{:?}: {{", table.name())?;
+        write!(out, ",\n{:?}: {{", table.label())?;
         let mut before_row = "";
         for (key, content) in &rows {
             let key = serde_json::to_string(key).map_err(io::Error::other)?;

@@ -106,7 +106,7 @@ impl PeerMetrics {
 
     /// Records the number of servers in each state.
     pub(super) fn set_peers(&self, states: &[PeerState]) {
-        for &state in PeerState::ALL {
+        for state in PeerState::ALL {
             let count = states.iter().filter(|other| **other == state).count();
             let gauge = self.0.peers.get_or_create(&StateLabel { state });
             gauge.set(number(count));

@@ -249,7 +249,7 @@ async fn flood_of_control_messages_ends_the_session_as_a_breach_of_the_protocol(
 async fn reached_clocks_of_sessions_are_counted_by_their_limit() {
     let bench = Bench::new();
     let reached = |limit: Limit| {
-        let name = limit.name();
+        let name = limit.label();
         let series = format!("tunnel_server_limits_reached_total{{limit=\"{name}\"}}");
         bench.metric(&series).unwrap_or_default()
     };

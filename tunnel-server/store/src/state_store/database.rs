@@ -298,7 +298,7 @@ fn builder() -> Builder {
 }
 
 fn definition(table: Table) -> TableDefinition<'static, &'static str, &'static [u8]> {
-    TableDefinition::new(table.name())
+    TableDefinition::new(table.label())
 }
 
 impl From<io::Error> for DbError {

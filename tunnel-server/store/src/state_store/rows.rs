@@ -12,49 +12,28 @@ use zeroize::Zeroizing;
 /// The content of a row or a file. It may have secrets.
 pub(super) type Content = Arc<Zeroizing<Vec<u8>>>;
 
-/// A table of the store.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
-pub enum Table {
-    /// Orders of operators about nodes, by node.
-    Orders,
-    /// Join tokens of a standalone server, by id.
-    Tokens,
-    /// Known nodes, by name.
-    Nodes,
-    /// The last observed state of the cluster.
-    Cluster,
-    /// DNS records, by name.
-    Records,
-    /// Connections of agents over QUIC, by connection id.
-    Sessions,
-    /// Values that could not be read, by table and key.
-    Damaged,
+tunnel_process::named! {
+    /// A table of the store, in the order of a dump.
+    #[derive(PartialOrd, Ord)]
+    pub enum Table: ALL, label {
+        /// Orders of operators about nodes, by node.
+        Orders = "orders",
+        /// Join tokens of a standalone server, by id.
+        Tokens = "tokens",
+        /// Known nodes, by name.
+        Nodes = "nodes",
+        /// The last observed state of the cluster.
+        Cluster = "cluster",
+        /// DNS records, by name.
+        Records = "records",
+        /// Connections of agents over QUIC, by connection id.
+        Sessions = "sessions",
+        /// Values that could not be read, by table and key.
+        Damaged = "damaged",
+    }
 }
 
 impl Table {
-    /// All tables, in the order of a dump.
-    pub const ALL: [Self; 7] = [
-        Self::Orders,
-        Self::Tokens,
-        Self::Nodes,
-        Self::Cluster,
-        Self::Records,
-        Self::Sessions,
-        Self::Damaged,
-    ];
-
-    pub fn name(self) -> &'static str {
-        match self {
-            Self::Orders => "orders",
-            Self::Tokens => "tokens",
-            Self::Nodes => "nodes",
-            Self::Cluster => "cluster",
-            Self::Records => "records",
-            Self::Sessions => "sessions",
-            Self::Damaged => "damaged",
-        }
-    }
-
     pub(super) fn class(self) -> Class {
         match self {
             // With the rows that take the place of those that are set aside.

@@ -77,7 +77,7 @@ fn allowed(
         let of_port = operations
             .iter()
             .filter(|operation| may(port, **operation, DestinationKind::Node));
-        let of_port: Vec<_> = of_port.map(|operation| operation.name()).collect();
+        let of_port: Vec<_> = of_port.map(|operation| operation.label()).collect();
         if !of_port.is_empty() {
             may_do.push(format!("{port} {}", of_port.join(" ")));
         }

@@ -68,9 +68,9 @@ fn model_matches(table: &RuleTable, rule: &Rule, facts: &Facts) -> bool {
         },
         (Operation::Connect, _) => text.contains("operations: [connect]"),
         (operation, Effect::Deny) => {
-            operation.name() == name || facts.without_upgrade.name() == name
+            operation.label() == name || facts.without_upgrade.label() == name
         }
-        (operation, _) => operation.name() == name,
+        (operation, _) => operation.label() == name,
     };
     let unknown = rule.effect == Effect::Deny;
     let is_node = |pattern: &str| {
@@ -105,7 +105,7 @@ fn model_matches(table: &RuleTable, rule: &Rule, facts: &Facts) -> bool {
             }
         })
         && has("listeners", &|name| name == facts.listener.to_string())
-        && has("destinations", &|name| name == facts.kind.name())
+        && has("destinations", &|name| name == facts.kind.label())
         && has("nodes", &is_node)
         && has("labels", &has_label)
         && edge_fits

@@ -24,7 +24,7 @@ use crate::routing::registry::CallerKey;
 use crate::testing::{self, STREAMS, assert_contains, eventually, node, within};
 
 fn reached(fixture: &Fixture, limit: Limit) -> u64 {
-    let name = limit.name();
+    let name = limit.label();
     fixture.metric(&format!(
         "tunnel_server_limits_reached_total{{limit=\"{name}\"}}"
     ))
