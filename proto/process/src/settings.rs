@@ -7,6 +7,8 @@ use std::net::SocketAddr;
 use std::str::FromStr;
 use std::time::Duration;
 
+use tunnel_networks::none_of;
+
 /// Declares a structure of optional settings. clap fills it from flags and environment variables,
 /// and serde from a YAML file. The macro also defines how one layer overrides another. Every field
 /// is an `Option`, or a `Vec` that is replaced as a whole.
@@ -191,6 +193,19 @@ impl ConfigErrors {
             Some(text) => self.ok_or_record(setting, parse(text)).unwrap_or(default),
             None => default,
         }
+    }
+
+    /// Returns the value of the choice with this name, or records an error that lists the names.
+    pub fn one_of<T: Copy>(
+        &mut self,
+        setting: &str,
+        text: &str,
+        choices: &[(&str, T)],
+    ) -> Option<T> {
+        let chosen = choices.iter().find(|(name, _)| *name == text);
+        let names = || Vec::from_iter(choices.iter().map(|(name, _)| *name));
+        let chosen = chosen.ok_or_else(|| none_of(text, &names()));
+        self.ok_or_record(setting, chosen).map(|(_, value)| *value)
     }
 
     /// Parses the texts of a setting that can be repeated. Records an error for each text that
@@ -401,13 +416,17 @@ mod tests {
         assert_eq!((number(None), number(Some("y"))), (80, 0));
         let numbers = errors.parse_list("--c", ["1", "z", "2"], parse_quoted::<u8>);
         assert_eq!(numbers, [1, 2]);
+        let choices = [("on", true), ("off", false)];
+        assert_eq!(errors.one_of("--d", "off", &choices), Some(false));
+        assert_eq!(errors.one_of("--d", "On", &choices), None);
         let listen = optional("off", parse_address);
         assert_eq!(listen("off"), Ok(None));
         assert_eq!(listen("[::]:1"), Ok("[::]:1".parse().ok()));
         assert!(listen("80").is_err());
         let error = errors.finish(()).unwrap_err();
         let texts: Vec<&str> = error.mistakes.iter().map(|text| &text[..6]).collect();
-        assert_eq!(texts, ["--a: i", "--b: i", "--c: \""]);
+        assert_eq!(texts, ["--a: i", "--b: i", "--c: \"", "--d: \""]);
+        assert_eq!(error.mistakes[3], "--d: \"On\" is none of on, off");
     }
 
     crate::layered! {

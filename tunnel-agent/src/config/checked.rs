@@ -155,11 +155,10 @@ impl Config {
         let meta_listen = errors.ok_or_record("--meta-listen", meta_listen).flatten();
         let cloud_listeners = cloud::listeners(&settings, meta_listen, &mut errors);
         let dial_policy = dial_policy(&settings, &cloud_listeners, &mut errors);
-        let remote_diag = errors.parse_with(
+        let remote_diag = errors.one_of(
             "--remote-diag",
-            settings.remote_diag.as_deref(),
-            true,
-            on_or_off,
+            settings.remote_diag.as_deref().unwrap_or("on"),
+            &[("on", true), ("off", false)],
         );
         let drain_timeout = errors.parse_with(
             "--drain-timeout",
@@ -206,7 +205,7 @@ impl Config {
             cloud_listeners,
             meta_listen,
             meta_socket: named_socket(settings.meta_socket.as_ref()).cloned(),
-            remote_diag,
+            remote_diag: remote_diag.unwrap_or_default(),
             drain_timeout,
             worker_threads,
             log_level,
@@ -230,14 +229,6 @@ impl Config {
     /// Returns the Unix socket of the agent.
     pub(crate) fn socket(&self) -> PathBuf {
         socket(self.meta_socket.as_ref(), &self.data_dir)
-    }
-}
-
-fn on_or_off(text: &str) -> Result<bool, String> {
-    match text {
-        "on" => Ok(true),
-        "off" => Ok(false),
-        other => Err(format!("{other:?} is neither on nor off")),
     }
 }
 

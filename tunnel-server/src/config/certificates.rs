@@ -131,18 +131,15 @@ pub struct ClientAuth {
 impl ClientAuth {
     /// Returns the settings, or `None` if no certificate is requested.
     pub(super) fn check(raw: &RawConfig, errors: &mut ConfigErrors) -> Option<Self> {
-        let is_required = match raw.https_client_auth.as_deref().unwrap_or("request") {
-            "none" => return None,
-            "request" => false,
-            "require" => true,
-            other => {
-                errors.add(
-                    "--https-client-auth",
-                    format!("{other:?} is not none, request or require"),
-                );
-                return None;
-            }
-        };
+        let is_required = errors.one_of(
+            "--https-client-auth",
+            raw.https_client_auth.as_deref().unwrap_or("request"),
+            &[
+                ("none", None),
+                ("request", Some(false)),
+                ("require", Some(true)),
+            ],
+        )??;
         if is_required && raw.client_ca.is_none() {
             errors.add("--https-client-auth", "require needs --client-ca");
         }

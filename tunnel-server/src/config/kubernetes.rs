@@ -127,22 +127,21 @@ impl KubernetesSettings {
         errors: &mut ConfigErrors,
     ) -> Option<Self> {
         let has_cluster = environment.in_cluster || raw.kubeconfig.is_some();
-        match raw.kubernetes.as_deref().unwrap_or("auto") {
-            "off" => None,
-            "auto" if !has_cluster => None,
-            "on" if !has_cluster => {
-                errors.add(
-                    "--kubernetes",
-                    "on needs --kubeconfig outside a container of a cluster",
-                );
-                None
-            }
-            "auto" | "on" => Some(Self::new(raw, environment, errors)),
-            other => {
-                errors.add("--kubernetes", format!("{other:?} is not auto, on or off"));
-                None
-            }
+        let choice = errors.one_of(
+            "--kubernetes",
+            raw.kubernetes.as_deref().unwrap_or("auto"),
+            &[("auto", None), ("on", Some(true)), ("off", Some(false))],
+        )?;
+        if choice == Some(true) && !has_cluster {
+            errors.add(
+                "--kubernetes",
+                "on needs --kubeconfig outside a container of a cluster",
+            );
+            return None;
         }
+        choice
+            .unwrap_or(has_cluster)
+            .then(|| Self::new(raw, environment, errors))
     }
 
     fn new(raw: &RawConfig, environment: Environment, errors: &mut ConfigErrors) -> Self {
@@ -154,12 +153,13 @@ impl KubernetesSettings {
                 .and_then(|name| errors.ok_or_record("--namespace", object_name(name))),
             names: ObjectNames::check(raw, errors),
             edge_label: raw.edge_label.clone().unwrap_or_else(|| EDGE_LABEL.into()),
-            edge_by_agent: errors.parse_with(
-                "--edge-nodes",
-                raw.edge_nodes.as_deref(),
-                false,
-                edge_by_agent,
-            ),
+            edge_by_agent: errors
+                .one_of(
+                    "--edge-nodes",
+                    raw.edge_nodes.as_deref().unwrap_or("label"),
+                    &[("label", false), ("label-or-agent", true)],
+                )
+                .unwrap_or_default(),
             record_names: errors.parse_list("--record-names", &raw.record_names, parse_quoted),
             node_labels: label_key::check(&raw.node_labels, errors),
             pod_lookup: errors.parse("--pod-lookup", raw.pod_lookup.as_deref(), true),
@@ -172,14 +172,6 @@ impl KubernetesSettings {
                 |domain| object_name(&domain.trim_end_matches('.').to_ascii_lowercase()),
             ),
         }
-    }
-}
-
-fn edge_by_agent(text: &str) -> Result<bool, String> {
-    match text {
-        "label" => Ok(false),
-        "label-or-agent" => Ok(true),
-        other => Err(format!("{other:?} is not label or label-or-agent")),
     }
 }
 

@@ -362,17 +362,12 @@ fn operations(
 }
 
 fn effect(setting: &str, raw: &RawRule, has_cluster: bool, errors: &mut ConfigErrors) -> Effect {
-    let effect = match raw.effect.as_deref() {
-        None | Some("allow") => Effect::Allow,
-        Some("deny") => Effect::Deny,
-        Some(other) => {
-            errors.add(
-                &format!("{setting}: effect"),
-                format!("{other:?} is neither allow nor deny"),
-            );
-            Effect::Deny
-        }
-    };
+    let effect = errors.one_of(
+        &format!("{setting}: effect"),
+        raw.effect.as_deref().unwrap_or("allow"),
+        &[("allow", Effect::Allow), ("deny", Effect::Deny)],
+    );
+    let effect = effect.unwrap_or(Effect::Deny);
     let Some(authorizer) = raw.authorize.as_deref() else {
         return effect;
     };

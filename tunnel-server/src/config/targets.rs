@@ -69,24 +69,25 @@ impl TargetSettings {
 
 fn ca(raw: &RawConfig, errors: &mut ConfigErrors) -> Option<PathBuf> {
     let ca = raw.target_ca.as_ref().map(PathBuf::from);
-    match (raw.target_tls.as_deref().unwrap_or("tunnel"), ca) {
-        ("tunnel", None) => None,
-        ("tunnel", Some(_)) => {
+    let verifies = errors.one_of(
+        "--target-tls",
+        raw.target_tls.as_deref().unwrap_or("tunnel"),
+        &[("tunnel", false), ("verify", true)],
+    )?;
+    match (verifies, ca) {
+        (false, None) => None,
+        (false, Some(_)) => {
             errors.add(
                 "--target-ca",
                 "is of no use without --target-tls verify: certificates of targets are accepted as they are",
             );
             None
         }
-        ("verify", None) => {
+        (true, None) => {
             errors.add("--target-tls", "verify needs --target-ca");
             None
         }
-        ("verify", ca) => ca,
-        (other, _) => {
-            errors.add("--target-tls", format!("{other:?} is not tunnel or verify"));
-            None
-        }
+        (true, ca) => ca,
     }
 }
 
