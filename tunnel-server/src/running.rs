@@ -70,14 +70,7 @@ impl RunningAccess {
     }
 }
 
-impl fmt::Debug for RunningAccess {
-    fn fmt(&self, formatter: &mut fmt::Formatter<'_>) -> fmt::Result {
-        formatter
-            .debug_struct("RunningAccess")
-            .field("access", &self.access)
-            .finish_non_exhaustive()
-    }
-}
+tunnel_process::partial_debug!(RunningAccess { access });
 
 impl RunningAccesses {
     /// Adds an access that begins.

@@ -1,7 +1,6 @@
 //! The open streams of a process. A stream that is open for a minute has an event meanwhile. Nearly all
 //! streams end before, so the list refers to their records and copies none.
 
-use std::fmt::{self, Debug};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
@@ -73,13 +72,7 @@ struct Due {
     stream: Arc<dyn OpenStream>,
 }
 
-impl Debug for OpenStreams {
-    fn fmt(&self, formatter: &mut fmt::Formatter<'_>) -> fmt::Result {
-        formatter
-            .debug_struct("OpenStreams")
-            .finish_non_exhaustive()
-    }
-}
+tunnel_process::partial_debug!(OpenStreams);
 
 impl OpenStreams {
     pub(super) const fn new() -> Self {

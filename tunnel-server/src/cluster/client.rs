@@ -94,11 +94,4 @@ impl ClusterHandle {
     }
 }
 
-impl std::fmt::Debug for ClusterHandle {
-    fn fmt(&self, formatter: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        formatter
-            .debug_struct("ClusterHandle")
-            .field("namespace", &self.connection.namespace)
-            .finish_non_exhaustive()
-    }
-}
+tunnel_process::partial_debug!(ClusterHandle);

@@ -6,7 +6,7 @@ pub(super) use tunnel_proto::wire::label::is_object_name;
 pub use tunnel_proto::wire::label::{LabelKey, is_label_value};
 
 /// Returns the name that Prometheus gives a label in its meta labels: each character that is not
-/// allowed becomes `_`.
+/// allowed becomes `_`. ansible allows the same ones in the name of a group.
 pub fn prometheus_label_name(key: &str) -> String {
     let allowed = |character: char| match character {
         'a'..='z' | 'A'..='Z' | '0'..='9' => character,

@@ -6,6 +6,7 @@ use tunnel_process::settings::ConfigErrors;
 use tunnel_proto::wire::ports::PortSet;
 
 use super::kubernetes::KubernetesSettings;
+use super::label_key::is_object_name;
 use super::node_label::NodeLabel;
 use super::{RawCaller, RawConfig, RawRule};
 use tunnel_routing::operation::{Operation, OperationSet};
@@ -430,10 +431,6 @@ fn is_name(text: &str) -> bool {
         && !text.ends_with('-')
 }
 
-fn is_object_name(text: &str) -> bool {
-    text.len() <= OBJECT_NAME_MAX && text.split('.').all(is_name)
-}
-
 fn class_names() -> String {
     let names = CallerClass::ALL.map(CallerClass::label);
     names.join(", ")
@@ -447,7 +444,6 @@ const YURT_TUNNEL: &str = "yurt-tunnel";
 const KUBELET: &str = "kubelet";
 const NAME_RULE: &str = "a name has at most 63 of a to z, 0 to 9 and -";
 const NAME_MAX: usize = 63;
-const OBJECT_NAME_MAX: usize = 253;
 /// Rules of a file. A decision reads all of them.
 const RULES_MAX: usize = 1000;
 

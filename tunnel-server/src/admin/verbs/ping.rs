@@ -8,7 +8,7 @@ use serde::Serialize;
 use tokio::net::UnixStream;
 use tokio::time::{Instant, sleep};
 use tunnel_process::output::OutputFormat;
-use tunnel_process::schema::SCHEMA_VERSION;
+use tunnel_process::schema::Document;
 use tunnel_proto::wire::name::{NodeName, Port};
 
 use super::VerbError;
@@ -41,7 +41,6 @@ pub struct PingArgs {
 #[derive(Debug, Clone, Serialize)]
 #[serde(rename_all = "camelCase")]
 struct Pinged {
-    schema_version: u32,
     #[serde(flatten)]
     report: PingReport,
     /// The connection to the port, if one was asked for.
@@ -150,7 +149,9 @@ impl PingArgs {
             is_good = pinged.is_good();
             let text = match self.output {
                 OutputFormat::Table => pinged.lines(),
-                OutputFormat::Json => format!("{}\n", serde_json::to_string(&pinged)?),
+                OutputFormat::Json => {
+                    format!("{}\n", serde_json::to_string(&Document::new(&pinged))?)
+                }
             };
             let mut output = io::stdout();
             output.write_all(text.as_bytes())?;
@@ -176,11 +177,7 @@ impl PingArgs {
             Some(port) => Some(self.connect(dir, port, &report).await?),
             None => None,
         };
-        Ok(Pinged {
-            schema_version: SCHEMA_VERSION,
-            report,
-            target,
-        })
+        Ok(Pinged { report, target })
     }
 
     /// Connects to a port as `connect` does, and closes the connection.
@@ -237,7 +234,6 @@ mod tests {
 
     fn pinged(sessions: Vec<PingedSession>, replica: Option<&str>) -> Pinged {
         Pinged {
-            schema_version: SCHEMA_VERSION,
             report: PingReport {
                 node: "worker-1".to_owned(),
                 own: "server-1".to_owned(),
