@@ -177,32 +177,7 @@ impl VerbError {
             {
                 64
             }
-            Self::File(_)
-            | Self::UnusableFile(_)
-            | Self::Ca(_)
-            | Self::Issue(_)
-            | Self::Token(_)
-            | Self::Server(_)
-            | Self::UnknownToken(_)
-            | Self::UnknownNodes(_)
-            | Self::NotPending(_)
-            | Self::ConnectedNodes(_)
-            | Self::NotRevoked(_)
-            | Self::NotReady(_)
-            | Self::NoServer(_)
-            | Self::NotRunning(_)
-            | Self::ClusterManaged(_)
-            | Self::CaNotStored(_)
-            | Self::CaInCluster(_)
-            | Self::ClientCaInCluster(_)
-            | Self::ServerRuns(_)
-            | Self::StoreInUse(_)
-            | Self::OtherCa(_)
-            | Self::FileExists(_)
-            | Self::Connect(_)
-            | Self::NoAnswer(_)
-            | Self::Config(_)
-            | Self::Json(_) => 1,
+            _ => 1,
         }
     }
 }
@@ -383,6 +358,15 @@ fn created_token(created: &CreatedToken, output: OutputFormat) -> Result<VerbOut
         ),
         failure: None,
     })
+}
+
+/// Returns a client of the server that runs with the directory.
+///
+/// # Errors
+/// Returns [`VerbError::NotRunning`] without a server.
+async fn running(dir: &DataDir) -> Result<AdminClient, VerbError> {
+    let server = AdminClient::connect(dir).await?;
+    server.ok_or_else(|| VerbError::NotRunning(dir.path().to_owned()))
 }
 
 /// Returns the settings of the server that runs with a data directory, if there is one.

@@ -75,9 +75,7 @@ async fn nodes(data_dir: &Path) -> Result<Value, VerbError> {
 }
 
 async fn client(data_dir: &Path) -> Result<AdminClient, VerbError> {
-    let dir = DataDir::open_existing(data_dir)?;
-    let connected = AdminClient::connect(&dir).await?;
-    connected.ok_or_else(|| VerbError::NotRunning(data_dir.to_owned()))
+    super::running(&DataDir::open_existing(data_dir)?).await
 }
 
 fn as_json(fact: &impl Serialize) -> Result<Value, VerbError> {

@@ -18,7 +18,7 @@ use super::json_list::JsonList;
 use super::table::{self, NodeTable, RevocationTable, TableStyle};
 use super::{
     NodeNames, NodesArgs, NodesOutput, NodesVerb, VerbError, VerbOutput, json, load_names,
-    require_standalone,
+    require_standalone, running,
 };
 use crate::admin::failures::FailureStatus;
 use crate::admin::pages::{NodesPage, PAGE_MAX, PageQuery, RevocationsPage, revocations_page};
@@ -63,7 +63,7 @@ impl NodesArgs {
         let mut is_first = true;
         loop {
             let began = Instant::now();
-            let source = ListSource::running(&dir).await?;
+            let source = ListSource::Server(running(&dir).await?);
             let mut printer = self.printer();
             let totals = self
                 .for_each_page(&source, &names, |mut page| {
@@ -90,7 +90,7 @@ impl NodesArgs {
     ) -> Result<(), VerbError> {
         loop {
             let began = Instant::now();
-            let source = ListSource::running(dir).await?;
+            let source = ListSource::Server(running(dir).await?);
             let mut table = Vec::new();
             self.print_list(&source, names, &mut table).await?;
             let rows = terminal::rows().unwrap_or(TERMINAL_ROWS);
@@ -291,20 +291,6 @@ enum ListSource {
     Server(AdminClient),
     /// The files of a data directory with which no server runs.
     Files(NodeSources),
-}
-
-impl ListSource {
-    /// Connects to the server that runs with a data directory.
-    async fn running(dir: &DataDir) -> Result<Self, VerbError> {
-        match AdminClient::connect(dir).await? {
-            Some(server) => Ok(Self::Server(server)),
-            None => {
-                let path = dir.path().display();
-                let text = format!("no tunnel-server runs with {path}");
-                Err(VerbError::NotReady(text))
-            }
-        }
-    }
 }
 
 /// Returns the text that replaces what the terminal shows by a table, of which the last line stays if

@@ -11,12 +11,12 @@ use tunnel_process::output::OutputFormat;
 use tunnel_process::schema::Document;
 use tunnel_proto::wire::name::{NodeName, Port};
 
-use super::VerbError;
 use super::args::DataDirArg;
 use super::connect::{ConnectError, open_tunnel};
 use super::table::clean;
+use super::{VerbError, running};
+use crate::admin::AdminError;
 use crate::admin::ping::PingReport;
-use crate::admin::{AdminClient, AdminError};
 use tunnel_store::data_dir::DataDir;
 
 /// Ask the agent of a node whether it answers, and connect to a port of the node.
@@ -165,9 +165,7 @@ impl PingArgs {
     }
 
     async fn ping(&self, dir: &DataDir) -> Result<Pinged, VerbError> {
-        let server = AdminClient::connect(dir).await?;
-        let server = server.ok_or_else(|| VerbError::NotRunning(dir.path().to_owned()))?;
-        let report = match server.ping(&self.node).await {
+        let report = match running(dir).await?.ping(&self.node).await {
             Err(error) if error.is_not_found() => {
                 return Err(VerbError::UnknownNodes([&self.node].into_iter().collect()));
             }

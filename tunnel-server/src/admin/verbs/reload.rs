@@ -4,8 +4,7 @@ use serde::Serialize;
 use tunnel_process::config_report::ConfigStatus;
 use tunnel_process::output::OutputFormat;
 
-use super::{ReloadArgs, VerbError, VerbOutput, json};
-use crate::admin::AdminClient;
+use super::{ReloadArgs, VerbError, VerbOutput, json, running};
 use tunnel_store::data_dir::DataDir;
 
 impl ReloadArgs {
@@ -15,10 +14,7 @@ impl ReloadArgs {
     /// Returns [`VerbError::NotRunning`] without a server, and [`VerbError::UnusableFile`] if the
     /// file cannot be used.
     pub async fn run(self) -> Result<(), VerbError> {
-        let path = self.data_dir.path()?;
-        let dir = DataDir::open_existing(&path)?;
-        let server = AdminClient::connect(&dir).await?;
-        let server = server.ok_or(VerbError::NotRunning(path))?;
+        let server = running(&DataDir::open_existing(&self.data_dir.path()?)?).await?;
         let status = server.reload().await?;
         let ends = self.end_running && status.check().is_ok();
         let ended = if ends {

@@ -5,8 +5,7 @@ use std::fmt::Write as _;
 use tunnel_process::output::OutputFormat;
 use tunnel_process::schema::Document;
 
-use super::{VerbError, VerbOutput, json};
-use crate::admin::AdminClient;
+use super::{VerbError, VerbOutput, json, running};
 use tunnel_ca::rotation::{
     AgentCounts, RotationAction, RotationProgress, RotationStage, RotationStatus,
 };
@@ -18,8 +17,7 @@ pub(super) async fn rotate(
     action: Option<RotationAction>,
     output: OutputFormat,
 ) -> Result<VerbOutput, VerbError> {
-    let server = AdminClient::connect(dir).await?;
-    let server = server.ok_or_else(|| VerbError::NotRunning(dir.path().to_owned()))?;
+    let server = running(dir).await?;
     let status = match action {
         Some(action) => server.rotate_ca(action).await?,
         None => server.ca_rotation().await?,
