@@ -1,7 +1,6 @@
 //! Streams that agents open to targets of the cloud, such as the API server: policy and dial. An
 //! agent names a target; the operator's settings alone have its address, and agents do not learn it.
 
-use std::collections::HashMap;
 use std::num::NonZeroU32;
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Arc, OnceLock};
@@ -11,11 +10,12 @@ use arc_swap::ArcSwap;
 use governor::clock::DefaultClock;
 use governor::state::keyed::HashMapStateStore;
 use governor::{Quota, RateLimiter};
-use parking_lot::{Mutex, RwLock};
+use parking_lot::RwLock;
 use tokio::sync::Notify;
 use tokio::time::sleep;
 use tunnel_process::followed::Followed;
 use tunnel_process::host::is_own_address;
+use tunnel_process::keyed_permits::{Full, KeyedPermit, KeyedPermits};
 use tunnel_process::shutdown::Shutdown;
 use tunnel_process::telemetry::{LineForm, StreamLines};
 use tunnel_proto::dial::split_host_port;
@@ -56,7 +56,8 @@ pub struct CloudEgress {
     limits: SharedLimits,
     /// Streams of all agents that may be open.
     total: AtomicUsize,
-    open: Mutex<OpenStreams>,
+    /// The open streams of all agents.
+    open: KeyedPermits<NodeName>,
     /// Rate of new streams of each node. Only nodes with a valid credential are counted.
     rate: ArcSwap<NodeRate>,
     metrics: Metrics,
@@ -109,7 +110,7 @@ impl CloudEgress {
             dialer: CloudDialer::new(own_ports.clone(), limits.clone()),
             own_ports,
             total: AtomicUsize::new(total),
-            open: Mutex::default(),
+            open: KeyedPermits::default(),
             rate: ArcSwap::from_pointee(node_rate(limits.load().cloud_stream_rate)),
             limits,
             metrics,
@@ -207,7 +208,7 @@ impl CloudEgress {
         name: &CloudTarget,
         is_in_rate: bool,
         has_room: bool,
-    ) -> Result<(Arc<Target>, StreamPermit<'_>), Refusal> {
+    ) -> Result<(Arc<Target>, KeyedPermit<NodeName>), Refusal> {
         if self.shutdown.drain().is_cancelled() {
             return Err(Refusal {
                 code: RefusalCode::Draining,
@@ -221,9 +222,16 @@ impl CloudEgress {
         if !has_room {
             return Err(self.too_many(Limit::BufferPool));
         }
+        let per_agent = usize::try_from(self.per_agent()).unwrap_or(usize::MAX);
         let total = self.total.load(Ordering::Relaxed);
-        let permit = StreamPermit::acquire(&self.open, node, self.per_agent(), total);
-        Ok((target, permit.map_err(|limit| self.too_many(limit))?))
+        let permit = self.open.acquire(node.clone(), per_agent, total);
+        let permit = permit.map_err(|full| {
+            self.too_many(match full {
+                Full::Key => Limit::CloudStreamsPerAgent,
+                Full::Total => Limit::CloudStreamsTotal,
+            })
+        })?;
+        Ok((target, permit))
     }
 
     /// Counts a stream above a limit, and returns its refusal.
@@ -298,8 +306,8 @@ impl CloudStream<'_> {
     }
 }
 
-impl<'a> StreamServer for CloudStream<'a> {
-    type Admitted = (CloudTarget, Arc<Target>, StreamPermit<'a>);
+impl StreamServer for CloudStream<'_> {
+    type Admitted = (CloudTarget, Arc<Target>, KeyedPermit<NodeName>);
     type Guard = ();
 
     fn admit(&self, header: &StreamHeader, stream: &Stream) -> Result<Self::Admitted, Refused> {
@@ -369,58 +377,6 @@ impl RecordSinks for CloudStream<'_> {
         self.egress.metrics.cloud_stream_ended(record.end);
         let (stage, code) = (record.end.stage(), record.end.label());
         LINES.admit(stage, code, self.agent.node.clone())
-    }
-}
-
-/// The open streams of all agents.
-#[derive(Debug, Default)]
-struct OpenStreams {
-    all: usize,
-    /// Those of each node that has some.
-    by_node: HashMap<NodeName, u32>,
-}
-
-/// An open stream in the counts, until it is dropped.
-struct StreamPermit<'a> {
-    open: &'a Mutex<OpenStreams>,
-    node: NodeName,
-}
-
-impl<'a> StreamPermit<'a> {
-    /// Counts a stream, unless the node has `per_agent` open, or all have `total`.
-    fn acquire(
-        open: &'a Mutex<OpenStreams>,
-        node: &NodeName,
-        per_agent: u32,
-        total: usize,
-    ) -> Result<Self, Limit> {
-        let mut streams = open.lock();
-        let count = streams.by_node.get(node).copied().unwrap_or_default();
-        if count >= per_agent {
-            return Err(Limit::CloudStreamsPerAgent);
-        }
-        if streams.all >= total {
-            return Err(Limit::CloudStreamsTotal);
-        }
-        streams.all += 1;
-        streams.by_node.insert(node.clone(), count + 1);
-        Ok(Self {
-            open,
-            node: node.clone(),
-        })
-    }
-}
-
-impl Drop for StreamPermit<'_> {
-    fn drop(&mut self) {
-        let mut streams = self.open.lock();
-        streams.all -= 1;
-        match streams.by_node.get_mut(&self.node) {
-            Some(count) if *count > 1 => *count -= 1,
-            _ => {
-                streams.by_node.remove(&self.node);
-            }
-        }
     }
 }
 

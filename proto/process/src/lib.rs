@@ -15,6 +15,7 @@ pub mod file_watch;
 pub mod files;
 pub mod followed;
 pub mod host;
+pub mod keyed_permits;
 pub mod limits;
 pub mod making;
 pub mod meta;

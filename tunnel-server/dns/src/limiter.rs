@@ -1,10 +1,8 @@
 //! Limits per client: queries per second, error replies per second, TCP connections, and forwarded
 //! queries in flight.
 
-use std::collections::HashMap;
 use std::net::IpAddr;
 use std::num::NonZeroU32;
-use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use governor::clock::DefaultClock;
@@ -12,11 +10,12 @@ use governor::state::keyed::HashMapStateStore;
 use governor::{Quota, RateLimiter};
 use parking_lot::Mutex;
 use tunnel_process::conn_limiter;
+use tunnel_process::keyed_permits::{KeyedPermit, KeyedPermits};
 
 /// Clients that share a limit: an IPv4 address, or an IPv6 /64 network because one host has all of
 /// its addresses.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
-enum ClientKey {
+pub(super) enum ClientKey {
     One(IpAddr),
     /// All clients that arrive while [`SOURCES_MAX`] others are counted.
     Others,
@@ -29,20 +28,11 @@ pub(super) struct Limiter {
     queries: Rate,
     error_replies: Rate,
     swept: Mutex<Instant>,
-    connections: SourceCounts,
-    forwards: SourceCounts,
+    connections: KeyedPermits<ClientKey>,
+    forwards: KeyedPermits<ClientKey>,
 }
 
-/// Number of permits that each client holds.
-#[derive(Debug, Clone, Default)]
-struct SourceCounts(Arc<Mutex<HashMap<ClientKey, usize>>>);
-
-/// One permit of a client. Dropping the permit releases it.
-#[derive(Debug)]
-pub(super) struct SourcePermit {
-    source: ClientKey,
-    counts: SourceCounts,
-}
+pub(super) type SourcePermit = KeyedPermit<ClientKey>;
 
 impl Limiter {
     pub(super) fn new(queries_per_second: u32) -> Self {
@@ -51,8 +41,8 @@ impl Limiter {
             queries: RateLimiter::hashmap(Quota::per_second(per_second)),
             error_replies: RateLimiter::hashmap(Quota::per_second(ERROR_REPLIES_PER_SECOND)),
             swept: Mutex::new(Instant::now()),
-            connections: SourceCounts::default(),
-            forwards: SourceCounts::default(),
+            connections: KeyedPermits::default(),
+            forwards: KeyedPermits::default(),
         }
     }
 
@@ -70,14 +60,16 @@ impl Limiter {
     /// Counts a TCP connection. Returns `None` if the client is at its limit.
     pub(super) fn admit_connection(&self, address: IpAddr) -> Option<SourcePermit> {
         let source = ClientKey::of(address);
-        self.connections.acquire(source, CONNECTIONS_PER_SOURCE)
+        let permit = (self.connections).acquire(source, CONNECTIONS_PER_SOURCE, usize::MAX);
+        permit.ok()
     }
 
     /// Counts a forwarded query. Returns `None` if the client already holds as many permits as are
     /// `free`. One client therefore never holds more than half of all permits, and the share of
     /// each client shrinks as the number of clients grows.
     pub(super) fn forward(&self, address: IpAddr, free: usize) -> Option<SourcePermit> {
-        self.forwards.acquire(ClientKey::of(address), free)
+        let permit = (self.forwards).acquire(ClientKey::of(address), free, usize::MAX);
+        permit.ok()
     }
 
     fn check(&self, rate: &Rate, address: IpAddr) -> bool {
@@ -109,33 +101,6 @@ impl Limiter {
 impl ClientKey {
     fn of(address: IpAddr) -> Self {
         Self::One(conn_limiter::source(address))
-    }
-}
-
-impl SourceCounts {
-    fn acquire(&self, source: ClientKey, limit: usize) -> Option<SourcePermit> {
-        let mut all = self.0.lock();
-        let count = all.get(&source).copied().unwrap_or_default();
-        if count >= limit {
-            return None;
-        }
-        all.insert(source, count + 1);
-        Some(SourcePermit {
-            source,
-            counts: self.clone(),
-        })
-    }
-}
-
-impl Drop for SourcePermit {
-    fn drop(&mut self) {
-        let mut all = self.counts.0.lock();
-        if let Some(count) = all.get_mut(&self.source) {
-            *count -= 1;
-            if *count == 0 {
-                all.remove(&self.source);
-            }
-        }
     }
 }
 
@@ -180,7 +145,7 @@ mod tests {
         assert_eq!(counts.len(), CONNECTIONS_PER_SOURCE);
         drop(counts);
         assert!(limiter.admit_connection(address).is_some());
-        assert!(limiter.connections.0.lock().is_empty());
+        assert!(limiter.connections.is_empty());
     }
 
     #[test]
@@ -200,7 +165,7 @@ mod tests {
         assert_eq!(fill("192.0.2.2"), 128);
         assert_eq!(fill("192.0.2.3"), 64);
         drop(counts);
-        assert!(limiter.forwards.0.lock().is_empty());
+        assert!(limiter.forwards.is_empty());
     }
 
     #[test]
