@@ -207,12 +207,7 @@ impl CredentialStore {
     /// Removes the previous certificate and its roots.
     fn remove_previous(&self) -> Result<(), CredentialError> {
         for name in [PREVIOUS.certificate, PREVIOUS.ca] {
-            match std::fs::remove_file(self.dir.join(name)) {
-                Err(error) if error.kind() != io::ErrorKind::NotFound => {
-                    return Err(self.storage(error));
-                }
-                Ok(()) | Err(_) => {}
-            }
+            files::remove(&self.dir.join(name)).map_err(|source| self.storage(source))?;
         }
         Ok(())
     }

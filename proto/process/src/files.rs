@@ -2,6 +2,7 @@
 //! link. A file that root creates belongs to the owner of its directory, which is the user of the
 //! service.
 
+use std::ffi::OsString;
 use std::fs::{self, DirBuilder, File, OpenOptions, TryLockError};
 use std::io::{self, Read, Write};
 use std::os::unix::fs::{DirBuilderExt, MetadataExt, OpenOptionsExt, PermissionsExt, fchown};
@@ -298,27 +299,50 @@ impl FileAccess {
 }
 
 /// Replaces the whole content of a file like [`replace`] does, with another mode or owner. Only root
-/// may give a file to another user. The file is private until its mode is set.
+/// may give a file to another user. The file is private until its mode is set. The name of the
+/// temporary file begins with a dot, because the kubelet runs every other file in a directory of
+/// static pods.
 ///
 /// # Errors
 /// As in [`replace`].
 pub fn replace_with(path: &Path, content: &[u8], access: FileAccess) -> io::Result<()> {
     static COUNT: AtomicU64 = AtomicU64::new(0);
     let count = COUNT.fetch_add(1, Ordering::Relaxed);
-    let mut temporary = path.as_os_str().to_owned();
+    let mut temporary = OsString::from(".");
+    temporary.push(path.file_name().unwrap_or_default());
     temporary.push(format!(".{}.{count}.new", std::process::id()));
-    let temporary = Path::new(&temporary);
-    let written = write_new(temporary, content, access).and_then(|()| fs::rename(temporary, path));
+    let temporary = path.with_file_name(temporary);
+    let written =
+        write_new(&temporary, content, access).and_then(|()| fs::rename(&temporary, path));
     if let Err(error) = written {
         let _nothing_to_remove = fs::remove_file(temporary);
         return Err(with_path(path, &error));
     }
-    // The rename itself must survive a crash. If a directory cannot be synced, the content is still
-    // complete.
+    sync_parent(path);
+    Ok(())
+}
+
+/// Removes a file, if it exists.
+///
+/// # Errors
+/// The system's error with the path.
+pub fn remove(path: &Path) -> io::Result<()> {
+    match fs::remove_file(path) {
+        Ok(()) => {
+            sync_parent(path);
+            Ok(())
+        }
+        Err(error) if error.kind() == io::ErrorKind::NotFound => Ok(()),
+        Err(error) => Err(with_path(path, &error)),
+    }
+}
+
+/// Makes a new name or a removal survive a crash. If the directory cannot be synced, the content is
+/// still complete.
+fn sync_parent(path: &Path) {
     if let Some(directory) = path.parent().and_then(|parent| File::open(parent).ok()) {
         let _best_effort = directory.sync_all();
     }
-    Ok(())
 }
 
 /// Creates a file with mode 0600. An existing file is not changed.
@@ -326,8 +350,16 @@ pub fn replace_with(path: &Path, content: &[u8], access: FileAccess) -> io::Resu
 /// # Errors
 /// The system's error with the path; `AlreadyExists` for an existing file.
 pub fn create(path: &Path, content: &[u8]) -> io::Result<()> {
+    create_with(path, content, FileAccess::PRIVATE)
+}
+
+/// Creates a file like [`create`] does, with another mode or owner.
+///
+/// # Errors
+/// As in [`create`].
+pub fn create_with(path: &Path, content: &[u8], access: FileAccess) -> io::Result<()> {
     let file = open_new(path).map_err(|error| with_path(path, &error))?;
-    write_synced(file, content).map_err(|error| {
+    write_synced(file, content, access).map_err(|error| {
         let _incomplete = fs::remove_file(path);
         with_path(path, &error)
     })
@@ -383,14 +415,7 @@ fn write_new(path: &Path, content: &[u8], access: FileAccess) -> io::Result<()> 
     // Remove a leftover of a killed process with the same id. `open_new` refuses a file that
     // appears in between.
     let _nothing_left_over = fs::remove_file(path);
-    let file = open_new(path)?;
-    if let Some(owner) = access.owner {
-        fchown(&file, Some(owner.user), Some(owner.group))?;
-    }
-    if access.mode != PRIVATE_MODE {
-        file.set_permissions(fs::Permissions::from_mode(access.mode))?;
-    }
-    write_synced(file, content)
+    write_synced(open_new(path)?, content, access)
 }
 
 fn open_new(path: &Path) -> io::Result<File> {
@@ -418,12 +443,19 @@ fn give_to_service(file: &File, path: &Path) -> io::Result<()> {
     Ok(())
 }
 
-fn write_synced(mut file: File, content: &[u8]) -> io::Result<()> {
+fn write_synced(mut file: File, content: &[u8], access: FileAccess) -> io::Result<()> {
+    if let Some(owner) = access.owner {
+        fchown(&file, Some(owner.user), Some(owner.group))?;
+    }
+    if access.mode != PRIVATE_MODE {
+        file.set_permissions(fs::Permissions::from_mode(access.mode))?;
+    }
     file.write_all(content)?;
     file.sync_all()
 }
 
-fn with_path(path: &Path, error: &io::Error) -> io::Error {
+/// Returns the error of an access to a file, with its path.
+pub fn with_path(path: &Path, error: &io::Error) -> io::Error {
     io::Error::new(error.kind(), format!("{}: {error}", path.display()))
 }
 
@@ -532,6 +564,10 @@ mod tests {
         assert_eq!(error.kind(), io::ErrorKind::AlreadyExists);
         assert!(error.to_string().contains("/key"), "{error}");
         assert_eq!(read(&path).unwrap().unwrap(), b"one");
+        remove(&path).unwrap();
+        remove(&path).unwrap();
+        create_with(&path, b"two", FileAccess::READABLE).unwrap();
+        assert_eq!(FileAccess::of(&path).unwrap().mode, 0o644);
     }
 
     #[test]

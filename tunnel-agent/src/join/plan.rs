@@ -177,13 +177,7 @@ impl Plan {
             let path = below(self.root.as_deref(), file.path);
             match &file.before {
                 Some(before) => files::replace_with(&path, &before.content, before.access)?,
-                None => match fs::remove_file(&path) {
-                    Err(error) if error.kind() != io::ErrorKind::NotFound => {
-                        let text = format!("{}: {error}", path.display());
-                        return Err(io::Error::new(error.kind(), text));
-                    }
-                    _removed => {}
-                },
+                None => files::remove(&path)?,
             }
         }
         Ok(())
@@ -306,5 +300,5 @@ fn make_readable_dir(path: &Path) -> io::Result<()> {
     }
     fs::create_dir_all(path)
         .and_then(|()| fs::set_permissions(path, fs::Permissions::from_mode(0o755)))
-        .map_err(|error| io::Error::new(error.kind(), format!("{}: {error}", path.display())))
+        .map_err(|error| files::with_path(path, &error))
 }

@@ -1,9 +1,7 @@
 //! The persisted rotation: both CAs with their keys and the stage, in one file or in one key of a
 //! Secret. The functions that write expect the caller to hold the lock of the directory's files.
 
-use std::fs;
 use std::io;
-use std::path::Path;
 use std::time::{Duration, SystemTime};
 
 use rcgen::PublicKeyData as _;
@@ -182,25 +180,7 @@ pub(crate) fn write_ca(dir: &DataDir, material: &CaMaterial) -> Result<(), CaErr
 
 /// Removes the rotation, if there is one.
 pub(crate) fn remove(dir: &DataDir) -> Result<(), CaError> {
-    let path = dir.ca_rotation();
-    match fs::remove_file(&path) {
-        Ok(()) => {
-            sync_parent(&path);
-            Ok(())
-        }
-        Err(error) if error.kind() == io::ErrorKind::NotFound => Ok(()),
-        Err(error) => {
-            let named = format!("{}: {error}", path.display());
-            Err(io::Error::new(error.kind(), named).into())
-        }
-    }
-}
-
-/// Makes a removal survive a crash, if the file system can.
-fn sync_parent(path: &Path) {
-    if let Some(directory) = path.parent().and_then(|parent| fs::File::open(parent).ok()) {
-        let _best_effort = directory.sync_all();
-    }
+    Ok(files::remove(&dir.ca_rotation())?)
 }
 
 /// Part of a certificate's lifetime after which an agent has renewed it.

@@ -1,10 +1,9 @@
 //! The output of `render`: a text is printed or written, or a file is compared with it.
 
-use std::fs::{self, OpenOptions};
-use std::io::{self, Write as _};
-use std::os::unix::fs::OpenOptionsExt as _;
-use std::path::{Path, PathBuf};
+use std::path::PathBuf;
+use std::{fs, io};
 
+use tunnel_process::files::{self, FileAccess};
 use tunnel_process::telemetry;
 
 use super::check::{self, Format};
@@ -27,8 +26,9 @@ pub struct OutputArgs {
 /// The reason why a text was not rendered, or the result of a check that found differences.
 #[derive(Debug, thiserror::Error)]
 pub enum RenderError {
-    #[error("cannot use {}", .path.display())]
-    File { path: PathBuf, source: io::Error },
+    /// A file cannot be used; the text names the file.
+    #[error("cannot use {0}")]
+    File(io::Error),
     #[error("{} exists; add --force to overwrite it", .0.display())]
     FileExists(PathBuf),
     #[error("{} differs from the rendered text", .0.display())]
@@ -47,7 +47,7 @@ impl RenderError {
     pub fn exit_code(&self) -> u8 {
         match self {
             Self::Usage(_) => 64,
-            Self::File { .. }
+            Self::File(_)
             | Self::FileExists(_)
             | Self::Differs(_)
             | Self::NotYaml { .. }
@@ -61,10 +61,8 @@ pub(super) fn finish(text: &str, format: Format, output: &OutputArgs) -> Result<
     let Some(path) = &output.check else {
         return write_or_print(text, output);
     };
-    let content = fs::read_to_string(path).map_err(|source| RenderError::File {
-        path: path.clone(),
-        source,
-    })?;
+    let content = fs::read_to_string(path)
+        .map_err(|error| RenderError::File(files::with_path(path, &error)))?;
     let differences =
         check::differences(format, &content, text).map_err(|error| RenderError::NotYaml {
             path: path.clone(),
@@ -86,45 +84,13 @@ fn write_or_print(text: &str, output: &OutputArgs) -> Result<(), RenderError> {
     let Some(path) = &output.file else {
         return Ok(telemetry::print(text.as_bytes())?);
     };
-    let written = if output.force {
-        replace(path, text)
+    let write = if output.force {
+        files::replace_with
     } else {
-        create(path, text)
+        files::create_with
     };
-    written.map_err(|source| match source.kind() {
+    write(path, text.as_bytes(), FileAccess::READABLE).map_err(|error| match error.kind() {
         io::ErrorKind::AlreadyExists => RenderError::FileExists(path.clone()),
-        _ => RenderError::File {
-            path: path.clone(),
-            source,
-        },
+        _ => RenderError::File(error),
     })
 }
-
-fn create(path: &Path, text: &str) -> io::Result<()> {
-    let mut file = OpenOptions::new()
-        .write(true)
-        .create_new(true)
-        .mode(FILE_MODE)
-        .open(path)?;
-    file.write_all(text.as_bytes()).inspect_err(|_incomplete| {
-        let _nothing_to_remove = fs::remove_file(path);
-    })
-}
-
-/// Replaces a file in one step. The name of the temporary file begins with a dot, because the
-/// kubelet runs every other file in a directory of static pods.
-fn replace(path: &Path, text: &str) -> io::Result<()> {
-    let name = path.file_name().ok_or(io::ErrorKind::InvalidInput)?;
-    let mut temporary = std::ffi::OsString::from(".");
-    temporary.push(name);
-    temporary.push(format!(".{}.new", std::process::id()));
-    let temporary = path.with_file_name(temporary);
-    let _nothing_left_over = fs::remove_file(&temporary);
-    create(&temporary, text)?;
-    fs::rename(&temporary, path).inspect_err(|_not_replaced| {
-        let _nothing_to_remove = fs::remove_file(&temporary);
-    })
-}
-
-/// The rendered texts contain no secrets.
-const FILE_MODE: u32 = 0o644;
