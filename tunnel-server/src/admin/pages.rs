@@ -80,6 +80,15 @@ impl PageQuery {
         format!("/{list}?limit={}{}", self.limit, token.collect::<String>())
     }
 
+    /// Goes to the page behind the one with `token`, and returns whether there is one.
+    ///
+    /// # Errors
+    /// Returns a [`NameError`] if the token is none of a server.
+    pub fn advance(&mut self, token: Option<&str>) -> Result<bool, NameError> {
+        self.after = token.map(str::parse).transpose()?;
+        Ok(self.after.is_some())
+    }
+
     fn bound(&self) -> Bound<&NodeName> {
         (self.after.as_ref()).map_or(Bound::Unbounded, Bound::Excluded)
     }
@@ -103,26 +112,6 @@ pub struct NodesPage {
     pub r#continue: Option<String>,
 }
 
-impl NodesPage {
-    /// Returns the last node of the page if there is another page.
-    ///
-    /// # Errors
-    /// Returns a [`NameError`] if the token is none of a server.
-    pub fn next(&self) -> Result<Option<NodeName>, NameError> {
-        self.r#continue.as_deref().map(str::parse).transpose()
-    }
-}
-
-impl RevocationsPage {
-    /// Returns the last node of the page if there is another page.
-    ///
-    /// # Errors
-    /// As [`NodesPage::next`].
-    pub fn next(&self) -> Result<Option<NodeName>, NameError> {
-        self.r#continue.as_deref().map(str::parse).transpose()
-    }
-}
-
 /// A page of the revocations in force.
 #[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct RevocationsPage {
@@ -138,61 +127,40 @@ impl NodeSources {
         let view = self.view();
         // One more than the page has says whether there is another page.
         let held = view.listed_after(query.bound(), limit + 1);
-        let mut part = PartOfNodes::default();
-        let mut token = None;
-        for node in view.nodes_after(query.bound(), &held) {
-            if part.is_full(limit) {
-                token = part.nodes.last().map(|last| last.node.clone());
-                break;
-            }
-            part.add(&node);
-        }
-        NodesPage {
-            nodes: part.nodes,
-            has_replicas: self.has_replicas(),
-            r#continue: token,
-        }
+        let nodes = view.nodes_after(query.bound(), &held);
+        self.page_from(nodes.map(|node| (node.name, Some(node))), limit)
     }
 
     /// Returns a page of the nodes that exist among `names`, in their order.
     pub fn page_of(&self, names: &[NodeName], limit: usize) -> NodesPage {
         let view = self.view();
-        let mut part = PartOfNodes::default();
-        let (mut last, mut token) = (None, None);
-        for name in names {
-            if part.is_full(limit) {
-                token = last.map(NodeName::to_string);
+        self.page_from(names.iter().map(|name| (name, view.node(name))), limit)
+    }
+
+    /// Returns the first page of `nodes`. The token is the last name of it, with a node or without.
+    fn page_from<'v>(
+        &self,
+        nodes: impl Iterator<Item = (&'v NodeName, Option<ObservedNode<'v>>)>,
+        limit: usize,
+    ) -> NodesPage {
+        let mut page = NodesPage {
+            has_replicas: self.has_replicas(),
+            ..NodesPage::default()
+        };
+        let (mut bytes, mut last) = (0, None);
+        for (name, node) in nodes {
+            if page.nodes.len() >= limit || bytes >= PAGE_MAX_BYTES {
+                page.r#continue = last.map(NodeName::to_string);
                 break;
             }
             last = Some(name);
-            if let Some(node) = view.node(name) {
-                part.add(&node);
+            if let Some(node) = node {
+                let status = node.status();
+                bytes += encoded_bytes(&status);
+                page.nodes.push(status);
             }
         }
-        NodesPage {
-            nodes: part.nodes,
-            has_replicas: self.has_replicas(),
-            r#continue: token,
-        }
-    }
-}
-
-/// The nodes of a page that is being made.
-#[derive(Default)]
-struct PartOfNodes {
-    nodes: Vec<NodeStatus>,
-    bytes: usize,
-}
-
-impl PartOfNodes {
-    fn is_full(&self, limit: usize) -> bool {
-        self.nodes.len() >= limit || self.bytes >= PAGE_MAX_BYTES
-    }
-
-    fn add(&mut self, node: &ObservedNode<'_>) {
-        let status = node.status();
-        self.bytes += encoded_bytes(&status);
-        self.nodes.push(status);
+        page
     }
 }
 

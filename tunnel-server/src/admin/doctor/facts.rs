@@ -222,8 +222,7 @@ async fn survey(client: &AdminClient, settings: SurveySettings) -> Result<NodeSu
         for node in &page.nodes {
             survey.add(node);
         }
-        query.after = page.next()?;
-        if query.after.is_none() {
+        if !query.advance(page.r#continue.as_deref())? {
             return Ok(survey);
         }
     }

@@ -36,7 +36,7 @@ pub(crate) struct NodeView<'a> {
 #[derive(Debug)]
 pub(crate) struct ObservedNode<'v> {
     view: &'v NodeView<'v>,
-    name: &'v NodeName,
+    pub(crate) name: &'v NodeName,
     known: Option<&'v KnownNode>,
     cluster: Option<&'v RouteNode>,
     holder: Holder,

@@ -351,8 +351,8 @@ impl<'a> NodePages<'a> {
                 ListSource::Server(server) => server.nodes(&self.query).await?,
                 ListSource::Files(files) => files.page(&self.query),
             };
-            self.query.after = page.next().map_err(AdminError::from)?;
-            self.is_done = self.query.after.is_none();
+            let next = self.query.advance(page.r#continue.as_deref());
+            self.is_done = !next.map_err(AdminError::from)?;
             page
         };
         Ok(Some(page))
@@ -618,8 +618,8 @@ async fn revocations(
                 }
             }
         }
-        query.after = page.next().map_err(AdminError::from)?;
-        if query.after.is_none() {
+        let next = query.advance(page.r#continue.as_deref());
+        if !next.map_err(AdminError::from)? {
             break;
         }
     }
