@@ -182,11 +182,8 @@ async fn answer(
     let segments: Vec<&str> = path.split('/').skip(1).collect();
     match (request.method().as_str(), &segments[..]) {
         ("GET", ["tokens"]) => {
-            let tokens = blocking(state, |state| state.tokens.list(SystemTime::now())).await?;
-            value(
-                StatusCode::OK,
-                &tokens.map_err(|error| RequestError::internal(&error))?,
-            )
+            let tokens = blocking(state, |state| state.tokens.list(SystemTime::now())).await??;
+            value(StatusCode::OK, &tokens)
         }
         ("POST", ["tokens"]) => {
             let token_request = read(request, BODY_MAX_BYTES).await?;
@@ -314,10 +311,7 @@ fn create_token(
                 RequestError::internal(&error)
             }
         })?;
-    state
-        .nodes
-        .save()
-        .map_err(|error| RequestError::internal(&error))?;
+    state.nodes.save()?;
     info!(node = %token_request.node, token = token.id(), "join token created");
     Ok(CreatedToken::new(
         &token,
@@ -329,8 +323,7 @@ fn create_token(
 
 /// Admits nodes that wait for it. Blocks the thread.
 fn approve_nodes(state: &AdminState, names: &[NodeName]) -> Result<ApproveOutcome, RequestError> {
-    let approved = state.tokens.approve(names);
-    let approved = approved.map_err(|error| RequestError::internal(&error))?;
+    let approved = state.tokens.approve(names)?;
     for node in &approved {
         info!(%node, "node approved");
     }
@@ -353,14 +346,11 @@ fn label_keys(state: &AdminState) -> BTreeSet<String> {
 
 /// Revokes a token. Blocks the thread.
 fn revoke_token(state: &AdminState, id: &str) -> Result<(), RequestError> {
-    match state.tokens.revoke(id) {
-        Ok(true) => {
-            info!(token = id, "join token revoked");
-            Ok(())
-        }
-        Ok(false) => Err(RequestError::not_found(format!("no token has the id {id}"))),
-        Err(error) => Err(RequestError::internal(&error)),
+    if !state.tokens.revoke(id)? {
+        return Err(RequestError::not_found(format!("no token has the id {id}")));
     }
+    info!(token = id, "join token revoked");
+    Ok(())
 }
 
 /// Puts an order in force, and waits for a moment until it is in force at the other servers and
@@ -437,8 +427,7 @@ fn forget_nodes(state: &AdminState, names: &[NodeName]) -> Result<ForgetOutcome,
         };
         list.push(node.to_string());
     }
-    let saved = state.nodes.save();
-    saved.map_err(|error| RequestError::internal(&error))?;
+    state.nodes.save()?;
     Ok(outcome)
 }
 
@@ -635,6 +624,12 @@ fn method(method: &Method) -> &str {
 struct RequestError {
     status: StatusCode,
     problem: String,
+}
+
+impl From<io::Error> for RequestError {
+    fn from(error: io::Error) -> Self {
+        Self::internal(&error)
+    }
 }
 
 impl RequestError {

@@ -97,7 +97,7 @@ impl AdminClient {
 
     /// Returns all join tokens.
     pub async fn tokens(&self) -> Result<Vec<TokenInfo>, AdminError> {
-        parse(&self.call(Method::GET, "/tokens", Vec::new()).await?)
+        self.send(Method::GET, "/tokens").await
     }
 
     /// Revokes a token. Returns `false` if no token has this id.
@@ -110,8 +110,7 @@ impl AdminClient {
     }
 
     pub async fn nodes(&self, query: &PageQuery) -> Result<NodesPage, AdminError> {
-        let target = query.target("nodes");
-        parse(&self.call(Method::GET, &target, Vec::new()).await?)
+        self.send(Method::GET, &query.target("nodes")).await
     }
 
     /// Returns those of at most 1,000 nodes that exist. The token of the page is the last name that
@@ -122,30 +121,22 @@ impl AdminClient {
 
     /// Returns the failures of agents at the server, the last one first.
     pub async fn failures(&self) -> Result<Vec<FailureStatus>, AdminError> {
-        parse(&self.call(Method::GET, "/failures", Vec::new()).await?)
+        self.send(Method::GET, "/failures").await
     }
 
     /// Probes the agent of a node.
     pub async fn ping(&self, node: &NodeName) -> Result<PingReport, AdminError> {
-        parse(
-            &self
-                .call(Method::GET, &format!("/ping/{node}"), Vec::new())
-                .await?,
-        )
+        self.send(Method::GET, &format!("/ping/{node}")).await
     }
 
     /// Returns the facts of a node's agent about itself, as the agent sent them.
     pub async fn agent_diag(&self, node: &NodeName) -> Result<serde_json::Value, AdminError> {
-        parse(
-            &self
-                .call(Method::GET, &format!("/diag/{node}"), Vec::new())
-                .await?,
-        )
+        self.send(Method::GET, &format!("/diag/{node}")).await
     }
 
     /// Returns the keys of the Nodes' labels that the server stores.
     pub async fn node_labels(&self) -> Result<Vec<String>, AdminError> {
-        parse(&self.call(Method::GET, "/node-labels", Vec::new()).await?)
+        self.send(Method::GET, "/node-labels").await
     }
 
     /// Admits at most 1,000 nodes that used a token for a pattern and wait.
@@ -165,8 +156,7 @@ impl AdminClient {
 
     /// Returns a page of the revocations in force.
     pub async fn revocations(&self, query: &PageQuery) -> Result<RevocationsPage, AdminError> {
-        let target = query.target("revocations");
-        parse(&self.call(Method::GET, &target, Vec::new()).await?)
+        self.send(Method::GET, &query.target("revocations")).await
     }
 
     /// Returns the CA's certificate as PEM.
@@ -178,7 +168,7 @@ impl AdminClient {
 
     /// Returns the stage of the rotation of the CA.
     pub async fn ca_rotation(&self) -> Result<RotationStatus, AdminError> {
-        parse(&self.call(Method::GET, "/ca/rotation", Vec::new()).await?)
+        self.send(Method::GET, "/ca/rotation").await
     }
 
     /// Changes the stage of the rotation of the CA.
@@ -188,21 +178,17 @@ impl AdminClient {
 
     /// Has the server read its file again, and returns what became of it.
     pub async fn reload(&self) -> Result<ConfigStatus, AdminError> {
-        parse(&self.call(Method::POST, "/config", Vec::new()).await?)
+        self.send(Method::POST, "/config").await
     }
 
     /// Ends what the rules in force refuse. Returns the number of requests and streams.
     pub async fn end_running(&self) -> Result<usize, AdminError> {
-        parse(
-            &self
-                .call(Method::POST, "/config/end-running", Vec::new())
-                .await?,
-        )
+        self.send(Method::POST, "/config/end-running").await
     }
 
     /// Returns what the dry run of rules has found, if there is one.
     pub async fn dry_run(&self) -> Result<Option<DryRunStatus>, AdminError> {
-        parse(&self.call(Method::GET, "/dry-run", Vec::new()).await?)
+        self.send(Method::GET, "/dry-run").await
     }
 
     /// Returns the settings that the server uses, before the checks.
@@ -216,7 +202,12 @@ impl AdminClient {
 
     /// Returns the settings and the last log lines of the server.
     pub async fn diag(&self) -> Result<RunningServer, AdminError> {
-        parse(&self.call(Method::GET, "/diag", Vec::new()).await?)
+        self.send(Method::GET, "/diag").await
+    }
+
+    /// Sends a request without a body.
+    async fn send<T: DeserializeOwned>(&self, method: Method, path: &str) -> Result<T, AdminError> {
+        parse(&self.call(method, path, Vec::new()).await?)
     }
 
     async fn post<T: DeserializeOwned>(
