@@ -19,7 +19,7 @@ use tunnel_proto::tls::{self, AgentTrust};
 use tunnel_proto::transport::quic::QuicKeys;
 
 use super::context::{ProcessContext, ServerContext};
-use super::credential_watcher::{CredentialWatcher, read_roots, watch_pair};
+use super::credential_watcher::{CredentialWatcher, watch_pair};
 use crate::cluster::{ApiServerClock, ClusterHandle, UnknownMembership};
 use crate::config::{Config, CredentialFiles, KubeletClientCa, KubernetesSettings};
 use crate::session::refused;
@@ -182,10 +182,8 @@ impl AgentAuth {
         let (ca, revocations) = (&authority.ca, &authority.revocations);
         let metrics = context.metrics.clone();
         let own = ca.server_resolver(Box::new(move |not_after| metrics.certificate(not_after)));
-        let trust = AgentTrust::new(tls::roots(ca.roots())?, revocations.revocation_check())?;
-        let replaced = trust.clone();
-        let apply = move |roots| replaced.replace(roots);
-        watch_ca("agent_ca", ca, &context.shutdown, apply);
+        let new = |roots| AgentTrust::new(roots, revocations.revocation_check());
+        let trust = watch_ca("agent_ca", ca, &context.shutdown, new, AgentTrust::replace)?;
         let renewals = Renewals {
             ca: ca.clone(),
             trust: trust.clone(),
@@ -208,11 +206,14 @@ impl AgentAuth {
         let record_expiry = move |not_after| metrics.certificate(not_after);
         let own = watch_pair("agent_certificate", &files.pair, watcher, record_expiry)
             .context("--agent-cert-file, --agent-key-file")?;
-        let roots = read_roots(&files.ca).context("--agent-ca")?;
-        let trust = AgentTrust::new(roots.value, authority.revocations.revocation_check())?;
-        let swapped = trust.clone();
-        let apply = move |roots| swapped.replace(roots);
-        watcher.watch_roots("agent_ca", &files.ca, roots.digest, apply);
+        let new = |roots| AgentTrust::new(roots, authority.revocations.revocation_check());
+        let trust = watcher.trust(
+            "agent_ca",
+            "--agent-ca",
+            &files.ca,
+            new,
+            AgentTrust::replace,
+        )?;
         Ok(Self {
             enrollment: authority.ca.server_resolver(Box::new(|_| {})),
             own,
@@ -227,12 +228,10 @@ impl AgentAuth {
         path: &Path,
         watcher: &CredentialWatcher,
     ) -> anyhow::Result<()> {
-        let first = read_roots(path).context("--kubelet-client-ca")?;
-        self.trust.replace_cluster(first.value)?;
-        let trust = self.trust.clone();
-        let replace = move |roots| trust.replace_cluster(roots);
-        watcher.watch_roots("kubelet_client_ca", path, first.digest, replace);
-        Ok(())
+        let (what, setting) = ("kubelet_client_ca", "--kubelet-client-ca");
+        let new = |roots| (self.trust.replace_cluster(roots)).map(|()| self.trust.clone());
+        let watched = watcher.trust(what, setting, path, new, AgentTrust::replace_cluster);
+        watched.map(drop)
     }
 
     pub(super) fn session_tls(&self, alpn: &[u8]) -> Result<Arc<ServerConfig>, rustls::Error> {
@@ -240,19 +239,23 @@ impl AgentAuth {
     }
 }
 
-/// Passes the roots of the local CA to `apply` whenever the CA is replaced.
-pub(super) fn watch_ca(
+/// Creates a trust in the local CA, and passes its roots to `replace` whenever the CA is replaced.
+pub(super) fn watch_ca<T: Send + Sync + 'static>(
     what: &'static str,
     ca: &Arc<LocalCa>,
     shutdown: &Shutdown,
-    apply: impl Fn(Arc<RootCertStore>) -> Result<(), rustls::Error> + Send + 'static,
-) {
-    let (ca, mut changed) = (ca.clone(), ca.changed());
+    new: impl FnOnce(Arc<RootCertStore>) -> Result<Arc<T>, rustls::Error>,
+    replace: fn(&T, Arc<RootCertStore>) -> Result<(), rustls::Error>,
+) -> Result<Arc<T>, rustls::Error> {
+    let trust = new(tls::roots(ca.roots())?)?;
+    let (ca, replaced, mut changed) = (ca.clone(), trust.clone(), ca.changed());
     shutdown.spawn_service(async move {
         while changed.changed().await.is_ok() {
-            if let Err(error) = tls::roots(ca.roots()).and_then(&apply) {
+            let roots = tls::roots(ca.roots());
+            if let Err(error) = roots.and_then(|roots| replace(&replaced, roots)) {
                 error!(what, %error, "cannot apply the new CA; still using the previous one");
             }
         }
     });
+    Ok(trust)
 }

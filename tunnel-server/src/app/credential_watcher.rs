@@ -4,6 +4,7 @@ use std::path::Path;
 use std::sync::Arc;
 use std::time::{Duration, SystemTime};
 
+use anyhow::Context as _;
 use rustls::RootCertStore;
 use rustls::sign::CertifiedKey;
 use tracing::warn;
@@ -32,36 +33,24 @@ pub(super) struct CredentialWatcher {
 }
 
 impl CredentialWatcher {
-    /// Watches a file of CA certificates. `digest` identifies the content in use, and `apply`
-    /// receives new content.
-    pub(super) fn watch_roots(
+    /// Creates a trust in the CA certificates of a file, and passes new content of the file to
+    /// `replace`. Errors name the `setting`.
+    pub(super) fn trust<T: Send + Sync + 'static>(
         &self,
         what: &'static str,
+        setting: &'static str,
         path: &Path,
-        digest: [u8; 32],
-        mut apply: impl FnMut(Arc<RootCertStore>) -> Result<(), rustls::Error> + Send + 'static,
-    ) {
-        let (read, named) = (path.to_owned(), path.to_owned());
-        let apply =
-            move |roots| apply(roots).map_err(|error| FileError::Root(named.clone(), error));
-        self.watch(what, digest, move || read_roots(&read), apply);
-    }
-
-    /// Watches the files of a certificate chain and its key, like [`Self::watch_roots`].
-    fn watch_pair(
-        &self,
-        what: &'static str,
-        files: &KeyPairFiles,
-        digest: [u8; 32],
-        mut apply: impl FnMut(Arc<CertifiedKey>) -> Result<(), rustls::Error> + Send + 'static,
-    ) {
-        let (read, named) = (files.clone(), files.clone());
-        let apply = move |own| {
-            apply(own).map_err(|error| {
-                FileError::Pair(named.certificate.clone(), named.key.clone(), error)
-            })
+        new: impl FnOnce(Arc<RootCertStore>) -> Result<Arc<T>, rustls::Error>,
+        replace: fn(&T, Arc<RootCertStore>) -> Result<(), rustls::Error>,
+    ) -> anyhow::Result<Arc<T>> {
+        let first = read_roots(path).context(setting)?;
+        let trust = new(first.value).context(setting)?;
+        let (replaced, read, named) = (trust.clone(), path.to_owned(), path.to_owned());
+        let apply = move |roots| {
+            replace(&replaced, roots).map_err(|error| FileError::Root(named.clone(), error))
         };
-        self.watch(what, digest, move || read_pair(&read), apply);
+        self.watch(what, first.digest, move || read_roots(&read), apply);
+        Ok(trust)
     }
 
     /// Watches files whose current content has `digest`.
@@ -109,7 +98,8 @@ pub(super) fn watch_pair(
         swapped.replace(own);
         Ok(())
     };
-    watcher.watch_pair(what, files, first.digest, apply);
+    let read = files.clone();
+    watcher.watch(what, first.digest, move || read_pair(&read), apply);
     Ok(held)
 }
 
@@ -119,7 +109,7 @@ pub(super) fn read_pair(files: &KeyPairFiles) -> Result<Loaded<Arc<CertifiedKey>
     Ok(Loaded { digest, value })
 }
 
-pub(super) fn read_roots(path: &Path) -> Result<Loaded<Arc<RootCertStore>>, FileError> {
+fn read_roots(path: &Path) -> Result<Loaded<Arc<RootCertStore>>, FileError> {
     let roots = load_roots(path)?;
     let digest = digest_of(&roots);
     let value = tls::roots(roots).map_err(|error| FileError::Root(path.to_owned(), error))?;

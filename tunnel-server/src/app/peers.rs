@@ -12,7 +12,7 @@ use tunnel_proto::transport::SessionSettings;
 
 use super::authority::{AgentAuth, Authority, watch_ca};
 use super::context::ServerContext;
-use super::credential_watcher::{CredentialWatcher, read_roots, watch_pair};
+use super::credential_watcher::{CredentialWatcher, watch_pair};
 use super::membership::report_unconnected;
 use super::revocations;
 use super::rotation::own_certificates;
@@ -85,10 +85,8 @@ fn peer_tls(authority: &Authority, context: &ServerContext) -> anyhow::Result<Pe
 
 fn from_ca(ca: &Arc<LocalCa>, context: &ServerContext) -> anyhow::Result<PeerTls> {
     let own = ca.peer_resolver(context.peers.own().clone());
-    let trust = PeerTrust::new(tls::roots(ca.roots())?)?;
-    let replaced = trust.clone();
-    let apply = move |roots| replaced.replace(roots);
-    watch_ca("peer_ca", ca, &context.shutdown, apply);
+    let (new, replace) = (PeerTrust::new, PeerTrust::replace);
+    let trust = watch_ca("peer_ca", ca, &context.shutdown, new, replace)?;
     Ok(PeerTls {
         client: tls::peer_client(own.clone(), trust.clone())?,
         server: tls::peer_server(own, trust)?,
@@ -100,11 +98,8 @@ fn from_files(files: &CredentialFiles, watcher: &CredentialWatcher) -> anyhow::R
     let record_expiry = move |not_after| metrics.credential(CERTIFICATE, not_after);
     let own = watch_pair(CERTIFICATE, &files.pair, watcher, record_expiry)
         .context("--peer-cert-file, --peer-key-file")?;
-    let roots = read_roots(&files.ca).context("--peer-ca")?;
-    let trust = PeerTrust::new(roots.value)?;
-    let replaced = trust.clone();
-    let apply = move |roots| replaced.replace(roots);
-    watcher.watch_roots("peer_ca", &files.ca, roots.digest, apply);
+    let (new, replace) = (PeerTrust::new, PeerTrust::replace);
+    let trust = watcher.trust("peer_ca", "--peer-ca", &files.ca, new, replace)?;
     Ok(PeerTls {
         client: tls::peer_client(own.clone(), trust.clone())?,
         server: tls::peer_server(own, trust)?,

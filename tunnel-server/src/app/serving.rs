@@ -12,7 +12,7 @@ use tunnel_process::settings::ConfigError;
 use tunnel_proto::dial::split_host_port;
 
 use super::context::ServerContext;
-use super::credential_watcher::{CredentialWatcher, read_roots, watch_pair};
+use super::credential_watcher::{CredentialWatcher, watch_pair};
 use crate::config::Config;
 use crate::ingress::client_auth::ListenerTls;
 use crate::ingress::connect::basic_auth::{BasicAuth, BasicAuthFileError, BasicAuthUsers};
@@ -122,13 +122,9 @@ pub(super) fn listener_tls(
     let Some(callers) = callers else {
         return Ok(ListenerTls::new(own, None, false)?);
     };
-    let roots = read_roots(callers.path).context("--client-ca")?;
-    let tls = ListenerTls::new(own, Some(roots.value), callers.is_required);
-    let tls = tls.context("--client-ca")?;
-    let swapped = tls.clone();
-    let apply = move |roots| swapped.trust(roots);
-    watcher.watch_roots(callers.what, callers.path, roots.digest, apply);
-    Ok(tls)
+    let CallerCa { what, path, .. } = callers;
+    let new = |roots| ListenerTls::new(own, Some(roots), callers.is_required);
+    watcher.trust(what, "--client-ca", path, new, ListenerTls::trust)
 }
 
 /// Loads the passwords and watches their file.

@@ -11,7 +11,7 @@ use tunnel_process::meta::Readiness;
 use tunnel_proto::tls::files::{FileError, KeyPairFiles};
 
 use super::context::ServerContext;
-use super::credential_watcher::{read_pair, read_roots, report_expiry};
+use super::credential_watcher::{read_pair, report_expiry};
 use crate::ingress::target_tls::TargetTls;
 use crate::metrics::Metrics;
 
@@ -26,15 +26,13 @@ const ABSENT: [u8; 32] = [0; 32];
 /// Builds the TLS configuration for https targets and client-certificate delegation.
 pub(super) fn build(context: &ServerContext) -> anyhow::Result<Arc<TargetTls>> {
     let settings = &context.config.targets;
-    let roots = settings.ca.as_deref().map(read_roots).transpose();
-    let roots = roots.context("--target-ca")?;
-    let targets = TargetTls::new(roots.as_ref().map(|roots| roots.value.clone()))?;
-    if let (Some(path), Some(roots)) = (&settings.ca, roots) {
-        let swapped = targets.clone();
-        let apply = move |roots| swapped.trust(roots);
-        let watcher = &context.watcher;
-        watcher.watch_roots("target_ca", path, roots.digest, apply);
-    }
+    let targets = match &settings.ca {
+        Some(path) => {
+            let new = |roots| TargetTls::new(Some(roots));
+            (context.watcher).trust("target_ca", "--target-ca", path, new, TargetTls::trust)?
+        }
+        None => TargetTls::new(None)?,
+    };
     if let Some(files) = &settings.identity {
         delegate(&targets, files, context).context("--target-cert-file, --target-key-file")?;
     }
