@@ -1,15 +1,11 @@
 //! Streams that agents open to targets of the cloud, such as the API server: policy and dial. An
 //! agent names a target; the operator's settings alone have its address, and agents do not learn it.
 
-use std::num::NonZeroU32;
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Arc, OnceLock};
 use std::time::Duration;
 
 use arc_swap::ArcSwap;
-use governor::clock::DefaultClock;
-use governor::state::keyed::HashMapStateStore;
-use governor::{Quota, RateLimiter};
 use parking_lot::RwLock;
 use tokio::sync::Notify;
 use tokio::time::sleep;
@@ -34,6 +30,7 @@ use self::labeled_nodes::LabeledNodes;
 use crate::config::{CloudTargetSettings, Limit, SharedLimits};
 use crate::dry_run::DryRunReport;
 use crate::metrics::Metrics;
+use crate::node_rate::NodeRate;
 use crate::routing::registry::AgentSession;
 use crate::running::{RunningAccess, RunningAccesses, RunningGuard};
 use tunnel_routing::operation::Operation;
@@ -58,8 +55,8 @@ pub struct CloudEgress {
     total: AtomicUsize,
     /// The open streams of all agents.
     open: KeyedPermits<NodeName>,
-    /// Rate of new streams of each node. Only nodes with a valid credential are counted.
-    rate: ArcSwap<NodeRate>,
+    /// Rate of new streams of each node.
+    rate: NodeRate,
     metrics: Metrics,
     shutdown: Shutdown,
     access: AccessControl,
@@ -72,8 +69,6 @@ pub struct AccessControl {
     pub dry_run: DryRunReport,
     pub running: RunningAccesses,
 }
-
-type NodeRate = RateLimiter<NodeName, HashMapStateStore<NodeName>, DefaultClock>;
 
 /// Agents can open streams without headers at will, and others for programs of their nodes.
 static LINES: StreamLines<NodeName> = StreamLines::new(
@@ -111,7 +106,7 @@ impl CloudEgress {
             own_ports,
             total: AtomicUsize::new(total),
             open: KeyedPermits::default(),
-            rate: ArcSwap::from_pointee(node_rate(limits.load().cloud_stream_rate)),
+            rate: stream_rate(limits.load().cloud_stream_rate),
             limits,
             metrics,
             shutdown,
@@ -149,7 +144,7 @@ impl CloudEgress {
 
     /// Replaces the rate of new streams of each node.
     pub fn replace_rate(&self, per_second: u32) {
-        self.rate.store(Arc::new(node_rate(per_second)));
+        self.rate.replace(stream_rate(per_second));
     }
 
     /// Returns whether the agent of a node may reach a target, now or with another label.
@@ -162,7 +157,7 @@ impl CloudEgress {
         let transport_limit = self.per_agent().saturating_add(WITHOUT_PERMIT);
         agent.session.set_max_concurrent_streams(transport_limit);
         while let Ok(incoming) = agent.session.accept().await {
-            let is_in_rate = self.rate.load().check_key(&agent.node).is_ok();
+            let is_in_rate = self.rate.allows(&agent.node);
             let (egress, serving) = (self.clone(), agent.clone());
             self.shutdown
                 .spawn_work(async move { egress.serve(incoming, &serving, is_in_rate).await });
@@ -380,10 +375,8 @@ impl RecordSinks for CloudStream<'_> {
     }
 }
 
-fn node_rate(per_second: u32) -> NodeRate {
-    let per_second = NonZeroU32::new(per_second).unwrap_or(NonZeroU32::MIN);
-    let burst = per_second.saturating_mul(BURST);
-    RateLimiter::hashmap(Quota::per_second(per_second).allow_burst(burst))
+fn stream_rate(per_second: u32) -> NodeRate {
+    NodeRate::new(per_second, per_second.saturating_mul(BURST))
 }
 
 /// Returns the detail for an agent whose target was not dialed, without addresses.
@@ -420,7 +413,7 @@ const REFUSAL_INTERVAL: Duration = Duration::from_millis(1);
 /// Divisor for the part of all streams that one agent may have.
 const AGENT_SHARE: usize = 8;
 /// Streams that a node may open at once, in multiples of the rate.
-const BURST: NonZeroU32 = NonZeroU32::new(2).expect("not zero");
+const BURST: u32 = 2;
 
 #[cfg(test)]
 mod tests;

@@ -19,6 +19,7 @@ pub mod egress;
 pub mod failure_code;
 pub mod ingress;
 pub mod metrics;
+pub mod node_rate;
 pub mod outcome;
 pub mod routing;
 pub mod running;

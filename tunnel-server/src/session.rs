@@ -2,14 +2,9 @@
 //! `session/admission.rs` admits a session, and `session/session_loop.rs` runs it afterwards.
 
 use std::net::SocketAddr;
-use std::num::NonZeroU32;
 use std::sync::Arc;
 use std::time::{Duration, SystemTime};
 
-use arc_swap::ArcSwap;
-use governor::clock::DefaultClock;
-use governor::state::keyed::HashMapStateStore;
-use governor::{Quota, RateLimiter};
 use tokio::sync::Semaphore;
 use tunnel_process::shutdown::Shutdown;
 use tunnel_proto::tls::AgentTrust;
@@ -21,6 +16,7 @@ use self::saved_connections::SavedConnections;
 use crate::config::SharedLimits;
 use crate::egress::CloudEgress;
 use crate::metrics::Metrics;
+use crate::node_rate::NodeRate;
 use crate::routing::peers::Peers;
 use crate::routing::registry::Registry;
 use tunnel_ca::renewal::Renewals;
@@ -56,7 +52,7 @@ pub struct Sessions {
     /// Connections that the next process resets if this one is killed.
     pub(crate) saved_connections: Option<SavedConnections>,
     /// Rate limit for the sessions that a node opens.
-    pub admission_rate: Arc<AdmissionRate>,
+    pub admission_rate: Arc<NodeRate>,
     /// A permit for each session that the process has memory for.
     pub permits: Arc<Semaphore>,
     /// Credentials that were revoked.
@@ -100,43 +96,10 @@ pub fn can_agents_move(members: &[Member], own: &ReplicaId) -> bool {
     others.any(|member| !member.is_leaving)
 }
 
-/// Sessions per second that a node can open after its burst. An agent whose sessions are lost right
-/// after admission opens about one per second, and one that looks for another server behind the
-/// same address at most one.
-const PER_SECOND: NonZeroU32 = NonZeroU32::new(2).expect("not zero");
-
-/// Rate limiter of the sessions that each node opens. Only nodes with a valid credential are
-/// counted, so the number of issued credentials bounds the number of entries.
-#[derive(Debug)]
-pub struct AdmissionRate(ArcSwap<NodeRate>);
-
-type NodeRate = RateLimiter<NodeName, HashMapStateStore<NodeName>, DefaultClock>;
-
-impl AdmissionRate {
-    /// Creates a limiter that allows each node `burst` sessions at once
-    /// (`limits.admissionsPerNode`, at least one).
-    pub fn new(burst: u32) -> Self {
-        Self(ArcSwap::from_pointee(Self::limiter(burst)))
-    }
-
-    /// Replaces the burst. What nodes have used of it is forgotten.
-    pub fn set_burst(&self, burst: u32) {
-        self.0.store(Arc::new(Self::limiter(burst)));
-    }
-
-    fn limiter(burst: u32) -> NodeRate {
-        let burst = NonZeroU32::new(burst).unwrap_or(NonZeroU32::MIN);
-        RateLimiter::hashmap(Quota::per_second(PER_SECOND).allow_burst(burst))
-    }
-
-    /// Reason that the server sends to a node that opens sessions too fast.
-    pub const REFUSAL: &str = "sessions are opened too fast (limits.admissionsPerNode); is the agent restarted in a loop, or its credential in use elsewhere?";
-
-    /// Counts a session of the node and returns whether the node may open it.
-    pub fn allows(&self, node: &NodeName) -> bool {
-        self.0.load().check_key(node).is_ok()
-    }
-}
+/// Sessions per second that a node can open after its burst (`limits.admissionsPerNode`). An agent
+/// whose sessions are lost right after admission opens about one per second, and one that looks for
+/// another server behind the same address at most one.
+pub(crate) const ADMISSIONS_PER_SECOND: u32 = 2;
 
 #[cfg(test)]
 mod tests {
@@ -163,7 +126,7 @@ mod tests {
 
     #[test]
     fn node_that_opens_sessions_in_a_loop_is_refused_and_others_are_not() {
-        let rate = AdmissionRate::new(20);
+        let rate = NodeRate::new(ADMISSIONS_PER_SECOND, 20);
         let loops: NodeName = "worker-1".parse().unwrap();
         let allowed = (0..1500).filter(|_| rate.allows(&loops)).count();
         // Allows for two more sessions per second that the loop takes on a slow machine.

@@ -15,9 +15,10 @@ use super::authority::{AgentAuth, Authority};
 use super::context::ServerContext;
 use crate::config::Capacity;
 use crate::egress::{AccessControl, CloudEgress};
+use crate::node_rate::NodeRate;
 use crate::session::agent_listener::{AgentListener, TcpHandler};
 use crate::session::saved_connections::SavedConnections;
-use crate::session::{AdmissionRate, Sessions};
+use crate::session::{ADMISSIONS_PER_SECOND, Sessions};
 use tunnel_ca::attestation::Attestor;
 use tunnel_ca::enrollment::Enrollment;
 
@@ -33,7 +34,7 @@ pub(super) struct SessionInputs<'a> {
 /// What of the listener for agents follows the file of the configuration.
 pub(super) struct FollowedSessions {
     pub(super) cloud: Arc<CloudEgress>,
-    pub(super) admission_rate: Arc<AdmissionRate>,
+    pub(super) admission_rate: Arc<NodeRate>,
     pub(super) pre_auth: Arc<ConnLimiter>,
 }
 
@@ -74,9 +75,10 @@ pub(super) fn start(
         },
     );
     let cloud = Arc::new(cloud.map_err(ConfigError::mistake)?);
+    let admissions = NodeRate::new(ADMISSIONS_PER_SECOND, limits.admissions_per_node);
     let followed = FollowedSessions {
         cloud: cloud.clone(),
-        admission_rate: Arc::new(AdmissionRate::new(limits.admissions_per_node)),
+        admission_rate: Arc::new(admissions),
         pre_auth: ConnLimiter::new(inputs.capacity.half_open),
     };
     let sessions = Sessions {

@@ -20,9 +20,9 @@ use tunnel_proto::wire::header::{StreamHeader, StreamKind};
 use tunnel_proto::wire::name::{InstanceId, NodeName, SessionId};
 use tunnel_proto::wire::{VERSION_MAX, VERSION_MIN, negotiate_version};
 
+use super::Sessions;
 use super::failures::FailedNode;
 use super::refused::{DISTRUSTED, REVOKED};
-use super::{AdmissionRate, Sessions};
 use crate::config::Limit;
 use crate::egress::CloudEgress;
 use crate::routing::registry::{
@@ -34,6 +34,8 @@ const REJECT_TIMEOUT: Duration = Duration::from_secs(1);
 /// Rounds of probing before a new session is refused. More rounds occur only if sessions of one
 /// name arrive faster than the server can probe them.
 const ADMISSION_ROUNDS: usize = 3;
+/// Reason that the server sends to a node that opens sessions too fast.
+const TOO_FAST: &str = "sessions are opened too fast (limits.admissionsPerNode); is the agent restarted in a loop, or its credential in use elsewhere?";
 /// What causes two live agents of one name.
 const CLONED: &str = "a cloned disk or a stolen certificate looks like this";
 
@@ -61,9 +63,9 @@ impl Sessions {
             self.metrics.limit(Limit::AdmissionsPerNode);
             let refused = FailedNode::Verified(node.clone());
             let remote = session.stats().remote;
-            self.record_failure(code.label(), refused, remote, AdmissionRate::REFUSAL);
+            self.record_failure(code.label(), refused, remote, TOO_FAST);
             debug!(%node, peer = %session.stats().remote, "node opens sessions too fast, session refused");
-            return session.close(code, AdmissionRate::REFUSAL).await;
+            return session.close(code, TOO_FAST).await;
         }
         let Ok(_permit) = self.permits.try_acquire() else {
             let code = CloseCode::Overloaded;
