@@ -17,7 +17,7 @@ use tunnel_process::files;
 use tunnel_proto::identity::{self, BACKDATED, sha256, spki_sha256};
 use tunnel_proto::tls;
 use tunnel_proto::wire::enroll::hex;
-use tunnel_store::data_dir::{random, whole_seconds, wiped_text};
+use tunnel_store::data_dir::{random, whole_seconds};
 use zeroize::Zeroizing;
 
 use super::CaError;
@@ -33,7 +33,6 @@ pub struct SourceNames<'a> {
 #[serde(rename_all = "camelCase")]
 pub struct CaPem {
     pub certificates: String,
-    #[serde(with = "wiped_text")]
     pub key: Zeroizing<String>,
 }
 

@@ -15,7 +15,7 @@ use tunnel_proto::transport::quic::QuicKeys;
 use crate::state_store::{OnDamage, StateStore, WeakStore};
 #[cfg(any(test, feature = "test-util"))]
 pub use crate::testing;
-pub use crate::text::{name_text, rfc3339, time_text, time_text_option, whole_seconds, wiped_text};
+pub use crate::text::{name_text, rfc3339, time_text, time_text_option, whole_seconds};
 
 /// The data directory of a server. Clones refer to the same directory.
 #[derive(Debug, Clone)]

@@ -72,25 +72,6 @@ pub mod name_text {
     }
 }
 
-/// Serializes a text that is wiped on drop.
-pub mod wiped_text {
-    use serde::{Deserialize as _, Deserializer, Serializer};
-    use zeroize::Zeroizing;
-
-    pub fn serialize<S: Serializer>(
-        text: &Zeroizing<String>,
-        serializer: S,
-    ) -> Result<S::Ok, S::Error> {
-        serializer.serialize_str(text)
-    }
-
-    pub fn deserialize<'de, D: Deserializer<'de>>(
-        deserializer: D,
-    ) -> Result<Zeroizing<String>, D::Error> {
-        String::deserialize(deserializer).map(Zeroizing::new)
-    }
-}
-
 /// 9999-12-31T23:59:59Z. RFC 3339 has no form for later years.
 const RFC3339_LAST_SECOND: u64 = 253_402_300_799;
 
