@@ -8,9 +8,9 @@ use prometheus_client::metrics::family::Family;
 use prometheus_client::metrics::gauge::Gauge;
 use prometheus_client::registry::Registry;
 pub(crate) use tunnel_process::metrics::GaugeGuard;
-use tunnel_process::metrics::{StaticLabel, register_process_metrics, with_series};
-use tunnel_process::panics::PanicCollector;
-use tunnel_process::telemetry::DroppedLines;
+use tunnel_process::metrics::{
+    StaticLabel, count, register_process_metrics, set_gauge, with_series,
+};
 use tunnel_proto::stream_record::StreamEnd;
 use tunnel_proto::transport::{BufferPool, ByteCount, PoolGauges, TransportKind};
 use tunnel_proto::wire::code::{EnrollCode, RefusalCode};
@@ -95,24 +95,18 @@ impl Metrics {
     /// Creates the metrics and the registry that exposes them.
     pub(crate) fn register(pool: Arc<BufferPool>) -> (Self, Registry) {
         let mut root = Registry::default();
-        register_process_metrics(&mut root);
-        let registry = root.sub_registry_with_prefix("tunnel_agent");
-        let metrics = Self(Families::register(registry));
-        registry.register_collector(Box::new(PoolGauges(pool)));
-        registry.register_collector(Box::new(PanicCollector));
-        registry.register_collector(Box::new(DroppedLines));
-        (metrics, root)
+        let registry = register_process_metrics(&mut root, "tunnel_agent", PoolGauges(pool));
+        (Self(Families::register(registry)), root)
     }
 
     pub(crate) fn limit(&self, limit: Limit) {
-        let reached = &self.0.limits_reached;
-        reached.get_or_create(&LimitLabels { limit }).inc();
+        count(&self.0.limits_reached, &LimitLabels { limit });
     }
 
     /// Sets the number of wanted sessions in a state.
-    pub(crate) fn set_sessions(&self, state: SessionState, count: usize) {
-        let sessions = self.0.sessions.get_or_create(&StateLabels { state });
-        sessions.set(i64::try_from(count).unwrap_or(i64::MAX));
+    pub(crate) fn set_sessions(&self, state: SessionState, sessions: usize) {
+        let gauge = self.0.sessions.get_or_create(&StateLabels { state });
+        set_gauge(&gauge, sessions);
     }
 
     /// Returns the number of wanted sessions in a state.
@@ -148,9 +142,8 @@ impl Metrics {
     }
 
     pub(crate) fn stream_ended(&self, result: StreamEnd) {
-        let ended = &self.0.streams;
         let result = StaticLabel(result.label());
-        ended.get_or_create(&StreamLabels { result }).inc();
+        count(&self.0.streams, &StreamLabels { result });
     }
 
     /// Counts an open connection to a target of the cloud until the guard is dropped.
@@ -159,9 +152,8 @@ impl Metrics {
     }
 
     pub(crate) fn cloud_stream_ended(&self, result: StreamEnd) {
-        let ended = &self.0.cloud_streams;
         let result = StaticLabel(result.label());
-        ended.get_or_create(&StreamLabels { result }).inc();
+        count(&self.0.cloud_streams, &StreamLabels { result });
     }
 
     /// Returns the number of open connections to targets of the cloud, and of those that ended with
@@ -183,16 +175,13 @@ impl Metrics {
 
     /// Counts an attempt to connect to an address of a target.
     pub(crate) fn dialed(&self, result: DialResult) {
-        let dials = &self.0.dials;
-        dials.get_or_create(&DialLabels { result }).inc();
+        count(&self.0.dials, &DialLabels { result });
     }
 
     pub(crate) fn connect_attempt(&self, transport: TransportKind, result: ConnectResult) {
         let transport = StaticLabel(transport.label());
-        let attempts = &self.0.connect_attempts;
-        attempts
-            .get_or_create(&ConnectLabels { transport, result })
-            .inc();
+        let labels = ConnectLabels { transport, result };
+        count(&self.0.connect_attempts, &labels);
     }
 
     /// Returns the number of dialed sessions with a result.
@@ -221,8 +210,7 @@ impl Metrics {
     /// Counts a renewal: `issued`, or the reason of the failure.
     pub(crate) fn renewal(&self, result: &'static str) {
         let result = StaticLabel(result);
-        let renewals = &self.0.renewals;
-        renewals.get_or_create(&RenewalLabels { result }).inc();
+        count(&self.0.renewals, &RenewalLabels { result });
     }
 
     /// Records whether the certificate in use is missing on disk.
@@ -236,11 +224,8 @@ impl Metrics {
 
     /// Records the expiry of the agent's certificate.
     pub(crate) fn certificate(&self, not_after: SystemTime) {
-        let seconds = not_after
-            .duration_since(UNIX_EPOCH)
-            .map_or(0, |since| since.as_secs());
-        let seconds = i64::try_from(seconds).unwrap_or(i64::MAX);
-        self.0.not_after.set(seconds);
+        let since_epoch = not_after.duration_since(UNIX_EPOCH).unwrap_or_default();
+        set_gauge(&self.0.not_after, since_epoch.as_secs());
     }
 }
 

@@ -3,7 +3,7 @@
 
 use std::sync::atomic::AtomicU64;
 use std::sync::{Arc, OnceLock};
-use std::time::{Duration, SystemTime, UNIX_EPOCH};
+use std::time::{Duration, SystemTime};
 
 use prometheus_client::metrics::counter::Counter;
 use prometheus_client::metrics::family::Family;
@@ -12,9 +12,9 @@ use prometheus_client::metrics::histogram::Histogram;
 use prometheus_client::registry::Registry;
 use tunnel_process::file_watch::ReloadOutcome;
 pub use tunnel_process::metrics::GaugeGuard;
-use tunnel_process::metrics::{StaticLabel, register_process_metrics, with_series};
-use tunnel_process::panics::PanicCollector;
-use tunnel_process::telemetry::DroppedLines;
+use tunnel_process::metrics::{
+    StaticLabel, count, register_process_metrics, set_gauge, unix_seconds, with_series,
+};
 use tunnel_proto::stream_record::StreamEnd;
 use tunnel_proto::transport::{BufferPool, PoolGauges, TransportKind};
 use tunnel_proto::wire::code::{CloseCode, EnrollCode, RefusalCode};
@@ -186,11 +186,7 @@ impl Metrics {
     /// Registers all metrics under `tunnel_server_`, and those of the process. The buffer pool's
     /// gauges are read at each scrape.
     pub fn new(root: &mut Registry, pool: Arc<BufferPool>) -> Self {
-        register_process_metrics(root);
-        let registry = root.sub_registry_with_prefix("tunnel_server");
-        registry.register_collector(Box::new(PoolGauges(pool)));
-        registry.register_collector(Box::new(PanicCollector));
-        registry.register_collector(Box::new(DroppedLines));
+        let registry = register_process_metrics(root, "tunnel_server", PoolGauges(pool));
         Self {
             families: Arc::new(Families::register(registry)),
             request_series: Arc::default(),
@@ -216,8 +212,7 @@ impl Metrics {
 
     pub fn session_ended(&self, code: CloseCode) {
         let code = StaticLabel(code.label());
-        let ends = &self.families.session_ends;
-        ends.get_or_create(&CodeLabel { code }).inc();
+        count(&self.families.session_ends, &CodeLabel { code });
     }
 
     /// Counts an open stream until the guard is dropped.
@@ -269,9 +264,7 @@ impl Metrics {
     }
 
     pub fn cloud_stream_ended(&self, result: StreamEnd) {
-        let result = StaticLabel(result.label());
-        let ended = &self.families.cloud_streams;
-        ended.get_or_create(&ResultLabel { result }).inc();
+        count_result(&self.families.cloud_streams, result.label());
     }
 
     /// Counts a request that was sent once more over another session.
@@ -286,21 +279,20 @@ impl Metrics {
 
     /// Counts an event in which a limit was reached.
     pub fn limit(&self, limit: Limit) {
-        let reached = &self.families.limits_reached;
-        reached.get_or_create(&LimitLabel { limit }).inc();
+        count(&self.families.limits_reached, &LimitLabel { limit });
     }
 
     /// Counts a decision of a dry run that differs from that of the rules in force.
     pub fn dry_run_difference(&self, verdict: Verdict) {
         let decision = StaticLabel(verdict.label());
-        let differences = &self.families.dry_run_differences;
-        differences.get_or_create(&DecisionLabel { decision }).inc();
+        let labels = DecisionLabel { decision };
+        count(&self.families.dry_run_differences, &labels);
     }
 
     /// Counts a finished handshake or admission by result: `ok` or the name of the failure.
     pub fn handshake(&self, result: &'static str) {
         self.count_timeout(result);
-        count(&self.families.handshakes, result);
+        count_result(&self.families.handshakes, result);
     }
 
     /// Counts timeouts on the agents' port. One limit applies to all of them.
@@ -322,13 +314,13 @@ impl Metrics {
 
     /// Counts a renewal by result: `issued` or the name of the refusal.
     pub fn renewal(&self, result: &'static str) {
-        count(&self.families.renewals, result);
+        count_result(&self.families.renewals, result);
     }
 
     /// Counts a request by the result of its password check: `right`, `wrong`, `missing` or
     /// `waiting`.
     pub fn password(&self, result: &'static str) {
-        count(&self.families.passwords, result);
+        count_result(&self.families.passwords, result);
     }
 
     /// Creates the series of certificate files that are reloaded when they change.
@@ -353,9 +345,9 @@ impl Metrics {
         });
         let is_unusable = reload.is_unusable() == Some(true);
         let files = StaticLabel(files);
-        let reloads = &self.families.credential_reloads;
+        let labels = ReloadLabel { files, result };
+        count(&self.families.credential_reloads, &labels);
         let unusable = &self.families.credential_files_unusable;
-        reloads.get_or_create(&ReloadLabel { files, result }).inc();
         unusable
             .get_or_create(&FilesLabel { files })
             .set(is_unusable.into());
@@ -364,23 +356,19 @@ impl Metrics {
     /// Counts a failure of an agent by its code.
     pub fn agent_failure(&self, code: &'static str) {
         let code = StaticLabel(code);
-        self.families
-            .agent_failures
-            .get_or_create(&CodeLabel { code })
-            .inc();
+        count(&self.families.agent_failures, &CodeLabel { code });
     }
 
     /// Counts an enrollment by result: `ok` or the name of the failure.
     pub fn enrollment(&self, result: &'static str) {
         self.count_timeout(result);
-        count(&self.families.enrollments, result);
+        count_result(&self.families.enrollments, result);
     }
 
     /// Records the size of the route table.
     pub fn routes(&self, nodes: usize, conflicts: usize) {
-        let number = |count: usize| i64::try_from(count).unwrap_or(i64::MAX);
-        self.families.known_nodes.set(number(nodes));
-        self.families.address_conflicts.set(number(conflicts));
+        set_gauge(&self.families.known_nodes, nodes);
+        set_gauge(&self.families.address_conflicts, conflicts);
     }
 
     /// Records the expiry of the server's own certificate.
@@ -409,14 +397,9 @@ fn result_labels(
     })
 }
 
-fn count(results: &Family<ResultLabel, Counter>, result: &'static str) {
+fn count_result(results: &Family<ResultLabel, Counter>, result: &'static str) {
     let result = StaticLabel(result);
-    results.get_or_create(&ResultLabel { result }).inc();
-}
-
-fn unix_seconds(time: SystemTime) -> f64 {
-    let since_epoch = time.duration_since(UNIX_EPOCH).unwrap_or_default();
-    since_epoch.as_secs_f64()
+    count(results, &ResultLabel { result });
 }
 
 /// Ends that only a stream to a target of the cloud has.
@@ -441,7 +424,7 @@ mod tests {
         drop(metrics.suspect());
         metrics.session_ended(CloseCode::Dead);
         metrics.watched("agent_ca");
-        let not_after = UNIX_EPOCH + Duration::from_secs(9);
+        let not_after = SystemTime::UNIX_EPOCH + Duration::from_secs(9);
         metrics.certificate(not_after);
         metrics.credential("https_certificate", not_after);
         let mut text = String::new();

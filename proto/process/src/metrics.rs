@@ -2,8 +2,11 @@
 
 use std::fmt;
 use std::hash::Hash;
+use std::time::{SystemTime, UNIX_EPOCH};
 
+use prometheus_client::collector::Collector;
 use prometheus_client::encoding::{EncodeLabelValue, LabelValueEncoder};
+use prometheus_client::metrics::counter::Counter;
 use prometheus_client::metrics::family::Family;
 use prometheus_client::metrics::gauge::Gauge;
 use prometheus_client::registry::Registry;
@@ -16,11 +19,24 @@ use build_info::BuildInfo;
 pub use build_info::COMMIT;
 use process::ProcessCollector;
 
-/// Registers the metrics that do not depend on the binary: `tunnel_build_info` and `process_*`.
-/// `root` has no prefix.
-pub fn register_process_metrics(root: &mut Registry) {
+use crate::panics::PanicCollector;
+use crate::telemetry::DroppedLines;
+
+/// Registers the metrics that do not depend on the binary: `tunnel_build_info` and `process_*` in
+/// `root`, which has no prefix, and with `prefix` the `buffers`, the panics and the dropped log lines.
+/// Returns the registry with `prefix`.
+pub fn register_process_metrics<'a>(
+    root: &'a mut Registry,
+    prefix: &str,
+    buffers: impl Collector + 'static,
+) -> &'a mut Registry {
     root.register_collector(Box::new(BuildInfo));
     root.register_collector(Box::new(ProcessCollector));
+    let registry = root.sub_registry_with_prefix(prefix);
+    registry.register_collector(Box::new(buffers));
+    registry.register_collector(Box::new(PanicCollector));
+    registry.register_collector(Box::new(DroppedLines));
+    registry
 }
 
 /// Declares a struct of metrics once. An entry has its field, its type, its name, its help text,
@@ -138,4 +154,20 @@ where
         drop(family.get_or_create(&labels));
     }
     family
+}
+
+/// Counts one in the series with these labels.
+pub fn count<S: Clone + Eq + Hash>(family: &Family<S, Counter>, labels: &S) {
+    family.get_or_create(labels).inc();
+}
+
+/// Sets a gauge to a number, or to the largest that it can have.
+pub fn set_gauge(gauge: &Gauge, number: impl TryInto<i64>) {
+    gauge.set(number.try_into().unwrap_or(i64::MAX));
+}
+
+/// Returns the seconds since 1970, as gauges of times have them.
+pub fn unix_seconds(time: SystemTime) -> f64 {
+    let since_epoch = time.duration_since(UNIX_EPOCH).unwrap_or_default();
+    since_epoch.as_secs_f64()
 }

@@ -1,13 +1,13 @@
 //! Metrics of the cluster controllers.
 
 use std::sync::atomic::AtomicU64;
-use std::time::{SystemTime, UNIX_EPOCH};
+use std::time::SystemTime;
 
 use prometheus_client::metrics::counter::Counter;
 use prometheus_client::metrics::family::Family;
 use prometheus_client::metrics::gauge::Gauge;
 use prometheus_client::registry::Registry;
-use tunnel_process::metrics::StaticLabel;
+use tunnel_process::metrics::{StaticLabel, count, set_gauge, unix_seconds};
 
 use super::failure::ApiErrorKind;
 use super::objects::Object;
@@ -47,42 +47,29 @@ impl ClusterMetrics {
     }
 
     pub(super) fn synced(&self, object: Object) {
-        let now = SystemTime::now().duration_since(UNIX_EPOCH);
-        self.synced
-            .get_or_create(&ObjectLabel {
-                object: StaticLabel(object.label()),
-            })
-            .set(now.unwrap_or_default().as_secs_f64());
+        let object = StaticLabel(object.label());
+        let synced = self.synced.get_or_create(&ObjectLabel { object });
+        synced.set(unix_seconds(SystemTime::now()));
     }
 
     /// Counts a write. `result` is `ok` or the kind of the failure.
     pub(super) fn record_write(&self, object: Object, result: &'static str) {
-        self.writes
-            .get_or_create(&WriteLabel {
-                object: StaticLabel(object.label()),
-                result: StaticLabel(result),
-            })
-            .inc();
+        let [object, result] = [object.label(), result].map(StaticLabel);
+        count(&self.writes, &WriteLabel { object, result });
     }
 
     pub(super) fn watch_failed(&self, object: Object, kind: ApiErrorKind) {
-        self.watch_failures
-            .get_or_create(&WriteLabel {
-                object: StaticLabel(object.label()),
-                result: StaticLabel(kind.label()),
-            })
-            .inc();
+        let [object, result] = [object.label(), kind.label()].map(StaticLabel);
+        count(&self.watch_failures, &WriteLabel { object, result });
     }
 
     pub(super) fn records(&self, names: usize, bytes: usize) {
-        self.records.set(i64::try_from(names).unwrap_or(i64::MAX));
-        self.records_bytes
-            .set(i64::try_from(bytes).unwrap_or(i64::MAX));
+        set_gauge(&self.records, names);
+        set_gauge(&self.records_bytes, bytes);
     }
 
     pub(super) fn records_left_out(&self, names: usize) {
-        self.records_left_out
-            .set(i64::try_from(names).unwrap_or(i64::MAX));
+        set_gauge(&self.records_left_out, names);
     }
 }
 

@@ -4,7 +4,7 @@ use prometheus_client::metrics::counter::Counter;
 use prometheus_client::metrics::family::Family;
 use prometheus_client::metrics::gauge::Gauge;
 use prometheus_client::registry::Registry;
-use tunnel_process::metrics::with_series;
+use tunnel_process::metrics::{set_gauge, with_series};
 
 tunnel_process::label_values! {
     /// The state of the connection to another server.
@@ -108,13 +108,12 @@ impl PeerMetrics {
     pub(super) fn set_peers(&self, states: &[PeerState]) {
         for state in PeerState::ALL {
             let count = states.iter().filter(|other| **other == state).count();
-            let gauge = self.0.peers.get_or_create(&StateLabel { state });
-            gauge.set(number(count));
+            set_gauge(&self.0.peers.get_or_create(&StateLabel { state }), count);
         }
     }
 
     pub(super) fn set_directory_nodes(&self, nodes: usize) {
-        self.0.directory_nodes.set(number(nodes));
+        set_gauge(&self.0.directory_nodes, nodes);
     }
 }
 
@@ -125,8 +124,4 @@ fn forward_labels() -> impl Iterator<Item = ForwardLabels> {
         let results = ForwardResult::ALL.iter();
         results.map(move |&result| ForwardLabels { direction, result })
     })
-}
-
-fn number(count: usize) -> i64 {
-    i64::try_from(count).unwrap_or(i64::MAX)
 }
