@@ -63,9 +63,10 @@ fn run_verb(verb: Command) -> anyhow::Result<ExitCode> {
 
 fn run(source: ConfigArgs) -> anyhow::Result<()> {
     let config = load(source)?;
-    let _logs = telemetry::start(config.log_level, config.log_format, &config.access_log)
-        .context("cannot start logging")?;
-    let _audit = audit::start(&config.audit, "agent").context("cannot start the audit log")?;
+    let log = &config.log;
+    let _logs =
+        telemetry::start(log.level, log.format, &log.access).context("cannot start logging")?;
+    let _audit = audit::start(&log.audit, "agent").context("cannot start the audit log")?;
     telemetry::enable_recent_lines();
     let (version, commit) = (env!("CARGO_PKG_VERSION"), COMMIT);
     info!(node = %config.node_name, version, commit, "starting");

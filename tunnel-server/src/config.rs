@@ -7,13 +7,12 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::time::Duration;
 
-use tracing::level_filters::LevelFilter;
 pub use tunnel_process::config_file::LoadError;
 use tunnel_process::config_file::{ConfigFile, RawSettings, config_path};
 use tunnel_process::settings::{
     ConfigError, ConfigErrors, optional, parse_address, parse_duration,
 };
-use tunnel_process::telemetry::{AccessLogSettings, AuditSettings, LogFormat, RawAudit};
+use tunnel_process::telemetry::LogSettings;
 use tunnel_proto::identity::sha256;
 use tunnel_proto::transport::CongestionControl;
 use tunnel_proto::wire::PORT_SERVER_META;
@@ -120,12 +119,8 @@ pub struct Config {
     pub drain_delay: Duration,
     /// Maximum time for running requests to end after that.
     pub drain_timeout: Duration,
-    /// Minimum level of log messages.
-    pub log_level: LevelFilter,
-    pub log_format: LogFormat,
-    pub access_log: AccessLogSettings,
-    /// Settings of the audit log.
-    pub audit: AuditSettings,
+    /// Settings of the log, the access log and the audit log.
+    pub log: LogSettings,
     /// Settings of the cluster to follow.
     pub kubernetes: Option<KubernetesSettings>,
     /// Limits and timers of connections, streams and sessions.
@@ -182,21 +177,6 @@ impl Config {
         let client_auth = ClientAuth::check(raw, &mut errors);
         let ports = ports::check(raw, &mut errors);
         let policy = PortPolicy::new(ports.clone(), Vec::new());
-        let log_level = errors.parse("--log-level", raw.log_level.as_deref(), LevelFilter::INFO);
-        let access_log = AccessLogSettings::check(
-            &mut errors,
-            log_level,
-            raw.access_log.as_deref(),
-            raw.access_log_output.as_deref(),
-            raw.access_log_sample.as_deref(),
-        );
-        let raw_audit = RawAudit {
-            output: raw.audit_log.as_deref(),
-            max_size: raw.audit_log_max_size.as_deref(),
-            max_backups: raw.audit_log_max_backups.as_deref(),
-            query: raw.audit_log_query.as_deref(),
-            command: raw.audit_log_command.as_deref(),
-        };
         let mut config = Self {
             data_dir: raw.data_dir.as_deref().unwrap_or(DATA_DIR).into(),
             listeners: ListenerSettings::check(
@@ -257,14 +237,7 @@ impl Config {
                 DRAIN_TIMEOUT,
                 parse_duration,
             ),
-            log_level,
-            log_format: errors.parse(
-                "--log-format",
-                raw.log_format.as_deref(),
-                LogFormat::detect(),
-            ),
-            audit: AuditSettings::check(&mut errors, &access_log, raw_audit),
-            access_log,
+            log: raw.check_logs(&mut errors),
             kubernetes,
             limits: Limits::check(&raw.limits.clone().unwrap_or_default(), &mut errors),
             warnings: Vec::new(),

@@ -237,8 +237,9 @@ fn run(source: ConfigArgs) -> anyhow::Result<ExitCode> {
     let config = load(source)?;
     check_config_files(&config)?;
     telemetry::enable_recent_lines();
-    let _logs = telemetry::start(config.log_level, config.log_format, &config.access_log)?;
-    let _audit = audit::start(&config.audit, "server")?;
+    let log = &config.log;
+    let _logs = telemetry::start(log.level, log.format, &log.access)?;
+    let _audit = audit::start(&log.audit, "server")?;
     info!(
         version = env!("CARGO_PKG_VERSION"),
         commit = COMMIT,

@@ -24,6 +24,7 @@ mod output;
 mod rate_limit;
 mod recent;
 mod sanitize;
+mod settings;
 mod source_budget;
 mod stream_lines;
 
@@ -47,6 +48,7 @@ pub use rate_limit::LogRateLimit;
 pub use recent::{enable_recent_lines, recent_lines};
 pub use sanitize::is_hidden;
 use sanitize::{MakeLineWriter, Sanitizer};
+pub use settings::{LogSettings, RawLog};
 pub use source_budget::{LineForm, SourceBudget};
 pub use stream_lines::{StreamLines, StreamStage};
 

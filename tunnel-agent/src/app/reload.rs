@@ -105,7 +105,7 @@ impl Followers {
             ..config.dial_policy.clone()
         });
         self.limits.replace(config.limits);
-        telemetry::replace_levels(config.log_level, &config.access_log);
+        telemetry::replace_levels(config.log.level, &config.log.access);
         let overridden = config.file.iter().flat_map(|file| file.overridden.clone());
         report.applied(applied, needs_restart, overridden.collect());
         config

@@ -7,13 +7,12 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use rustls_pki_types::CertificateDer;
-use tracing::level_filters::LevelFilter;
 use tunnel_process::config_file::{ConfigFile, RawSettings};
 use tunnel_process::host::Resources;
 use tunnel_process::limits::count;
 use tunnel_process::meta::{self, MetaAddress};
 use tunnel_process::settings::{ConfigError, ConfigErrors, optional, parse_duration};
-use tunnel_process::telemetry::{AccessLogSettings, AuditSettings, LogFormat, RawAudit};
+use tunnel_process::telemetry::LogSettings;
 use tunnel_proto::transport::{BufferPool, CongestionControl, SessionSettings};
 use tunnel_proto::wire::label::{LABELS_MAX, Labels, parse_label, unique_labels};
 use tunnel_proto::wire::name::NodeName;
@@ -65,11 +64,8 @@ pub struct Config {
     /// Time that open streams may continue when the agent stops.
     pub drain_timeout: Duration,
     pub worker_threads: usize,
-    pub log_level: LevelFilter,
-    pub log_format: LogFormat,
-    pub access_log: AccessLogSettings,
-    /// Settings of the audit log.
-    pub audit: AuditSettings,
+    /// Settings of the log, the access log and the audit log.
+    pub log: LogSettings,
     pub limits: Limits,
     /// The file that the settings come from, if there is one.
     pub file: Option<Arc<ConfigFile<RawConfig>>>,
@@ -173,15 +169,7 @@ impl Config {
             count(WORKER_THREADS_MAX),
         );
         let labels = labels(&settings.labels, &mut errors);
-        let (log_level, log_format, access_log) = logging(&settings, &mut errors);
-        let raw_audit = RawAudit {
-            output: settings.audit_log.as_deref(),
-            max_size: settings.audit_log_max_size.as_deref(),
-            max_backups: settings.audit_log_max_backups.as_deref(),
-            query: settings.audit_log_query.as_deref(),
-            command: settings.audit_log_command.as_deref(),
-        };
-        let audit = AuditSettings::check(&mut errors, &access_log, raw_audit);
+        let log = settings.check_logs(&mut errors);
         let limits = Limits::check(&settings.limits.unwrap_or_default(), &mut errors);
         let Some(node_name) = node_name else {
             return errors.finish(()).and(Err(ConfigError::default()));
@@ -208,10 +196,7 @@ impl Config {
             remote_diag: remote_diag.unwrap_or_default(),
             drain_timeout,
             worker_threads,
-            log_level,
-            log_format,
-            access_log,
-            audit,
+            log,
             limits,
             file: None,
             raw,
@@ -240,32 +225,6 @@ fn labels(texts: &[String], errors: &mut ConfigErrors) -> Labels {
         errors.add("--label", format!("more than {LABELS_MAX} labels"));
     }
     labels
-}
-
-/// Returns the level and the format of the log, and the settings of the access log.
-fn logging(
-    settings: &RawConfig,
-    errors: &mut ConfigErrors,
-) -> (LevelFilter, LogFormat, AccessLogSettings) {
-    let log_level = errors.parse_with(
-        "--log-level",
-        settings.log_level.as_deref(),
-        LevelFilter::INFO,
-        level,
-    );
-    let log_format = errors.parse(
-        "--log-format",
-        settings.log_format.as_deref(),
-        LogFormat::detect(),
-    );
-    let access_log = AccessLogSettings::check(
-        errors,
-        log_level,
-        settings.access_log.as_deref(),
-        settings.access_log_output.as_deref(),
-        settings.access_log_sample.as_deref(),
-    );
-    (log_level, log_format, access_log)
 }
 
 /// Parses the address of the meta port, or returns `None` for `off`.
@@ -358,19 +317,6 @@ fn dial_policy(
         ),
         allow_targets: errors.parse_or("--allow-targets", settings.allow_targets.as_deref(), ""),
         cloud_listeners: cloud_listeners.collect(),
-    }
-}
-
-fn level(text: &str) -> Result<LevelFilter, String> {
-    match text {
-        "error" => Ok(LevelFilter::ERROR),
-        "warn" => Ok(LevelFilter::WARN),
-        "info" => Ok(LevelFilter::INFO),
-        "debug" => Ok(LevelFilter::DEBUG),
-        "trace" => Ok(LevelFilter::TRACE),
-        other => Err(format!(
-            "{other:?} is none of error, warn, info, debug, trace"
-        )),
     }
 }
 

@@ -9,7 +9,8 @@ use super::RawLimits;
 use super::Secret;
 use crate::proxy::EnvironmentProxy;
 
-tunnel_process::layered! {
+tunnel_process::layered_with_logs! {
+    prefix "TUNNEL_AGENT_";
     /// One layer of settings, as written. The doc comments of the fields are the help of `run`.
     #[derive(Debug, Clone, Default, PartialEq, Eq, clap::Args, Deserialize)]
     #[serde(rename_all = "camelCase", deny_unknown_fields, default)]
@@ -205,56 +206,6 @@ tunnel_process::layered! {
         /// core.
         #[arg(long, env = "TUNNEL_AGENT_WORKER_THREADS", value_name = "COUNT", help_heading = "Process")]
         pub worker_threads: Option<String>,
-
-        /// Minimum level of log lines: error, warn, info, debug or trace [default: info]
-        #[arg(long, env = "TUNNEL_AGENT_LOG_LEVEL", value_name = "LEVEL", help_heading = "Process")]
-        pub log_level: Option<String>,
-
-        /// Format of log lines: text or json [default: text on a terminal, else json]
-        #[arg(long, env = "TUNNEL_AGENT_LOG_FORMAT", value_name = "FORMAT", help_heading = "Process")]
-        pub log_format: Option<String>,
-
-        /// Requests that have a line in the access log: off, errors (those whose code is not ok) or all.
-        /// Independent of --log-level when it is set [default: all; off if --log-level is error or
-        /// warn]
-        #[arg(long, value_name = "MODE", env = "TUNNEL_AGENT_ACCESS_LOG", help_heading = "Process")]
-        pub access_log: Option<String>,
-
-        /// Output of the access log: stderr, stdout or a file, to which lines are appended; rotate it
-        /// with copytruncate [default: stderr]
-        #[arg(long, value_name = "OUTPUT", env = "TUNNEL_AGENT_ACCESS_LOG_OUTPUT", help_heading = "Process")]
-        pub access_log_output: Option<String>,
-
-        /// Write one of COUNT access log lines of requests with code ok; other lines are always written
-        /// [default: 1]
-        #[arg(long, value_name = "COUNT", env = "TUNNEL_AGENT_ACCESS_LOG_SAMPLE", help_heading = "Process")]
-        pub access_log_sample: Option<String>,
-
-        /// Output of the audit log, one JSON line for each request or stream in the form of Kubernetes'
-        /// audit.k8s.io/v1 Event: a file, stdout, or off [default: off]
-        #[arg(long, value_name = "OUTPUT", env = "TUNNEL_AGENT_AUDIT_LOG", help_heading = "Process")]
-        pub audit_log: Option<String>,
-
-        /// Size of the file of --audit-log above which it becomes FILE.1 and a new one begins
-        /// [default: 100MiB]
-        #[arg(long, value_name = "SIZE", env = "TUNNEL_AGENT_AUDIT_LOG_MAX_SIZE", help_heading = "Process")]
-        pub audit_log_max_size: Option<String>,
-
-        /// Number of full files of --audit-log that are retained [default: 10]
-        #[arg(long, value_name = "COUNT", env = "TUNNEL_AGENT_AUDIT_LOG_MAX_BACKUPS", help_heading = "Process")]
-        pub audit_log_max_backups: Option<String>,
-
-        /// Parameters of a request's query that its audit event has; the others are left out, and "" leaves
-        /// out all [default: those of a kubelet's exec, attach, portForward and containerLogs except for
-        /// the command]
-        #[arg(long, value_name = "NAMES", env = "TUNNEL_AGENT_AUDIT_LOG_QUERY", help_heading = "Process")]
-        #[serde(deserialize_with = "yaml::text_or_list")]
-        pub audit_log_query: Option<String>,
-
-        /// Record the command of a kubelet's exec and run in audit events, too. Commands can have
-        /// passwords [default: false]
-        #[arg(long, value_name = "BOOL", env = "TUNNEL_AGENT_AUDIT_LOG_COMMAND", num_args = 0..=1, default_missing_value = "true", require_equals = true, help_heading = "Process")]
-        pub audit_log_command: Option<String>,
 
         /// Limits and timers, set in the file only; see [`LIMITS`](super::LIMITS).
         #[arg(skip)]

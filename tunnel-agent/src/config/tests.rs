@@ -73,7 +73,7 @@ fn help_shows_the_defaults_that_hold() {
         ("deny_ports", policy.deny_ports.to_string()),
         ("meta_listen", config.meta_listen.unwrap().to_string()),
         ("drain_timeout", "30s".to_owned()),
-        ("log_level", config.log_level.to_string()),
+        ("log_level", config.log.level.to_string()),
         ("replicas", config.replicas.to_string()),
         ("transport", "auto".to_owned()),
         ("quic_congestion", format!("{congestion:?}").to_lowercase()),
@@ -104,7 +104,7 @@ fn flags_win_over_kubernetes_variables_and_those_over_the_file() {
     assert_eq!(config.node_name.as_str(), "from-variable");
     let from_file = NodeIpSetting::Fixed([10, 0, 0, 1].into());
     assert_eq!(config.node_ip, from_file);
-    assert_eq!(config.log_level, tracing::level_filters::LevelFilter::DEBUG);
+    assert_eq!(config.log.level, tracing::level_filters::LevelFilter::DEBUG);
     assert_eq!(config.limits.keep_alive, Duration::from_secs(1));
 }
 

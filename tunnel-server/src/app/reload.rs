@@ -207,7 +207,7 @@ impl Reload {
             is_other
         });
         self.services.send_replace(Services::of(config));
-        telemetry::replace_levels(config.log_level, &config.access_log);
+        telemetry::replace_levels(config.log.level, &config.log.access);
     }
 }
 

@@ -10,7 +10,8 @@ use super::RawLimits;
 /// Value of `--cloud-apiserver` without a value.
 pub(super) const IN_CLUSTER: &str = "in-cluster";
 
-tunnel_process::layered! {
+tunnel_process::layered_with_logs! {
+    prefix "TUNNEL_SERVER_";
     /// The raw settings. Each field is a flag, an environment variable and a key of the YAML file.
     #[derive(Debug, Default, Clone, PartialEq, Eq, clap::Args, Serialize, Deserialize)]
     #[serde(rename_all = "camelCase", deny_unknown_fields, default)]
@@ -362,25 +363,6 @@ tunnel_process::layered! {
         /// After SIGTERM and --drain-delay, maximum time for running requests to end [default: 30s]
         #[arg(long, value_name = "TIME", env = "TUNNEL_SERVER_DRAIN_TIMEOUT", help_heading = "Process")]
         pub drain_timeout: Option<String>,
-        /// Log level: error, warn, info, debug or trace [default: info]
-        #[arg(long, value_name = "LEVEL", env = "TUNNEL_SERVER_LOG_LEVEL", help_heading = "Process")]
-        pub log_level: Option<String>,
-        /// Log format: text or json [default: text on a terminal, else json]
-        #[arg(long, value_name = "FORMAT", env = "TUNNEL_SERVER_LOG_FORMAT", help_heading = "Process")]
-        pub log_format: Option<String>,
-        /// Requests that have a line in the access log: off, errors (those whose code is not ok) or all.
-        /// Independent of --log-level when it is set [default: all; off if --log-level is error or
-        /// warn]
-        #[arg(long, value_name = "MODE", env = "TUNNEL_SERVER_ACCESS_LOG", help_heading = "Process")]
-        pub access_log: Option<String>,
-        /// Output of the access log: stderr, stdout or a file, to which lines are appended; rotate it
-        /// with copytruncate [default: stderr]
-        #[arg(long, value_name = "OUTPUT", env = "TUNNEL_SERVER_ACCESS_LOG_OUTPUT", help_heading = "Process")]
-        pub access_log_output: Option<String>,
-        /// Write one of COUNT access log lines of requests with code ok; other lines are always written
-        /// [default: 1]
-        #[arg(long, value_name = "COUNT", env = "TUNNEL_SERVER_ACCESS_LOG_SAMPLE", help_heading = "Process")]
-        pub access_log_sample: Option<String>,
         /// Defaults of another program: "yurt-tunnel" opens all that callers could do through
         /// yurt-tunnel-server at the listed ports, without regard to who calls. For a migration; the server
         /// warns at each start [default: none]
@@ -398,27 +380,6 @@ tunnel_process::layered! {
         /// Ports of the nodes that callers may reach, in addition to the lists, YAML only.
         #[arg(skip)]
         pub ports: Vec<RawPort>,
-        /// Output of the audit log, one JSON line for each request or stream in the form of Kubernetes'
-        /// audit.k8s.io/v1 Event: a file, stdout, or off [default: off]
-        #[arg(long, value_name = "OUTPUT", env = "TUNNEL_SERVER_AUDIT_LOG", help_heading = "Process")]
-        pub audit_log: Option<String>,
-        /// Size of the file of --audit-log above which it becomes FILE.1 and a new one begins
-        /// [default: 100MiB]
-        #[arg(long, value_name = "SIZE", env = "TUNNEL_SERVER_AUDIT_LOG_MAX_SIZE", help_heading = "Process")]
-        pub audit_log_max_size: Option<String>,
-        /// Number of full files of --audit-log that are retained [default: 10]
-        #[arg(long, value_name = "COUNT", env = "TUNNEL_SERVER_AUDIT_LOG_MAX_BACKUPS", help_heading = "Process")]
-        pub audit_log_max_backups: Option<String>,
-        /// Parameters of a request's query that its audit event has; the others are left out, and "" leaves
-        /// out all [default: those of a kubelet's exec, attach, portForward and containerLogs except for
-        /// the command]
-        #[arg(long, value_name = "NAMES", env = "TUNNEL_SERVER_AUDIT_LOG_QUERY", help_heading = "Process")]
-        #[serde(deserialize_with = "yaml::text_or_list")]
-        pub audit_log_query: Option<String>,
-        /// Record the command of a kubelet's exec and run in audit events, too. Commands can have
-        /// passwords [default: false]
-        #[arg(long, value_name = "BOOL", env = "TUNNEL_SERVER_AUDIT_LOG_COMMAND", num_args = 0..=1, default_missing_value = "true", require_equals = true, help_heading = "Process")]
-        pub audit_log_command: Option<String>,
         /// TCP services, YAML only.
         #[arg(skip)]
         pub services: Vec<RawTcpService>,

@@ -1,3 +1,4 @@
+use tracing::level_filters::LevelFilter;
 use tunnel_process::yaml;
 use tunnel_proto::session::LivenessLimits;
 
@@ -75,7 +76,7 @@ fn flags_win_over_the_file() {
     };
     let config = Config::try_from(flags.or(file)).unwrap();
     assert_eq!(config.ports.lists.http.to_string(), "9200");
-    assert_eq!(config.log_level, LevelFilter::DEBUG);
+    assert_eq!(config.log.level, LevelFilter::DEBUG);
 }
 
 #[test]
