@@ -10,6 +10,7 @@ use tokio::net::TcpListener;
 use tokio::time::{Instant, sleep_until, timeout};
 use tokio_util::sync::{CancellationToken, DropGuard};
 use tracing::{info, warn};
+use tunnel_process::command_line::EXIT_USAGE;
 use tunnel_process::config_report::{ConfigState, UnusableFile};
 use tunnel_process::disk::{self, FileActivity};
 use tunnel_process::followed::Followed;
@@ -475,8 +476,6 @@ fn dialers(
 const META: &str = "meta";
 /// Time of connections to targets of the cloud after SIGTERM.
 const CLOUD_DRAIN: Duration = Duration::from_secs(5);
-/// Exit code for usage and configuration errors.
-pub const EXIT_USAGE: u8 = 64;
 /// Exit code for a failure to start or a failure while running.
 pub const EXIT_FAILURE: u8 = 1;
 /// Time to notify the server after a second signal.

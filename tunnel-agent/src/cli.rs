@@ -290,16 +290,6 @@ pub fn command() -> clap::Command {
     Cli::command()
 }
 
-/// Returns every environment variable of the agent that a flag reads.
-pub fn known_variables() -> std::collections::BTreeSet<String> {
-    command()
-        .get_subcommands()
-        .flat_map(|subcommand| subcommand.get_arguments())
-        .filter_map(|flag| flag.get_env())
-        .map(|name| name.to_string_lossy().into_owned())
-        .collect()
-}
-
 const AFTER_HELP: &str = "\
 First start of a node (the token comes from `tunnel-server token create --node worker-1`):
   tunnel-agent join --server cloud.example.com:10262 --node-name worker-1 --token-file ./token
@@ -310,6 +300,8 @@ Exit codes: 0 fine; 64 usage or configuration; 1 failed to start or broke. docto
 
 #[cfg(test)]
 mod tests {
+    use tunnel_process::command_line::known_variables;
+
     use super::*;
 
     #[test]
@@ -323,7 +315,7 @@ mod tests {
             let expected = flag.get_id().as_str().to_uppercase();
             assert_eq!(variable, format!("TUNNEL_AGENT_{expected}"));
         }
-        assert!(known_variables().contains("TUNNEL_AGENT_SERVER"));
+        assert!(known_variables(&command()).contains("TUNNEL_AGENT_SERVER"));
     }
 
     #[test]

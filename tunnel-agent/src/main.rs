@@ -5,38 +5,27 @@ use std::process::ExitCode;
 use std::time::SystemTime;
 
 use anyhow::Context;
-use clap::Parser;
-use tokio::runtime::{Builder, Runtime};
+use tokio::runtime::Builder;
 use tracing::{info, warn};
-use tunnel_agent::app::{App, EXIT_USAGE, RELOAD_PATH, check_environment, exit_code};
+use tunnel_agent::app::{App, RELOAD_PATH, check_environment, exit_code};
 use tunnel_agent::cli::{
     self, CheckConfigArgs, Cli, Command, ConfigArgs, DiagArgs, DoctorArgs, HealthcheckArgs,
     JoinArgs, MetaArgs, ReloadArgs, RenderObject, StatusArgs,
 };
 use tunnel_agent::config::{self, Config, RawConfig};
 use tunnel_agent::{address, diag, doctor, join, render, status};
+use tunnel_process::command_line::{self, block_on, unknown_variables};
 use tunnel_process::config_report::ConfigStatus;
 use tunnel_process::diag::default_path;
 use tunnel_process::meta::{MetaAddress, act};
 use tunnel_process::metrics::COMMIT;
 use tunnel_process::output::OutputFormat;
 use tunnel_process::timers::record_runtime_start;
-use tunnel_process::{notify, runtime, secrets, settings, shutdown, telemetry, terminal};
+use tunnel_process::{notify, runtime, secrets, shutdown, telemetry, terminal};
 use tunnel_proto::audit;
 
 fn main() -> ExitCode {
-    let cli = match Cli::try_parse() {
-        Ok(cli) => cli,
-        Err(error) => {
-            let _closed_output = error.print();
-            let code = if error.use_stderr() { EXIT_USAGE } else { 0 };
-            return code.into();
-        }
-    };
-    run_verb(cli.subcommand).unwrap_or_else(|error| {
-        telemetry::print_error(&format!("{NAME}: {error:#}"));
-        exit_code(&error).into()
-    })
+    command_line::run(NAME, |cli: Cli| run_verb(cli.subcommand), exit_code)
 }
 
 fn run_verb(verb: Command) -> anyhow::Result<ExitCode> {
@@ -76,7 +65,7 @@ fn run(source: ConfigArgs) -> anyhow::Result<()> {
     for warning in &config.warnings {
         warn!("{warning}");
     }
-    for variable in settings::unknown_variables(config::ENV_PREFIX, &cli::known_variables()) {
+    for variable in unknown_variables(config::ENV_PREFIX, &cli::command()) {
         warn!(variable, "unknown variable ignored");
     }
     record_runtime_start();
@@ -110,7 +99,7 @@ fn check_config(arguments: CheckConfigArgs) -> anyhow::Result<()> {
         }
         loaded => loaded?,
     };
-    let unknown = settings::unknown_variables(config::ENV_PREFIX, &cli::known_variables());
+    let unknown = unknown_variables(config::ENV_PREFIX, &cli::command());
     let unknown = unknown.iter();
     let unknown = unknown.map(|name| format!("unknown environment variable {name}"));
     for warning in config.warnings.iter().cloned().chain(unknown) {
@@ -127,7 +116,7 @@ fn check_config(arguments: CheckConfigArgs) -> anyhow::Result<()> {
 /// Returns whether an agent answers at the meta port. Its listeners have the addresses.
 fn is_running(config: &Config) -> anyhow::Result<bool> {
     let address = config::meta_endpoint(&config.raw.0)?;
-    Ok(runtime()?.block_on(address.get("/livez")).is_ok())
+    Ok(block_on(address.get("/livez"))?.is_ok())
 }
 
 fn load(source: ConfigArgs) -> anyhow::Result<Config> {
@@ -145,10 +134,7 @@ fn variable(name: &str) -> Option<String> {
 fn run_diag(arguments: DiagArgs) -> anyhow::Result<()> {
     let source = arguments.source;
     let settings = config::layers(source.settings, source.config.as_deref(), variable);
-    let runtime = runtime()?;
-    let document = runtime.block_on(diag::collect(settings));
-    // A directory listing that hangs must not keep the process alive.
-    runtime.shutdown_background();
+    let document = block_on(diag::collect(settings))?;
     let path = arguments.file;
     let path = path.unwrap_or_else(|| default_path(NAME, SystemTime::now()));
     document
@@ -158,7 +144,7 @@ fn run_diag(arguments: DiagArgs) -> anyhow::Result<()> {
 
 fn run_join(arguments: &JoinArgs) -> anyhow::Result<()> {
     let print = |text: &str| telemetry::print(text.as_bytes());
-    Ok(runtime()?.block_on(join::run(arguments, terminal::ask, print))?)
+    Ok(block_on(join::run(arguments, terminal::ask, print))??)
 }
 
 fn run_doctor(arguments: DoctorArgs) -> anyhow::Result<ExitCode> {
@@ -168,10 +154,7 @@ fn run_doctor(arguments: DoctorArgs) -> anyhow::Result<ExitCode> {
         return Ok(ExitCode::SUCCESS);
     }
     let config = load(source)?;
-    let runtime = runtime()?;
-    let code = runtime.block_on(doctor::run(&config, &options));
-    // A name lookup that hangs must not keep the process alive.
-    runtime.shutdown_background();
+    let code = block_on(doctor::run(&config, &options))?;
     Ok(code.context(NO_OUTPUT)?.into())
 }
 
@@ -181,8 +164,7 @@ fn healthcheck(arguments: HealthcheckArgs) -> anyhow::Result<()> {
         true => "/livez",
         false => "/readyz?verbose",
     };
-    let (status, body) = runtime()?
-        .block_on(address.get(path))
+    let (status, body) = block_on(address.get(path))?
         .with_context(|| format!("no answer from the agent at {address}"))?;
     print(body.as_bytes())?;
     anyhow::ensure!(status.is_success(), "agent is not ready");
@@ -191,8 +173,7 @@ fn healthcheck(arguments: HealthcheckArgs) -> anyhow::Result<()> {
 
 fn show_status(arguments: StatusArgs) -> anyhow::Result<()> {
     let address = meta_address(arguments.meta)?;
-    let status = runtime()?
-        .block_on(status::ask(&address))
+    let status = block_on(status::ask(&address))?
         .with_context(|| format!("no answer from the agent at {address}"))?;
     let text = match arguments.output {
         OutputFormat::Table => status.table,
@@ -216,8 +197,7 @@ fn reload(arguments: ReloadArgs) -> anyhow::Result<()> {
     };
     let settings = config::layers(flags, arguments.config.as_deref(), |_| None)?;
     let socket = config::meta_socket(&settings);
-    let (_, status) = runtime()?
-        .block_on(act(&socket, RELOAD_PATH))
+    let (_, status) = block_on(act(&socket, RELOAD_PATH))?
         .with_context(|| format!("no answer from the agent at {}", socket.display()))?;
     let status: ConfigStatus = serde_json::from_str(&status).context("not the agent's answer")?;
     match arguments.output {
@@ -237,14 +217,6 @@ fn meta_address(arguments: MetaArgs) -> anyhow::Result<MetaAddress> {
     };
     let settings = config::layers(flags, arguments.config.as_deref(), |_| None)?;
     Ok(config::meta_endpoint(&settings)?)
-}
-
-/// Returns a runtime for a verb that asks the agent.
-fn runtime() -> anyhow::Result<Runtime> {
-    Builder::new_current_thread()
-        .enable_all()
-        .build()
-        .context("cannot start the runtime")
 }
 
 fn print_line(line: &str) -> anyhow::Result<()> {

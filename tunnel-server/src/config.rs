@@ -1,7 +1,6 @@
 //! Configuration: converts raw settings (`RawConfig`: flags, environment, YAML) to checked settings
 //! (`Config`).
 
-use std::collections::BTreeSet;
 use std::net::{Ipv4Addr, SocketAddr};
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
@@ -306,19 +305,6 @@ fn default_drain_delay(kubernetes: Option<&KubernetesSettings>) -> Duration {
         Some(settings) if !settings.single_replica => DRAIN_DELAY,
         Some(_) | None => Duration::ZERO,
     }
-}
-
-/// Returns the names of all environment variables that the commands read.
-pub fn known_variables(command: &clap::Command) -> BTreeSet<String> {
-    let own = command.get_arguments().filter_map(clap::Arg::get_env);
-    let mut names: BTreeSet<String> = own
-        .filter_map(|name| name.to_str())
-        .map(str::to_owned)
-        .collect();
-    for verb in command.get_subcommands() {
-        names.extend(known_variables(verb));
-    }
-    names
 }
 
 #[cfg(test)]

@@ -5,16 +5,16 @@ use std::process::ExitCode;
 use std::time::{Duration, SystemTime};
 
 use anyhow::Context as _;
-use clap::Parser as _;
 use serde_json::json;
 use tracing::{info, warn};
+use tunnel_process::command_line::{self, EXIT_USAGE, unknown_variables};
 use tunnel_process::diag::default_path;
 use tunnel_process::host::raise_descriptor_limit;
 use tunnel_process::metrics::COMMIT;
 use tunnel_process::output::OutputFormat;
 use tunnel_process::schema::Document;
 use tunnel_process::secrets::forbid_core_dumps;
-use tunnel_process::settings::{ConfigError, unknown_variables};
+use tunnel_process::settings::ConfigError;
 use tunnel_process::shutdown::{Shutdown, handle_signals};
 use tunnel_process::telemetry;
 use tunnel_process::timers::record_runtime_start;
@@ -26,35 +26,15 @@ use tunnel_server::admin::render::RenderError;
 use tunnel_server::admin::verbs::{VerbError, diag, is_running, running_dry_run, running_settings};
 use tunnel_server::app::{App, busy_proxy_ports, check_config_files, check_ports};
 use tunnel_server::cli::{Cli, ConfigArgs, DiagArgs, DoctorArgs, PolicyVerb, Verb, command};
-use tunnel_server::config::{self, Config, DATA_DIR, ENV_PREFIX, LoadError, known_variables};
+use tunnel_server::config::{self, Config, DATA_DIR, ENV_PREFIX, LoadError};
 
 /// jemalloc returns memory to the system within seconds after a load peak; glibc's allocator does
 /// not. `.cargo/config.toml` sets its options.
 #[global_allocator]
 static ALLOCATOR: tikv_jemallocator::Jemalloc = tikv_jemallocator::Jemalloc;
 
-/// Exit code for usage and configuration errors (EX_USAGE of sysexits.h).
-const EXIT_USAGE: u8 = 64;
-
 fn main() -> ExitCode {
-    let cli = match Cli::try_parse() {
-        Ok(cli) => cli,
-        Err(usage_error) => {
-            let _nowhere_to_print = usage_error.print();
-            return if usage_error.use_stderr() {
-                ExitCode::from(EXIT_USAGE)
-            } else {
-                ExitCode::SUCCESS
-            };
-        }
-    };
-    match run_verb(cli.verb) {
-        Ok(code) => code,
-        Err(error) => {
-            telemetry::print_error(&format!("tunnel-server: {error:#}"));
-            ExitCode::from(exit_code(&error))
-        }
-    }
+    command_line::run("tunnel-server", |cli: Cli| run_verb(cli.verb), exit_code)
 }
 
 fn run_verb(verb: Verb) -> anyhow::Result<ExitCode> {
@@ -66,12 +46,12 @@ fn run_verb(verb: Verb) -> anyhow::Result<ExitCode> {
             if !arguments.settings_only {
                 errors.extend(check_config_files(&config).err().unwrap_or_default());
                 // A server that runs with the data directory has the addresses.
-                if !run_to_end(is_running(&config.data_dir))? {
+                if !command_line::block_on(is_running(&config.data_dir))?? {
                     errors.extend(check_ports(&config).err().unwrap_or_default());
                     busy = busy_proxy_ports(&config);
                 }
             }
-            let unknown = unknown_variables(ENV_PREFIX, &known_variables(&command()));
+            let unknown = unknown_variables(ENV_PREFIX, &command());
             let unknown = unknown.iter();
             let unknown = unknown.map(|name| format!("unknown environment variable {name}"));
             for warning in config.warnings.iter().cloned().chain(busy).chain(unknown) {
@@ -100,7 +80,7 @@ fn run_verb(verb: Verb) -> anyhow::Result<ExitCode> {
         }
         Verb::Policy(PolicyVerb::Show(source)) => {
             let config = load(*source)?;
-            let found = run_to_end(async { Ok(running_dry_run(&config.data_dir).await) })?;
+            let found = command_line::block_on(running_dry_run(&config.data_dir))?;
             let text = [policy::show(&config), policy::show_dry_run(&found)].concat();
             print(text.as_bytes())
         }
@@ -155,19 +135,8 @@ fn exit_code(error: &anyhow::Error) -> u8 {
 
 /// Runs a short command whose result is printed.
 fn block_on(verb: impl Future<Output = Result<(), VerbError>>) -> anyhow::Result<ExitCode> {
-    run_to_end(verb)?;
+    command_line::block_on(verb)??;
     Ok(ExitCode::SUCCESS)
-}
-
-/// Runs a short command on a single-threaded runtime.
-fn run_to_end<T>(verb: impl Future<Output = Result<T, VerbError>>) -> anyhow::Result<T> {
-    let runtime = tokio::runtime::Builder::new_current_thread()
-        .enable_all()
-        .build()?;
-    let done = runtime.block_on(verb);
-    // A thread may still be blocked on standard input.
-    runtime.shutdown_background();
-    Ok(done?)
 }
 
 fn run_doctor(arguments: DoctorArgs) -> anyhow::Result<ExitCode> {
@@ -177,7 +146,7 @@ fn run_doctor(arguments: DoctorArgs) -> anyhow::Result<ExitCode> {
         return Ok(ExitCode::SUCCESS);
     }
     let config = load_of_running(source)?;
-    let code = run_to_end(doctor::run(&config, &options))?;
+    let code = command_line::block_on(doctor::run(&config, &options))??;
     Ok(ExitCode::from(code))
 }
 
@@ -214,8 +183,8 @@ fn load_of_running(source: ConfigArgs) -> anyhow::Result<Config> {
             .into(),
     };
     let asking = running_settings(&data_dir);
-    let asked = async { Ok(tokio::time::timeout(ASK_TIMEOUT, asking).await) };
-    match run_to_end(asked)? {
+    let asked = async { tokio::time::timeout(ASK_TIMEOUT, asking).await };
+    match command_line::block_on(asked)? {
         Ok(Ok(Some(running))) => return Ok(Config::try_from(source.settings.or(running))?),
         Ok(Ok(None)) => {}
         Ok(Err(error)) => warn_of_other_settings(&error.to_string())?,
@@ -251,7 +220,7 @@ fn run(source: ConfigArgs) -> anyhow::Result<ExitCode> {
     if let Err(error) = raise_descriptor_limit() {
         warn!(%error, "cannot raise the limit of open files");
     }
-    for name in unknown_variables(ENV_PREFIX, &known_variables(&command())) {
+    for name in unknown_variables(ENV_PREFIX, &command()) {
         warn!(name, "unknown environment variable is ignored");
     }
     record_runtime_start();

@@ -1,10 +1,12 @@
 //! What both binaries need and that is not about the tunnel: shutdown, the meta port, logs, files,
-//! Unix sockets, settings, timers, questions in the terminal. The crate knows neither the wire nor TLS.
+//! Unix sockets, settings, command lines, timers, questions in the terminal. The crate knows neither
+//! the wire nor TLS.
 
 #![warn(missing_docs)]
 
 pub mod accept;
 pub mod backoff;
+pub mod command_line;
 pub mod config_file;
 pub mod config_report;
 pub mod conn_limiter;

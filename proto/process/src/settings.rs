@@ -306,15 +306,6 @@ impl ConfigError {
     }
 }
 
-/// Returns the environment variables that begin with `prefix` and are not in `known`. Kubernetes
-/// injects such variables for every Service.
-pub fn unknown_variables(prefix: &str, known: &BTreeSet<String>) -> Vec<String> {
-    std::env::vars_os()
-        .filter_map(|(name, _)| name.into_string().ok())
-        .filter(|name| name.starts_with(prefix) && !known.contains(name))
-        .collect()
-}
-
 /// Parses a value whose errors do not contain its text.
 ///
 /// # Errors
