@@ -4,6 +4,7 @@ use std::net::SocketAddr;
 use std::time::Duration;
 
 use http::StatusCode;
+use tunnel_doctor::waits_for;
 use tunnel_process::meta;
 
 /// Requests `/readyz` at the address on which the server listens. Returns why the server is not
@@ -18,10 +19,8 @@ pub(super) async fn check_ready(listen: &str) -> Result<(), String> {
     if status == StatusCode::OK {
         return Ok(());
     }
-    let waiting: Vec<&str> = body
-        .lines()
-        .filter_map(|line| line.strip_prefix("[-] "))
-        .collect();
+    let page: Vec<String> = body.lines().map(str::to_owned).collect();
+    let waiting: Vec<&str> = waits_for(&page).collect();
     Err(if waiting.is_empty() {
         format!("{address} answers {status}")
     } else {
