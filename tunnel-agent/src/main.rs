@@ -5,7 +5,6 @@ use std::process::ExitCode;
 use std::time::SystemTime;
 
 use anyhow::Context;
-use tokio::runtime::Builder;
 use tracing::{info, warn};
 use tunnel_agent::app::{App, RELOAD_PATH, check_environment, exit_code};
 use tunnel_agent::cli::{
@@ -70,7 +69,7 @@ fn run(source: ConfigArgs) -> anyhow::Result<()> {
     }
     record_runtime_start();
     let threads = Some(config.worker_threads);
-    let runtime = runtime::build(threads).context("cannot start the runtime")?;
+    let runtime = runtime::build(threads)?;
     let ended = runtime.block_on(async {
         let app = App::start(config).await?;
         notify::started();

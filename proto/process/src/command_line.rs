@@ -7,9 +7,8 @@ use std::io;
 use std::process::ExitCode;
 
 use clap::{Arg, Command, Parser};
-use tokio::runtime::Builder;
 
-use crate::telemetry;
+use crate::{runtime, telemetry};
 
 /// Parses the command line and runs its verb. Prints an error of either, and returns the exit code:
 /// for an error of the verb that of `exit_code`.
@@ -36,10 +35,7 @@ pub fn run<C: Parser, E: Display>(
 /// # Errors
 /// When the runtime cannot be started.
 pub fn block_on<T>(verb: impl Future<Output = T>) -> io::Result<T> {
-    let built = Builder::new_current_thread().enable_all().build();
-    let runtime = built.map_err(|error| {
-        io::Error::new(error.kind(), format!("cannot start the runtime: {error}"))
-    })?;
+    let runtime = runtime::build(Some(1))?;
     let output = runtime.block_on(verb);
     // A thread may still be blocked, by a name lookup, a directory listing or standard input.
     runtime.shutdown_background();

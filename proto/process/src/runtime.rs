@@ -22,5 +22,7 @@ pub fn build(threads: Option<usize>) -> io::Result<Runtime> {
     if let Some(threads) = threads {
         builder.worker_threads(threads);
     }
-    builder.event_interval(EVENT_INTERVAL).enable_all().build()
+    let built = builder.event_interval(EVENT_INTERVAL).enable_all().build();
+    built
+        .map_err(|error| io::Error::new(error.kind(), format!("cannot start the runtime: {error}")))
 }
