@@ -346,5 +346,5 @@ fn cluster_is_followed_only_where_there_is_one() {
     let error = around("kubernetes: on", false).unwrap_err();
     assert_contains(&error, "--kubernetes: ");
     let error = around("kubernetes: maybe", true).unwrap_err();
-    assert_contains(&error, "auto, on or off");
+    assert_contains(&error, "auto, on, off");
 }
