@@ -61,13 +61,6 @@ async fn p4b_names_are_answered_from_disk_while_the_api_server_is_away() -> Resu
         anyhow::Ok(())
     })
     .await;
-    // One thread writes. What it writes now is behind the commit of what was seen in the file.
-    cluster_env.objects().add(&edge("worker-last")).await?;
-    eventually("the next Node is on disk", FIRST, async || {
-        ensure!(stored_text(&data_dir)?.contains("worker-last"));
-        anyhow::Ok(())
-    })
-    .await;
     server.into_process().kill().await?;
 
     cluster_env.fake_api()?.be(Presence::Silent).await?;

@@ -1,5 +1,6 @@
 //! F24: a disk that is full or read-only. T21: no key appears in output or in files.
 
+use std::fs;
 use std::path::{Path, PathBuf};
 use std::process::Command;
 use std::time::Duration;
@@ -8,7 +9,7 @@ use anyhow::{Context as _, Result, ensure};
 use tunnel_tests::client::{RawRequest, request};
 use tunnel_tests::env::{Agent, TestEnv};
 use tunnel_tests::eventually::eventually;
-use tunnel_tests::process::{ScratchDir, stored_text};
+use tunnel_tests::process::ScratchDir;
 use tunnel_tests::targets::Exporter;
 use tunnel_tests::tools::{Skip, or_skip};
 
@@ -222,7 +223,8 @@ async fn t21_metrics_nodes_and_debug_texts_hold_no_secret() -> Result<()> {
             ensure!(!text.contains(secret), "{}", &text[..200.min(text.len())]);
         }
     }
-    let stored = stored_text(&env.path().join("server"))?;
+    let stored = fs::read(env.path().join("server/state.redb"))?;
+    let stored = String::from_utf8_lossy(&stored);
     ensure!(
         stored.contains(token.id()) && !stored.contains(&secret),
         "only its hash is stored"

@@ -5,6 +5,10 @@ use std::net::Ipv4Addr;
 use std::path::Path;
 use std::sync::atomic::{AtomicU32, Ordering};
 
+use tunnel_process::disk::FileActivity;
+use tunnel_process::scratch::ScratchDir;
+use tunnel_store::state_store::{OnDamage, StateStore, Table};
+
 /// Returns a loopback address of this process, in 127.64.0.0/10. A server that must return to its
 /// port listens here, so that connections from 127.0.0.1 in the meantime do not take the port.
 pub fn own_loopback() -> Ipv4Addr {
@@ -23,12 +27,25 @@ pub fn next_loopback() -> Ipv4Addr {
     Ipv4Addr::from(0x7f80_0000 | process | number)
 }
 
-/// Returns what the store of a server's data directory has, as text in which values are whole. The
-/// server may use it meanwhile.
+/// Returns what a server that is killed now would find in the store of its data directory, as text in
+/// which values are whole. The server may use the store meanwhile, whose file also has what is not
+/// committed.
 ///
 /// # Errors
-/// Returns an error if there is no store.
+/// Returns an error if there is no store, or if it is just being written.
 pub fn stored_text(data_dir: &Path) -> io::Result<String> {
-    let bytes = std::fs::read(data_dir.join("state.redb"))?;
-    Ok(String::from_utf8_lossy(&bytes).into_owned())
+    let scratch = ScratchDir::new()?;
+    let copy = scratch.path().join("state.redb");
+    std::fs::copy(data_dir.join("state.redb"), &copy)?;
+    let store = StateStore::open(&copy, &FileActivity::default(), OnDamage::SetAside)?;
+    let mut text = String::new();
+    for table in Table::ALL {
+        for (key, value) in store.rows(table)? {
+            text.push_str(&key);
+            text.push(' ');
+            text.push_str(&String::from_utf8_lossy(&value));
+            text.push('\n');
+        }
+    }
+    Ok(text)
 }
