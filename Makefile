@@ -22,7 +22,7 @@ demo: ## runs the guided tour; ARGS=--once checks each answer and exits
 	cargo build $(PACKAGES) -p tunnel-demo --bin tunnel-server --bin tunnel-agent --bin fakes --bin demo
 	@target=$${CARGO_TARGET_DIR:-target}; exec $$target/debug/demo $(ARGS)
 
-check: ## checks formatting, clippy, and the tests that start no processes; for use while you work
+check: ## checks formatting, clippy, and the tests that end within 5 s and need no root; for use while you work
 	cargo fmt --all --check
 	cargo clippy --workspace --all-targets --locked -- -D warnings
 	@tests/run.sh check $(ARGS)

@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Runs the tests of a gear, and lists those that were skipped: tests/run.sh [GEAR [ARGUMENT...]]
 #
-#   check     tests that start no processes and end in seconds
+#   check     tests that end within 5 s and need no root
 #   test      all tests, the default
 #   test-all  all tests in the full gear, those of benchmark and demo, too
 #

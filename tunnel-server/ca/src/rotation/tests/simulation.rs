@@ -94,6 +94,11 @@ struct Simulation {
 }
 
 #[test]
+fn rotations_of_four_seeds_cut_no_agent_off() {
+    simulate(0..4);
+}
+
+#[test]
 fn no_agent_is_cut_off_by_a_rotation_without_force() {
     simulate(0..20);
 }
