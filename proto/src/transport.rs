@@ -343,7 +343,8 @@ pub trait Dialer: Send + Sync + 'static {
     async fn wait_idle(&self);
 }
 
-/// Returns the encoded header of a stream that a session opens.
+/// Returns the encoded header of a stream that a session opens, or the error of a session that opens no
+/// more.
 fn encode_header(opening: &AtomicBool, header: &StreamHeader) -> Result<BytesMut, SessionError> {
     if !opening.load(Ordering::Relaxed) {
         return Err(SessionError::NotOpening);

@@ -1,4 +1,4 @@
-//! The runtime that a process runs on until it ends.
+//! The runtimes of the processes: of a server or an agent, and of a short verb.
 
 use std::io;
 

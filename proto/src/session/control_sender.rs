@@ -138,7 +138,7 @@ impl SharedMessages {
     }
 }
 
-/// The latest value of each message, until it is sent: a server has thousands of sessions.
+/// The latest value of each message. What was sent is dropped, since a server has thousands of sessions.
 #[derive(Debug, Default)]
 struct PendingMessages {
     withdraw: Latest<bool>,

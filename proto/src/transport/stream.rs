@@ -492,7 +492,7 @@ impl Stream {
         if let Poll::Ready(error) = self.poll_stalled(cx) {
             return Poll::Ready(error);
         }
-        if let Poll::Ready(error) = self.poll_opener_cut(cx) {
+        if let Poll::Ready(error) = self.poll_raw_cut(cx) {
             return Poll::Ready(error);
         }
         // A peer whose half is complete, though bytes of it are unread, cuts only what it reads.
@@ -535,6 +535,10 @@ impl Stream {
     /// Completes when the opener has cut the stream, or the session was lost. For the accepting
     /// end, before its reply. A FIN is no cut.
     pub(crate) fn poll_opener_cut(&mut self, cx: &mut Context<'_>) -> Poll<io::Error> {
+        self.poll_raw_cut(cx)
+    }
+
+    fn poll_raw_cut(&mut self, cx: &mut Context<'_>) -> Poll<io::Error> {
         self.is_read_registered = false;
         self.raw.poll_cut(cx)
     }
@@ -655,7 +659,7 @@ impl AsyncRead for Stream {
         let this = self.get_mut();
         ready!(this.poll_reply(cx, Half::Read))?;
         let before = out.filled().len();
-        if this.is_read_registered && out.remaining() > 0 && this.read_monitor.is_waiting(cx) {
+        if this.is_read_registered && out.remaining() > 0 && this.read_monitor.register_again(cx) {
             return Poll::Pending;
         }
         let waker = this.read_monitor.begin_read(cx);

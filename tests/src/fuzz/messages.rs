@@ -2,6 +2,7 @@
 
 use anyhow::{Context, Result, ensure};
 use bytes::BytesMut;
+use tunnel_proto::wire::code::RefusalCode;
 use tunnel_proto::wire::control::{ControlMessage, Message as _};
 use tunnel_proto::wire::cut::{CUT_MESSAGE_MAX, CutAnnouncement};
 use tunnel_proto::wire::enroll::{EnrollReply, EnrollRequest};
@@ -133,6 +134,9 @@ pub(super) fn check_enrollment(input: &[u8]) -> Result<()> {
 pub(super) fn streams() -> Result<Vec<Vec<u8>>> {
     let mut corpus = contents(&golden::header_captures())?;
     corpus.extend(contents(&golden::reply_captures())?);
+    // No capture has a text with control characters.
+    let forged = StreamReply::refused(RefusalCode::BadHeader, "refused\r\nby policy");
+    corpus.push(content(STREAM_MESSAGE_MAX, |out| forged.encode(out))?);
     Ok(corpus)
 }
 

@@ -109,7 +109,7 @@ impl ReadMonitor {
 
     /// Registers the reader again, and returns whether the waker of its last read has not been woken
     /// since. A wakeup meanwhile wakes the reader.
-    pub(in crate::transport) fn is_waiting(&self, cx: &Context<'_>) -> bool {
+    pub(in crate::transport) fn register_again(&self, cx: &Context<'_>) -> bool {
         self.activity.reader.register(cx.waker());
         self.activity.is_waiting.load(Ordering::Acquire)
     }

@@ -170,7 +170,7 @@ fn check_response(
     })
 }
 
-/// Returns the Host field for the target, unless the request has that one.
+/// Returns the Host field to set, or `None` if that of the request stays.
 fn host_field(target: &AgentTarget, request: &Request<Incoming>) -> Option<String> {
     let mut fields = request.headers().get_all(HOST).iter();
     let own = fields.next().and_then(|host| host.to_str().ok());

@@ -166,9 +166,9 @@ fn switches_to(headers: &HeaderMap, wanted: &HeaderValue) -> bool {
         .any(|protocol| protocol.trim().eq_ignore_ascii_case(chosen.trim()))
 }
 
-/// Rewrites the caller's request for the target. Hop-by-hop and routing fields are removed, and
-/// Host is set to `host`, unless it has the right value. `last` is set if the connection to the target carries no request after
-/// this one.
+/// Rewrites the caller's request for the target. Hop-by-hop and routing fields are removed. `host`
+/// replaces Host; `None` leaves it as it is. `last` is set if the connection to the target carries no
+/// request after this one.
 pub(crate) fn rewrite_request(
     request: &mut Request<impl Body>,
     host: Option<String>,
@@ -284,8 +284,8 @@ pub(crate) fn rewrite_frame(mut frame: Frame<Bytes>) -> Frame<Bytes> {
     frame
 }
 
-/// Nearly every head has none of the names. A look at each of its fields is cheaper than to look each
-/// name up.
+/// Returns whether a head has one of the names. Nearly every head has none, and a look at each of its
+/// fields is cheaper than to look each name up.
 fn contains_any(headers: &HeaderMap, names: &[HeaderName]) -> bool {
     headers.keys().any(|name| names.contains(name))
 }

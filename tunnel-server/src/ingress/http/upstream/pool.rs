@@ -173,9 +173,11 @@ impl UpstreamPool {
             return Poll::Pending;
         };
         if idle.until == until {
-            if idle.entry.poll_evicted(cx).is_pending() {
-                ready!(idle.upstream.poll_driver(cx));
+            if idle.entry.poll_evicted(cx).is_ready() {
+                // `expire` evicts it.
+                return Poll::Ready(());
             }
+            ready!(idle.upstream.poll_driver(cx));
             *slot = None;
         }
         Poll::Ready(())
