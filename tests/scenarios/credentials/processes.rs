@@ -287,11 +287,13 @@ async fn t03_revoke_command_ends_the_session_and_the_agent_logs_why() -> Result<
     ensure!(verb.err.contains("no node of this name"), "{verb}");
     verb.ok()?;
     let server = setup.start().await?;
-    let persisted = stored_text(&data.path().join("server"))?;
-    ensure!(
-        persisted.contains("worker-1") && persisted.contains("worker-2"),
-        "not persisted"
-    );
+    let data_dir = data.path().join("server");
+    eventually("both nodes on disk", START, async || {
+        let persisted = stored_text(&data_dir)?;
+        ensure!(persisted.contains("worker-1") && persisted.contains("worker-2"));
+        anyhow::Ok(())
+    })
+    .await;
     let listed = server.nodes().await?;
     let node = listed.iter().find(|node| node["node"] == "worker-1");
     let node = node.context("worker-1 is not listed")?;

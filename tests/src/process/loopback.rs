@@ -37,7 +37,7 @@ pub fn stored_text(data_dir: &Path) -> io::Result<String> {
     let scratch = ScratchDir::new()?;
     let copy = scratch.path().join("state.redb");
     std::fs::copy(data_dir.join("state.redb"), &copy)?;
-    let store = StateStore::open(&copy, &FileActivity::default(), OnDamage::SetAside)?;
+    let store = StateStore::open(&copy, &FileActivity::default(), OnDamage::Stop)?;
     let mut text = String::new();
     for table in Table::ALL {
         for (key, value) in store.rows(table)? {
