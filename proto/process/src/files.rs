@@ -340,7 +340,7 @@ pub fn remove(path: &Path) -> io::Result<()> {
 /// Makes a new name or a removal survive a crash. If the directory cannot be synced, the content is
 /// still complete.
 fn sync_parent(path: &Path) {
-    if let Some(directory) = path.parent().and_then(|parent| File::open(parent).ok()) {
+    if let Ok(directory) = File::open(folder(path)) {
         let _best_effort = directory.sync_all();
     }
 }
@@ -362,7 +362,9 @@ pub fn create_with(path: &Path, content: &[u8], access: FileAccess) -> io::Resul
     write_synced(file, content, access).map_err(|error| {
         let _incomplete = fs::remove_file(path);
         with_path(path, &error)
-    })
+    })?;
+    sync_parent(path);
+    Ok(())
 }
 
 /// Returns whether an error means that nothing can be written: the file system is read-only or full,
@@ -433,14 +435,20 @@ fn give_to_service(file: &File, path: &Path) -> io::Result<()> {
     if !rustix::process::geteuid().is_root() || file.metadata()?.uid() != ROOT {
         return Ok(());
     }
-    let folder = path
-        .parent()
-        .filter(|folder| !folder.as_os_str().is_empty());
-    let folder = fs::metadata(folder.unwrap_or_else(|| Path::new(".")))?;
+    let folder = fs::metadata(folder(path))?;
     if folder.uid() != ROOT {
         fchown(file, Some(folder.uid()), Some(folder.gid()))?;
     }
     Ok(())
+}
+
+/// Returns the directory of a file. The parent of a bare name is an empty path, which cannot be
+/// opened.
+fn folder(path: &Path) -> &Path {
+    let parent = path.parent();
+    parent
+        .filter(|parent| !parent.as_os_str().is_empty())
+        .unwrap_or_else(|| Path::new("."))
 }
 
 fn write_synced(mut file: File, content: &[u8], access: FileAccess) -> io::Result<()> {
