@@ -113,6 +113,10 @@ impl PollCut for TargetSocket {
             (_, SocketPeer::Target) => io::ErrorKind::BrokenPipe.into(),
         })
     }
+
+    fn below(&mut self) -> Option<&mut dyn PollCut> {
+        None
+    }
 }
 
 /// Returns whether a connection has ended other than by a close behind a FIN.

@@ -91,9 +91,7 @@ pub trait PollCut {
 
     /// Returns the connection below, which answers the methods that this one does not implement. With
     /// neither, a cut shows in reads and writes alone.
-    fn below(&mut self) -> Option<&mut dyn PollCut> {
-        None
-    }
+    fn below(&mut self) -> Option<&mut dyn PollCut>;
 }
 
 impl PollCut for Stream {
@@ -108,6 +106,10 @@ impl PollCut for Stream {
     fn bytes_sent(&mut self) -> u64 {
         Self::bytes_sent(self)
     }
+
+    fn below(&mut self) -> Option<&mut dyn PollCut> {
+        None
+    }
 }
 
 impl<T: PollCut + ?Sized> PollCut for Box<T> {
@@ -121,6 +123,10 @@ impl<T: PollCut + ?Sized> PollCut for Box<T> {
 
     fn bytes_sent(&mut self) -> u64 {
         (**self).bytes_sent()
+    }
+
+    fn below(&mut self) -> Option<&mut dyn PollCut> {
+        (**self).below()
     }
 }
 
@@ -137,11 +143,19 @@ impl<T: PollCut> PollCut for tokio_rustls::client::TlsStream<T> {
 }
 
 /// An upgraded connection of hyper does not report what happens below hyper.
-impl PollCut for hyper_util::rt::TokioIo<hyper::upgrade::Upgraded> {}
+impl PollCut for hyper_util::rt::TokioIo<hyper::upgrade::Upgraded> {
+    fn below(&mut self) -> Option<&mut dyn PollCut> {
+        None
+    }
+}
 
 /// A pipe has no cut.
 #[cfg(any(test, feature = "test-util"))]
-impl PollCut for tokio::io::DuplexStream {}
+impl PollCut for tokio::io::DuplexStream {
+    fn below(&mut self) -> Option<&mut dyn PollCut> {
+        None
+    }
+}
 
 /// A side of the relay, by argument position.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -737,7 +751,11 @@ mod tests {
         (left, right, AbortOnDropHandle::new(task))
     }
 
-    impl<R, W> PollCut for tokio::io::Join<R, W> {}
+    impl<R, W> PollCut for tokio::io::Join<R, W> {
+        fn below(&mut self) -> Option<&mut dyn PollCut> {
+            None
+        }
+    }
 
     #[tokio::test]
     async fn reader_that_closed_does_not_stop_the_answer() {

@@ -40,6 +40,10 @@ impl PollCut for SlowFlush {
     fn bytes_sent(&mut self) -> u64 {
         self.sent
     }
+
+    fn below(&mut self) -> Option<&mut dyn PollCut> {
+        None
+    }
 }
 
 impl AsyncRead for SlowFlush {

@@ -403,6 +403,10 @@ impl PollCut for CallerStream {
     fn bytes_sent(&mut self) -> u64 {
         self.bytes_sent
     }
+
+    fn below(&mut self) -> Option<&mut dyn PollCut> {
+        None
+    }
 }
 
 impl AsyncRead for CallerStream {

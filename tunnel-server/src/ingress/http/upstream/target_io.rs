@@ -215,6 +215,10 @@ impl PollCut for TargetIo {
     fn bytes_sent(&mut self) -> u64 {
         on_conn!(self, conn => PollCut::bytes_sent(conn))
     }
+
+    fn below(&mut self) -> Option<&mut dyn PollCut> {
+        None
+    }
 }
 
 impl AsyncRead for TargetIo {
