@@ -5,6 +5,7 @@ use std::io::{self, Write};
 use std::path::{Path, PathBuf};
 use std::time::{Duration, SystemTime};
 
+use tunnel_process::command_line::EXIT_USAGE;
 use tunnel_process::config_report::UnusableFile;
 use tunnel_process::name_list::NameList;
 use tunnel_process::output::OutputFormat;
@@ -159,11 +160,11 @@ pub enum VerbError {
 }
 
 impl VerbError {
-    /// Returns 64 if the arguments are invalid, else 1.
+    /// Returns [`EXIT_USAGE`] if the arguments are invalid, else 1.
     pub fn exit_code(&self) -> u8 {
         match self {
-            Self::Config(error) if error.is_usage() => 64,
-            Self::UnusableFile(error) if error.is_usage() => 64,
+            Self::Config(error) if error.is_usage() => EXIT_USAGE,
+            Self::UnusableFile(error) if error.is_usage() => EXIT_USAGE,
             Self::Token(
                 CreateTokenError::InvalidTtl
                 | CreateTokenError::InvalidUses
@@ -171,13 +172,38 @@ impl VerbError {
             )
             | Self::UnknownLabel(_)
             | Self::Labels(_)
-            | Self::NamesFile(_) => 64,
+            | Self::NamesFile(_) => EXIT_USAGE,
             Self::Server(AdminError::Refused { status, .. })
                 if *status == http::StatusCode::BAD_REQUEST =>
             {
-                64
+                EXIT_USAGE
             }
-            _ => 1,
+            Self::File(_)
+            | Self::UnusableFile(_)
+            | Self::Ca(_)
+            | Self::Issue(_)
+            | Self::Token(_)
+            | Self::Server(_)
+            | Self::UnknownToken(_)
+            | Self::UnknownNodes(_)
+            | Self::NotPending(_)
+            | Self::ConnectedNodes(_)
+            | Self::NotRevoked(_)
+            | Self::NotReady(_)
+            | Self::NoServer(_)
+            | Self::NotRunning(_)
+            | Self::ClusterManaged(_)
+            | Self::CaNotStored(_)
+            | Self::CaInCluster(_)
+            | Self::ClientCaInCluster(_)
+            | Self::ServerRuns(_)
+            | Self::StoreInUse(_)
+            | Self::OtherCa(_)
+            | Self::FileExists(_)
+            | Self::Connect(_)
+            | Self::NoAnswer(_)
+            | Self::Config(_)
+            | Self::Json(_) => 1,
         }
     }
 }

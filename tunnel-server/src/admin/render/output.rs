@@ -3,6 +3,7 @@
 use std::path::PathBuf;
 use std::{fs, io};
 
+use tunnel_process::command_line::EXIT_USAGE;
 use tunnel_process::files::{self, FileAccess};
 use tunnel_process::telemetry;
 
@@ -43,10 +44,10 @@ pub enum RenderError {
 }
 
 impl RenderError {
-    /// Returns 64 if the flags are wrong, else 1.
+    /// Returns [`EXIT_USAGE`] if the flags are wrong, else 1.
     pub fn exit_code(&self) -> u8 {
         match self {
-            Self::Usage(_) => 64,
+            Self::Usage(_) => EXIT_USAGE,
             Self::File(_)
             | Self::FileExists(_)
             | Self::Differs(_)
