@@ -183,7 +183,7 @@ impl AgentAuth {
         let metrics = context.metrics.clone();
         let own = ca.server_resolver(Box::new(move |not_after| metrics.certificate(not_after)));
         let new = |roots| AgentTrust::new(roots, revocations.revocation_check());
-        let trust = watch_ca("agent_ca", ca, &context.shutdown, new, AgentTrust::replace)?;
+        let trust = trust_ca("agent_ca", ca, &context.shutdown, new, AgentTrust::replace)?;
         let renewals = Renewals {
             ca: ca.clone(),
             trust: trust.clone(),
@@ -207,7 +207,7 @@ impl AgentAuth {
         let own = watch_pair("agent_certificate", &files.pair, watcher, record_expiry)
             .context("--agent-cert-file, --agent-key-file")?;
         let new = |roots| AgentTrust::new(roots, authority.revocations.revocation_check());
-        let trust = watcher.trust(
+        let trust = watcher.trust_file(
             "agent_ca",
             "--agent-ca",
             &files.ca,
@@ -230,7 +230,7 @@ impl AgentAuth {
     ) -> anyhow::Result<()> {
         let (what, setting) = ("kubelet_client_ca", "--kubelet-client-ca");
         let new = |roots| (self.trust.replace_cluster(roots)).map(|()| self.trust.clone());
-        let watched = watcher.trust(what, setting, path, new, AgentTrust::replace_cluster);
+        let watched = watcher.trust_file(what, setting, path, new, AgentTrust::replace_cluster);
         watched.map(drop)
     }
 
@@ -239,8 +239,8 @@ impl AgentAuth {
     }
 }
 
-/// Creates a trust in the local CA, and passes its roots to `replace` whenever the CA is replaced.
-pub(super) fn watch_ca<T: Send + Sync + 'static>(
+/// Creates a trust in the local CA, and replaces its roots when the CA changes.
+pub(super) fn trust_ca<T: Send + Sync + 'static>(
     what: &'static str,
     ca: &Arc<LocalCa>,
     shutdown: &Shutdown,

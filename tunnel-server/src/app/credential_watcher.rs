@@ -33,9 +33,9 @@ pub(super) struct CredentialWatcher {
 }
 
 impl CredentialWatcher {
-    /// Creates a trust in the CA certificates of a file, and passes new content of the file to
-    /// `replace`. Errors name the `setting`.
-    pub(super) fn trust<T: Send + Sync + 'static>(
+    /// Creates a trust in the CA certificates of a file, and replaces its roots when the file changes.
+    /// Errors name the `setting`.
+    pub(super) fn trust_file<T: Send + Sync + 'static>(
         &self,
         what: &'static str,
         setting: &'static str,

@@ -10,7 +10,7 @@ use tokio::sync::watch;
 use tunnel_proto::tls::{self, PeerTrust};
 use tunnel_proto::transport::SessionSettings;
 
-use super::authority::{AgentAuth, Authority, watch_ca};
+use super::authority::{AgentAuth, Authority, trust_ca};
 use super::context::ServerContext;
 use super::credential_watcher::{CredentialWatcher, watch_pair};
 use super::membership::report_unconnected;
@@ -86,7 +86,7 @@ fn peer_tls(authority: &Authority, context: &ServerContext) -> anyhow::Result<Pe
 fn from_ca(ca: &Arc<LocalCa>, context: &ServerContext) -> anyhow::Result<PeerTls> {
     let own = ca.peer_resolver(context.peers.own().clone());
     let (new, replace) = (PeerTrust::new, PeerTrust::replace);
-    let trust = watch_ca("peer_ca", ca, &context.shutdown, new, replace)?;
+    let trust = trust_ca("peer_ca", ca, &context.shutdown, new, replace)?;
     Ok(PeerTls {
         client: tls::peer_client(own.clone(), trust.clone())?,
         server: tls::peer_server(own, trust)?,
@@ -99,7 +99,7 @@ fn from_files(files: &CredentialFiles, watcher: &CredentialWatcher) -> anyhow::R
     let own = watch_pair(CERTIFICATE, &files.pair, watcher, record_expiry)
         .context("--peer-cert-file, --peer-key-file")?;
     let (new, replace) = (PeerTrust::new, PeerTrust::replace);
-    let trust = watcher.trust("peer_ca", "--peer-ca", &files.ca, new, replace)?;
+    let trust = watcher.trust_file("peer_ca", "--peer-ca", &files.ca, new, replace)?;
     Ok(PeerTls {
         client: tls::peer_client(own.clone(), trust.clone())?,
         server: tls::peer_server(own, trust)?,

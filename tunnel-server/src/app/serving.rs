@@ -124,7 +124,7 @@ pub(super) fn listener_tls(
     };
     let CallerCa { what, path, .. } = callers;
     let new = |roots| ListenerTls::new(own, Some(roots), callers.is_required);
-    watcher.trust(what, "--client-ca", path, new, ListenerTls::trust)
+    watcher.trust_file(what, "--client-ca", path, new, ListenerTls::trust)
 }
 
 /// Loads the passwords and watches their file.

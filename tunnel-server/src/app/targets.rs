@@ -29,7 +29,7 @@ pub(super) fn build(context: &ServerContext) -> anyhow::Result<Arc<TargetTls>> {
     let targets = match &settings.ca {
         Some(path) => {
             let new = |roots| TargetTls::new(Some(roots));
-            (context.watcher).trust("target_ca", "--target-ca", path, new, TargetTls::trust)?
+            (context.watcher).trust_file("target_ca", "--target-ca", path, new, TargetTls::trust)?
         }
         None => TargetTls::new(None)?,
     };
