@@ -6,7 +6,7 @@ use tunnel_proto::stream_record::EndCode;
 
 tunnel_process::label_values! {
     /// Result of a request or stream, from the tunnel's point of view.
-    pub enum Outcome: Display {
+    pub enum Outcome: Display, FromStr {
         /// The server forwarded the target's response or bytes completely.
         Ok = "ok",
         /// The request is malformed or contradicts itself.

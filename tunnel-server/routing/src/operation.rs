@@ -12,7 +12,7 @@ tunnel_networks::named! {
     /// the kubelet's own authorization (Kubernetes `pkg/kubelet/server/auth.go`); the method does
     /// elsewhere. The names are those of rules, logs and stream headers, in the order of the documentation.
     #[derive(PartialOrd, Ord)]
-    pub enum Operation: ALL, label, Display {
+    pub enum Operation: ALL, label, Display, FromStr {
         /// `/metrics` and what is below it.
         Metrics = "metrics",
         /// `/stats`.
@@ -257,15 +257,13 @@ impl FromStr for OperationSet {
     /// Parses the name of an operation or of a group.
     fn from_str(name: &str) -> Result<Self, UnknownOperation> {
         match name {
-            "shell" => return Ok(Self::SHELL),
-            "observe" => return Ok(Self::OBSERVE),
-            _ => {}
+            "shell" => Ok(Self::SHELL),
+            "observe" => Ok(Self::OBSERVE),
+            _ => name
+                .parse::<Operation>()
+                .map(|operation| Self::of(&[operation]))
+                .map_err(|_no_operation| UnknownOperation),
         }
-        let mut all = Operation::ALL.iter();
-        let found = all.find(|operation| operation.label() == name);
-        found
-            .map(|operation| Self::of(&[*operation]))
-            .ok_or(UnknownOperation)
     }
 }
 

@@ -174,7 +174,7 @@ fn callers(
         if !is_name(name) {
             errors.add(&setting, NAME_RULE);
         }
-        if CallerClass::ALL.iter().any(|class| class.label() == name) {
+        if name.parse::<CallerClass>().is_ok() {
             errors.add(
                 &setting,
                 "is the name of a class of callers that always exists",

@@ -1,6 +1,7 @@
 //! The settings of the log, the access log and the audit log, which both binaries have.
 
 use tracing::level_filters::LevelFilter;
+use tunnel_networks::none_of;
 
 use super::LogFormat;
 use super::access::AccessLogSettings;
@@ -144,8 +145,6 @@ fn parse_level(text: &str) -> Result<LevelFilter, String> {
         "info" => Ok(LevelFilter::INFO),
         "debug" => Ok(LevelFilter::DEBUG),
         "trace" => Ok(LevelFilter::TRACE),
-        other => Err(format!(
-            "{other:?} is none of error, warn, info, debug, trace"
-        )),
+        other => Err(none_of(other, &["error", "warn", "info", "debug", "trace"])),
     }
 }

@@ -245,15 +245,13 @@ impl RuleTable {
 
     /// Returns the set with the caller of this name, which is a class or one of the named callers.
     pub fn caller(&self, name: &str) -> Option<CallerSet> {
-        let mut classes = CallerClass::ALL.into_iter();
-        let class = classes.find(|class| class.label() == name);
         let named = || {
             let mut callers = self.callers.iter().take(CALLERS_MAX);
             callers.position(|caller| &*caller.name == name)
         };
-        let bit = match class {
-            Some(class) => class.bit(),
-            None => CallerClass::ALL.len() + named()?,
+        let bit = match name.parse::<CallerClass>() {
+            Ok(class) => class.bit(),
+            Err(_no_class) => CallerClass::ALL.len() + named()?,
         };
         let mut set = CallerSet::default();
         set.set(bit, true);
@@ -448,7 +446,7 @@ impl fmt::Display for RulePorts {
 
 tunnel_networks::named! {
     /// Callers that have a name without a line in `callers:`.
-    pub enum CallerClass: ALL, label {
+    pub enum CallerClass: ALL, label, FromStr {
         /// Without an identity.
         Anonymous = "anonymous",
         /// With an identity that this server, or the cluster, has checked.

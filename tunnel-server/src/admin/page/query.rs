@@ -180,10 +180,7 @@ impl StateFilter {
         match text {
             "not-live" => Some(Self::NotLive),
             "errors" => Some(Self::Errors),
-            text => {
-                let mut states = NodeState::ALL.into_iter();
-                states.find(|state| state.label() == text).map(Self::One)
-            }
+            text => text.parse::<NodeState>().ok().map(Self::One),
         }
     }
 

@@ -2,7 +2,7 @@
 
 tunnel_process::named! {
     /// The state of a node, the worst one first.
-    pub enum NodeState: ALL, label {
+    pub enum NodeState: ALL, label, FromStr {
         /// The agent does not respond.
         Suspect = "suspect",
         /// The node needs an agent and has none.

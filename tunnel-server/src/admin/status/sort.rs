@@ -10,7 +10,7 @@ use crate::admin::traffic::NodeTraffic;
 tunnel_process::named! {
     /// What a list of nodes is sorted by. Nodes without the value are last, and equal ones are sorted by
     /// name.
-    pub enum NodeSort: ALL, label {
+    pub enum NodeSort: label, FromStr {
         /// The worst state first.
         State = "state",
         Name = "name",
@@ -54,8 +54,7 @@ impl ListOrder {
             Some(name) => (name, true),
             None => (text, false),
         };
-        let mut sorts = NodeSort::ALL.into_iter();
-        let sort = sorts.find(|sort| sort.label() == name)?;
+        let sort = name.parse().ok()?;
         Some(Self { sort, is_reversed })
     }
 

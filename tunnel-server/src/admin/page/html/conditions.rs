@@ -266,9 +266,8 @@ pub(super) struct Reason {
 impl Reason {
     /// Returns the reason for a code, which may be one that this version does not know.
     pub(super) fn of(code: &str) -> Self {
-        let outcome = Outcome::ALL.into_iter().find(|known| known.label() == code);
         let reason = |tag, text, command| Self { tag, text, command };
-        match outcome {
+        match code.parse::<Outcome>().ok() {
             Some(Outcome::TargetRefused) => reason("refused", "nothing listens there", "ss -ltnp"),
             Some(Outcome::TargetTimeout) => {
                 reason("no answer", "the target does not answer", "ss -ltnp")
