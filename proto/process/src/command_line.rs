@@ -53,7 +53,7 @@ pub fn unknown_variables(prefix: &str, command: &Command) -> Vec<String> {
 }
 
 /// Returns the names of all environment variables that the flags of a command and of its verbs read.
-pub fn known_variables(command: &Command) -> BTreeSet<String> {
+fn known_variables(command: &Command) -> BTreeSet<String> {
     let own = command.get_arguments().filter_map(Arg::get_env);
     let mut names: BTreeSet<String> = own
         .filter_map(|name| name.to_str())
@@ -67,3 +67,20 @@ pub fn known_variables(command: &Command) -> BTreeSet<String> {
 
 /// Exit code for usage and configuration errors (EX_USAGE of sysexits.h).
 pub const EXIT_USAGE: u8 = 64;
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn variables_of_a_verb_and_of_its_verbs_are_known() {
+        let flag = |id: &'static str, variable: &'static str| Arg::new(id).env(variable);
+        let nested = Command::new("show").arg(flag("output", "CULVERT_OUTPUT"));
+        let verb = Command::new("run")
+            .args([flag("server", "CULVERT_SERVER"), Arg::new("node")])
+            .subcommand(nested);
+        let known = known_variables(&Command::new("culvert").subcommand(verb));
+        let expected = ["CULVERT_OUTPUT", "CULVERT_SERVER"].map(str::to_owned);
+        assert_eq!(known, BTreeSet::from(expected));
+    }
+}
