@@ -12,6 +12,7 @@ use std::time::Duration;
 use tokio::net::{UnixListener, UnixStream};
 use tracing::debug;
 
+use crate::files;
 use crate::timers::sleep_coalesced;
 
 /// The mode and owner of a socket.
@@ -29,8 +30,7 @@ pub struct SocketPermissions {
 /// Returns an error with the path if something other than a socket exists at the path, if another
 /// process answers there, or if the operating system refuses.
 pub fn bind(path: &Path, access: SocketPermissions) -> io::Result<(UnixListener, SocketFile)> {
-    let named =
-        |error: io::Error| io::Error::new(error.kind(), format!("{}: {error}", path.display()));
+    let named = |error: io::Error| files::with_path(path, &error);
     check_unused(path).map_err(named)?;
     bind_and_rename(path, access).map_err(named)
 }
@@ -75,7 +75,7 @@ fn is_trusted(peer: u32, own: u32) -> bool {
 pub fn replace(path: &Path, access: SocketPermissions) -> io::Result<(UnixListener, SocketFile)> {
     socket_exists(path)
         .and_then(|_exists| bind_and_rename(path, access))
-        .map_err(|error| io::Error::new(error.kind(), format!("{}: {error}", path.display())))
+        .map_err(|error| files::with_path(path, &error))
 }
 
 /// Returns whether a socket exists at the path, or an error if something else does.

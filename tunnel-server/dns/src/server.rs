@@ -19,7 +19,7 @@ use prometheus_client::metrics::histogram::Histogram;
 use prometheus_client::registry::Registry;
 use tokio::sync::{OwnedSemaphorePermit, Semaphore};
 use tracing::debug;
-use tunnel_process::metrics::with_series;
+use tunnel_process::metrics::{count, with_series};
 
 use super::answer::{self, AnswerContext, ClientQuery, Decision, QueryOutcome, Transport};
 use super::host_resolvers::HostResolvers;
@@ -216,7 +216,7 @@ impl DnsMetrics {
 
     pub fn query(&self, transport: Transport, outcome: QueryOutcome) {
         let labels = QueryLabels { transport, outcome };
-        self.0.queries.get_or_create(&labels).inc();
+        count(&self.0.queries, &labels);
     }
 
     /// Counts a new connection that waits for a permit.

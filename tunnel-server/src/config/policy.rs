@@ -423,12 +423,7 @@ fn list<T, E: std::fmt::Display>(
 
 /// Returns whether a text is a name of callers, rules and namespaces: a DNS label.
 fn is_name(text: &str) -> bool {
-    let is_inner = |byte: u8| byte.is_ascii_lowercase() || byte.is_ascii_digit() || byte == b'-';
-    !text.is_empty()
-        && text.len() <= NAME_MAX
-        && text.bytes().all(is_inner)
-        && !text.starts_with('-')
-        && !text.ends_with('-')
+    text.len() <= NAME_MAX && !text.contains('.') && is_object_name(text)
 }
 
 fn class_names() -> String {

@@ -167,8 +167,7 @@ fn client(
     let key = output.join(format!("{}.key", name.as_str()));
     let certificate = output.join(format!("{}.crt", name.as_str()));
     let bundle = output.join("server-ca.crt");
-    files::make_private_dir(output)
-        .map_err(|error| io::Error::new(error.kind(), format!("{}: {error}", output.display())))?;
+    files::make_private_dir(output).map_err(|error| files::with_path(output, &error))?;
     files::replace(&bundle, server_ca.as_bytes())?;
     create(&key, &issued.key)?;
     create(&certificate, &issued.certificate).inspect_err(|_no_pair| {

@@ -4,7 +4,7 @@ use prometheus_client::metrics::counter::Counter;
 use prometheus_client::metrics::family::Family;
 use prometheus_client::metrics::gauge::Gauge;
 use prometheus_client::registry::Registry;
-use tunnel_process::metrics::{set_gauge, with_series};
+use tunnel_process::metrics::{count, set_gauge, with_series};
 
 tunnel_process::label_values! {
     /// The state of the connection to another server.
@@ -101,7 +101,7 @@ impl PeerMetrics {
     }
 
     pub(super) fn yielded(&self, result: YieldResult) {
-        self.0.yielded.get_or_create(&YieldLabel { result }).inc();
+        count(&self.0.yielded, &YieldLabel { result });
     }
 
     /// Records the number of servers in each state.
