@@ -409,13 +409,13 @@ async fn labels_of_the_join_token_select_nodes_and_an_agent_cannot_change_them()
         })
         .await
     };
-    site.env.nodes().record_labels(&node, &labels("pay"));
+    site.env.nodes().record_token(&node, &[], &labels("pay"));
     let text = reaches(403).await;
     ensure_contains(
         &text,
         &["rule no-pay denies metrics at worker-1 port 10250"],
     )?;
-    site.env.nodes().record_labels(&node, &labels("shop"));
+    site.env.nodes().record_token(&node, &[], &labels("shop"));
     reaches(200).await;
     Ok(())
 }

@@ -138,21 +138,6 @@ impl KnownNodes {
         });
     }
 
-    /// Replaces the labels of a node, unless `labels` is empty.
-    #[cfg(any(test, feature = "test-util"))]
-    pub fn record_labels(&self, node: &NodeName, labels: &Labels) {
-        if labels.is_empty() {
-            return;
-        }
-        self.change(node, |known| {
-            let known = known.unwrap_or_else(|| self.new_node(node, SystemTime::now()));
-            Some(KnownNode {
-                labels: labels.clone(),
-                ..known
-            })
-        });
-    }
-
     /// Adds a node with labels, unless it is known or was forgotten with labels: an operator may have
     /// replaced them.
     pub fn add(&self, node: &NodeName, labels: &Labels) {

@@ -137,7 +137,7 @@ fn labels_that_change_are_a_change_for_those_who_follow() {
     let mut changed = nodes.changed();
     changed.borrow_and_update();
     let labels = BTreeMap::from([("tier".into(), "pay".into())]);
-    nodes.record_labels(&name("a"), &labels);
+    nodes.record_token(&name("a"), &[], &labels);
     assert!(changed.has_changed().unwrap());
     changed.borrow_and_update();
     nodes.record_token(&name("a"), &[], &labels);
@@ -152,7 +152,7 @@ fn labels_of_a_forgotten_node_stay_and_no_use_of_a_token_replaces_them() {
     let tier = |nodes: &KnownNodes| nodes.get(&name("a")).unwrap().labels;
     nodes.add(&name("a"), &labels("token"));
     assert_eq!(tier(&nodes), labels("token"));
-    nodes.record_labels(&name("a"), &labels("pay"));
+    nodes.record_token(&name("a"), &[], &labels("pay"));
     nodes.add(&name("a"), &labels("token"));
     assert_eq!(tier(&nodes), labels("pay"));
     assert!(nodes.forget(&name("a")) && !nodes.knows(&name("a")));
