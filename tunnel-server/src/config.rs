@@ -48,7 +48,7 @@ pub use file::{LIVE_KEYS, is_live, is_shared};
 pub use kubernetes::{
     AgentTokens, EDGE_LABEL, Environment, KubeletClientCa, KubernetesSettings, ObjectNames,
 };
-pub use label_key::{LabelKey, is_label_value, prometheus_label_name};
+pub use label_key::{LabelKey, is_label_value, underscored};
 pub use limits::{LIMITS, Limit, Limits, RawLimits, SharedLimits};
 pub use listeners::{EXTRA_PORTS_MAX, ListenerSettings, ProxyPortListen};
 pub use node_label::NodeLabel;

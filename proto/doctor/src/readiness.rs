@@ -32,6 +32,6 @@ pub fn conditions(page: &[String]) -> impl Iterator<Item = Condition<'_>> {
 }
 
 /// Returns the components in the lines of the page for which the process waits before it is ready.
-pub fn waits_for(page: &[String]) -> impl Iterator<Item = &str> {
-    page.iter().filter_map(|line| line.strip_prefix("[-] "))
+pub fn waits_for<'a>(page: impl Iterator<Item = &'a str>) -> impl Iterator<Item = &'a str> {
+    page.filter_map(|line| line.strip_prefix("[-] "))
 }

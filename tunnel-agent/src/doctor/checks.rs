@@ -296,7 +296,8 @@ fn running(facts: &Facts, agent: &RunningAgent) -> Result<Vec<Fault>, String> {
             fix: "see the findings D19; journalctl -u tunnel-agent".to_owned(),
         });
     }
-    let waiting = waits_for(&agent.readiness).filter(|component| *component != SESSION);
+    let page = agent.readiness.iter().map(String::as_str);
+    let waiting = waits_for(page).filter(|component| *component != SESSION);
     faults.extend(waiting.map(|component| Fault {
         severity: Severity::Error,
         place: facts.agent.address.clone(),

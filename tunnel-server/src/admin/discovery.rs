@@ -8,7 +8,7 @@ use tunnel_process::query::{RepeatedParameter, parameters, set_once};
 use tunnel_proto::wire::name::{Port, PortError, ReplicaId};
 
 use crate::admin::status::ListedNode;
-use crate::config::prometheus_label_name;
+use crate::config::underscored;
 use crate::routing::routes::NodeLabels;
 use tunnel_routing::policy::{PortPolicy, PortPolicyError};
 
@@ -143,7 +143,7 @@ pub(crate) fn target_group(
 /// Returns the labels of a Node with the names that Prometheus' Kubernetes discovery gives them.
 fn node_labels(labels: &NodeLabels) -> BTreeMap<String, String> {
     let labels = labels.iter().flat_map(|(key, value)| {
-        let name = prometheus_label_name(key);
+        let name = underscored(key);
         [
             (
                 format!("__meta_kubernetes_node_label_{name}"),

@@ -5,14 +5,14 @@ use tunnel_process::settings::ConfigErrors;
 pub(super) use tunnel_proto::wire::label::is_object_name;
 pub use tunnel_proto::wire::label::{LabelKey, is_label_value};
 
-/// Returns the name that Prometheus gives a label in its meta labels: each character that is not
-/// allowed becomes `_`. ansible allows the same ones in the name of a group.
-pub fn prometheus_label_name(key: &str) -> String {
+/// Returns a text in which each character but letters and digits is `_`: the label name of Prometheus
+/// and the group name of ansible.
+pub fn underscored(text: &str) -> String {
     let allowed = |character: char| match character {
         'a'..='z' | 'A'..='Z' | '0'..='9' => character,
         _ => '_',
     };
-    key.chars().map(allowed).collect()
+    text.chars().map(allowed).collect()
 }
 
 /// Returns the keys of `--node-label`, sorted.
@@ -24,9 +24,9 @@ pub(super) fn check(texts: &[String], errors: &mut ConfigErrors) -> Vec<LabelKey
         errors.add(SETTING, format!("more than {KEYS_MAX} labels"));
     }
     for (position, key) in keys.iter().enumerate() {
-        let name = prometheus_label_name(key.as_str());
+        let name = underscored(key.as_str());
         let mut earlier = keys.iter().take(position);
-        if let Some(other) = earlier.find(|other| prometheus_label_name(other.as_str()) == name) {
+        if let Some(other) = earlier.find(|other| underscored(other.as_str()) == name) {
             errors.add(
                 SETTING,
                 format!("{other} and {key} have one name in Prometheus, {name}; leave one out"),
@@ -74,7 +74,7 @@ mod tests {
         let keys = checked(&["zone", "example.com/rack", "zone"]).unwrap();
         let keys: Vec<_> = keys.iter().map(LabelKey::as_str).collect();
         assert_eq!(keys, ["example.com/rack", "zone"]);
-        assert_eq!(prometheus_label_name(keys[0]), "example_com_rack");
+        assert_eq!(underscored(keys[0]), "example_com_rack");
         let error = checked(&["a.b", "a_b"]).unwrap_err();
         assert_contains(&error, "a.b and a_b have one name in Prometheus, a_b");
         let many: Vec<String> = (0..17).map(|number| format!("label-{number}")).collect();

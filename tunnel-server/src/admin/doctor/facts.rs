@@ -147,7 +147,7 @@ impl Facts {
 
     /// Returns the components for which the running server waits before it is ready.
     pub(super) fn waits_for(&self) -> Vec<&str> {
-        waits_for(self.readiness_page()).collect()
+        waits_for(self.readiness_page().iter().map(String::as_str)).collect()
     }
 
     fn readiness_page(&self) -> &[String] {

@@ -19,8 +19,7 @@ pub(super) async fn check_ready(listen: &str) -> Result<(), String> {
     if status == StatusCode::OK {
         return Ok(());
     }
-    let page: Vec<String> = body.lines().map(str::to_owned).collect();
-    let waiting: Vec<&str> = waits_for(&page).collect();
+    let waiting: Vec<&str> = waits_for(body.lines()).collect();
     Err(if waiting.is_empty() {
         format!("{address} answers {status}")
     } else {

@@ -4,7 +4,7 @@ use std::collections::{BTreeMap, BTreeSet};
 use std::fmt::Write as _;
 
 use crate::admin::status::NodeStatus;
-use crate::config::prometheus_label_name;
+use crate::config::underscored;
 
 /// Returns the entry of a node for `~/.ssh/config`.
 pub(super) fn ssh_entry(node: &NodeStatus) -> String {
@@ -55,7 +55,7 @@ fn add_hosts(text: &mut String, hosts: &BTreeSet<String>, margin: &str) {
 
 /// Returns the group of a label, with the characters that ansible accepts.
 fn group_name(key: &str, value: &str) -> String {
-    let name = prometheus_label_name(&format!("{key}_{value}"));
+    let name = underscored(&format!("{key}_{value}"));
     if name.starts_with(|first: char| first.is_ascii_digit()) {
         format!("_{name}")
     } else {
