@@ -30,8 +30,7 @@ pub struct Shutdown {
     listeners: TaskTracker,
     /// Set when a listener panicked. The log contains the panic.
     listener_panicked: Arc<AtomicBool>,
-    /// Set when a drain has reached its deadline.
-    drained: Arc<AtomicBool>,
+    drain_expired: DrainExpired,
     /// Counts the requests to read files again at once.
     reloads: watch::Sender<u64>,
 }
@@ -48,7 +47,7 @@ impl Default for Shutdown {
             listeners_close: CancellationToken::new(),
             listeners: TaskTracker::new(),
             listener_panicked: Arc::default(),
-            drained: Arc::default(),
+            drain_expired: DrainExpired::default(),
             reloads: watch::Sender::default(),
         }
     }
@@ -77,10 +76,9 @@ impl Shutdown {
         &self.stop
     }
 
-    /// Returns what is set when a drain has reached its deadline. Work that is left then ends because
-    /// this process stops. Each request keeps it, so it is no token, whose clones take a lock.
-    pub fn drained(&self) -> &Arc<AtomicBool> {
-        &self.drained
+    /// Returns what is set when a drain has reached its deadline.
+    pub fn drain_expired(&self) -> &DrainExpired {
+        &self.drain_expired
     }
 
     /// Requests that all files are read again.
@@ -147,7 +145,7 @@ impl Shutdown {
             () = self.stop.cancelled() => DrainOutcome::Stopped,
             () = self.work.wait() => DrainOutcome::Complete,
             () = tokio::time::sleep(deadline) => {
-                self.drained.store(true, Ordering::Relaxed);
+                self.drain_expired.0.store(true, Ordering::Relaxed);
                 DrainOutcome::Deadline
             }
         }
@@ -192,6 +190,18 @@ impl Drop for ListenerPanicGuard {
             self.0.listener_panicked.store(true, Ordering::Relaxed);
             self.0.drain.cancel();
         }
+    }
+}
+
+/// Whether a drain has reached its deadline. Work that is left then ends because this process stops.
+/// Each request keeps one, so it is no token, whose clones take a lock.
+#[derive(Debug, Clone, Default)]
+pub struct DrainExpired(Arc<AtomicBool>);
+
+impl DrainExpired {
+    /// Returns whether the deadline is over.
+    pub fn is_set(&self) -> bool {
+        self.0.load(Ordering::Relaxed)
     }
 }
 

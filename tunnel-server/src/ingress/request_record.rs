@@ -5,12 +5,11 @@
 use std::fmt::{self, Write as _};
 use std::net::IpAddr;
 use std::sync::Arc;
-use std::sync::atomic::{AtomicBool, Ordering};
 
 use http::{Request, StatusCode};
 use tokio::time::Instant;
 use tunnel_process::conn_limiter::source;
-use tunnel_process::shutdown::Shutdown;
+use tunnel_process::shutdown::{DrainExpired, Shutdown};
 use tunnel_process::telemetry::{LineForm, StreamLines, StreamStage, non_empty};
 use tunnel_proto::audit::{self, ANONYMOUS};
 use tunnel_proto::open_record::{OpenRecord, RecordSinks};
@@ -60,7 +59,7 @@ struct IngressSinks {
     /// The access, once it is allowed.
     running: Option<RunningGuard>,
     /// Set when this server ends what its drain has left. `None` for a record that no drain ends.
-    drained: Option<Arc<AtomicBool>>,
+    drain_expired: Option<DrainExpired>,
 }
 
 impl RecordSinks<Outcome> for IngressSinks {
@@ -72,9 +71,8 @@ impl RecordSinks<Outcome> for IngressSinks {
     }
 
     fn end(&self, record: &mut StreamRecord<Outcome>) -> Option<LineForm> {
-        let drained = self.drained.as_ref();
-        let is_drained = drained.is_some_and(|drained| drained.load(Ordering::Relaxed));
-        if record.end == Outcome::Cut && is_drained {
+        let drain_expired = self.drain_expired.as_ref();
+        if record.end == Outcome::Cut && drain_expired.is_some_and(DrainExpired::is_set) {
             let detail = "this server stops, and --drain-timeout is over";
             record.fail(Outcome::Draining, detail);
         }
@@ -120,7 +118,7 @@ impl RequestRecord {
             is_refused: false,
             recent: None,
             running: None,
-            drained: None,
+            drain_expired: None,
         };
         let open = OpenRecord::start(Instant::now(), sinks);
         let subject: String = subject.into();
@@ -137,7 +135,7 @@ impl RequestRecord {
     /// Makes a cut that happens when a drain has reached its deadline one of the drain:
     /// [`Outcome::Draining`].
     pub fn ends_with(&mut self, shutdown: &Shutdown) {
-        self.0.sinks.drained = Some(shutdown.drained().clone());
+        self.0.sinks.drain_expired = Some(shutdown.drain_expired().clone());
     }
 
     /// Records the caller's identity, as far as the caller has proved it.
