@@ -96,10 +96,15 @@ pub fn can_agents_move(members: &[Member], own: &ReplicaId) -> bool {
     others.any(|member| !member.is_leaving)
 }
 
+/// Returns the rate of the sessions that a node opens (`limits.admissionsPerNode`).
+pub(crate) fn admission_rate(burst: u32) -> NodeRate {
+    NodeRate::new(ADMISSIONS_PER_SECOND, burst)
+}
+
 /// Sessions per second that a node can open after its burst (`limits.admissionsPerNode`). An agent
 /// whose sessions are lost right after admission opens about one per second, and one that looks for
 /// another server behind the same address at most one.
-pub(crate) const ADMISSIONS_PER_SECOND: u32 = 2;
+const ADMISSIONS_PER_SECOND: u32 = 2;
 
 #[cfg(test)]
 mod tests {
@@ -126,7 +131,7 @@ mod tests {
 
     #[test]
     fn node_that_opens_sessions_in_a_loop_is_refused_and_others_are_not() {
-        let rate = NodeRate::new(ADMISSIONS_PER_SECOND, 20);
+        let rate = admission_rate(20);
         let loops: NodeName = "worker-1".parse().unwrap();
         let allowed = (0..1500).filter(|_| rate.allows(&loops)).count();
         // Allows for two more sessions per second that the loop takes on a slow machine.

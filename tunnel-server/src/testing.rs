@@ -20,12 +20,11 @@ use tunnel_proto::wire::peer::{HeldNode, Holds};
 use crate::admin::status::{NodeSources, SessionSources};
 use crate::config::{Limits, SharedLimits};
 use crate::metrics::Metrics;
-use crate::node_rate::NodeRate;
 use crate::routing::peers::{PeerAddress, PeerLimits, PeerMetrics, Peers};
 use crate::routing::registry::{CallerKey, OpenError, Registry, RegistryLimits, StreamRequest};
 use crate::routing::routes::{RouteNode, RouteSource, Routes};
 use crate::routing::{OpenStream, Routing};
-use crate::session::{ADMISSIONS_PER_SECOND, Sessions};
+use crate::session::{Sessions, admission_rate};
 use tunnel_ca::revocation::Revocations;
 use tunnel_store::known_nodes::{KnownNodes, NodeMap};
 use tunnel_store::testing::Scratch;
@@ -163,7 +162,7 @@ impl Bench {
             move_within: Duration::from_secs(10),
             failures: Arc::default(),
             saved_connections: None,
-            admission_rate: Arc::new(NodeRate::new(ADMISSIONS_PER_SECOND, 1000)),
+            admission_rate: Arc::new(admission_rate(1000)),
             permits: Arc::new(Semaphore::new(SESSIONS)),
             revocations: Arc::new(Revocations::open(&scratch.0, true).unwrap()),
             trust: None,

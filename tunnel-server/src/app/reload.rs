@@ -27,9 +27,8 @@ use crate::config::{
 };
 use crate::egress::labeled_nodes::LabeledNodes;
 use crate::ingress::IngressContext;
-use crate::node_rate::NodeRate;
 use crate::routing::peers::Peers;
-use crate::session::ADMISSIONS_PER_SECOND;
+use crate::session::admission_rate;
 use tunnel_routing::policy::{PortSettings, SharedPolicy};
 
 /// The parts of the server that follow the file.
@@ -187,7 +186,7 @@ impl Reload {
         self.sessions.pre_auth.set_limits(capacity.half_open);
         let before = &self.config.limits;
         if before.admissions_per_node != limits.admissions_per_node {
-            let rate = NodeRate::new(ADMISSIONS_PER_SECOND, limits.admissions_per_node);
+            let rate = admission_rate(limits.admissions_per_node);
             self.sessions.admission_rate.replace(rate);
         }
         if before.cloud_stream_rate != limits.cloud_stream_rate {

@@ -18,7 +18,7 @@ use crate::egress::{AccessControl, CloudEgress};
 use crate::node_rate::NodeRate;
 use crate::session::agent_listener::{AgentListener, TcpHandler};
 use crate::session::saved_connections::SavedConnections;
-use crate::session::{ADMISSIONS_PER_SECOND, Sessions};
+use crate::session::{Sessions, admission_rate};
 use tunnel_ca::attestation::Attestor;
 use tunnel_ca::enrollment::Enrollment;
 
@@ -75,10 +75,9 @@ pub(super) fn start(
         },
     );
     let cloud = Arc::new(cloud.map_err(ConfigError::mistake)?);
-    let admissions = NodeRate::new(ADMISSIONS_PER_SECOND, limits.admissions_per_node);
     let followed = FollowedSessions {
         cloud: cloud.clone(),
-        admission_rate: Arc::new(admissions),
+        admission_rate: Arc::new(admission_rate(limits.admissions_per_node)),
         pre_auth: ConnLimiter::new(inputs.capacity.half_open),
     };
     let sessions = Sessions {
