@@ -1,6 +1,5 @@
 //! F24: a disk that is full or read-only. T21: no key appears in output or in files.
 
-use std::fs;
 use std::path::{Path, PathBuf};
 use std::process::Command;
 use std::time::Duration;
@@ -223,7 +222,7 @@ async fn t21_metrics_nodes_and_debug_texts_hold_no_secret() -> Result<()> {
             ensure!(!text.contains(secret), "{}", &text[..200.min(text.len())]);
         }
     }
-    let stored = fs::read(env.path().join("server/state.redb"))?;
+    let stored = std::fs::read(env.path().join("server/state.redb"))?;
     let stored = String::from_utf8_lossy(&stored);
     ensure!(
         stored.contains(token.id()) && !stored.contains(&secret),

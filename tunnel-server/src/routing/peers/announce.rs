@@ -44,7 +44,8 @@ fn update(held_nodes: &mut HeldNodes, registry: &Registry) -> bool {
 }
 
 /// Sends the full list and then each change to the queue of a connection, and that this server
-/// leaves.
+/// leaves: before it says which nodes have left it, since nobody knows where those are, but behind the
+/// full list, with which a server begins to stay.
 pub(super) async fn announce(
     mut held_nodes: watch::Receiver<HeldNodes>,
     mut is_leaving: watch::Receiver<bool>,
@@ -54,19 +55,20 @@ pub(super) async fn announce(
     let mut has_left = false;
     loop {
         let current = held_nodes.borrow_and_update().clone();
-        for holds in changes(sent.as_ref(), &current) {
-            if outbox.send(PeerMessage::Holds(holds)).await.is_err() {
+        let leaves = *is_leaving.borrow_and_update();
+        let changes = changes(sent.as_ref(), &current).into_iter();
+        let mut messages: Vec<_> = changes.map(PeerMessage::Holds).collect();
+        if leaves && !has_left {
+            has_left = true;
+            let place = if sent.is_some() { 0 } else { messages.len() };
+            messages.insert(place, PeerMessage::Leaving);
+        }
+        for message in messages {
+            if outbox.send(message).await.is_err() {
                 return pending().await;
             }
         }
         sent = Some(current);
-        let leaves = *is_leaving.borrow_and_update();
-        if leaves && !has_left {
-            has_left = true;
-            if outbox.send(PeerMessage::Leaving).await.is_err() {
-                return pending().await;
-            }
-        }
         let is_gone = tokio::select! {
             changed = held_nodes.changed() => changed.is_err(),
             changed = is_leaving.changed() => changed.is_err(),
@@ -161,9 +163,11 @@ const NAME_BYTES: usize = 4;
 
 #[cfg(test)]
 mod tests {
+    use std::pin::pin;
     use std::time::{SystemTime, UNIX_EPOCH};
 
     use bytes::BytesMut;
+    use futures_util::FutureExt as _;
     use tunnel_proto::transport::memory;
     use tunnel_proto::wire::control::Message as _;
     use tunnel_proto::wire::name::InstanceId;
@@ -217,6 +221,36 @@ mod tests {
         let empty = changes(None, &HeldNodes::default());
         assert!(empty.len() == 1 && empty[0].is_full && empty[0].added.is_empty());
         assert!(!empty[0].has_more);
+    }
+
+    #[tokio::test]
+    async fn that_a_server_leaves_is_known_before_the_nodes_that_have_left_it() {
+        let node = held_node(1, 1);
+        let held = watch::Sender::new(held_nodes(std::slice::from_ref(&node)));
+        let leaving = watch::Sender::new(false);
+        let (outbox, mut sent) = mpsc::channel(8);
+        let mut announcing = pin!(announce(
+            held.subscribe(),
+            leaving.subscribe(),
+            outbox.clone()
+        ));
+        assert!(announcing.as_mut().now_or_never().is_none());
+        let list = sent.try_recv().unwrap();
+        assert!(matches!(list, PeerMessage::Holds(holds) if holds.is_full));
+        held.send_replace(HeldNodes::default());
+        leaving.send_replace(true);
+        assert!(announcing.as_mut().now_or_never().is_none());
+        assert!(matches!(sent.try_recv(), Ok(PeerMessage::Leaving)));
+        let PeerMessage::Holds(holds) = sent.try_recv().unwrap() else {
+            panic!("no change");
+        };
+        assert_eq!(holds.removed, [node.node]);
+
+        let mut again = pin!(announce(held.subscribe(), leaving.subscribe(), outbox));
+        assert!(again.as_mut().now_or_never().is_none());
+        let list = sent.try_recv().unwrap();
+        assert!(matches!(list, PeerMessage::Holds(holds) if holds.is_full));
+        assert!(matches!(sent.try_recv(), Ok(PeerMessage::Leaving)));
     }
 
     #[test]
