@@ -53,7 +53,9 @@ struct Replica {
     nodes: usize,
     /// Number of the current list.
     list: u32,
-    /// Whether the current list is incomplete. Until then, entries of earlier lists stay.
+    /// Whether the current list has begun and not ended.
+    has_begun: bool,
+    /// Whether entries of earlier lists stay, until the current one ends or has no room.
     is_listing: bool,
 }
 
@@ -96,16 +98,20 @@ impl Directory {
         if let Some(replica) = self.slot_mut(index) {
             replica.is_leaving = false;
             replica.list = replica.list.wrapping_add(1);
-            replica.is_listing = true;
+            (replica.has_begun, replica.is_listing) = (true, true);
         }
     }
 
     /// Ends a new list of a server: removes what is not in the list. Does nothing if the server has
     /// not begun one.
     pub fn complete(&mut self, replica: &ReplicaId) {
-        self.gone
-            .forget_replica(replica, self.nodes_max_per_replica);
-        if let Some(index) = self.index_of(replica) {
+        let Some(index) = self.index_of(replica) else {
+            return;
+        };
+        let slot = self.slot_mut(index);
+        if slot.is_some_and(|replica| std::mem::take(&mut replica.has_begun)) {
+            self.gone
+                .forget_replica(replica, self.nodes_max_per_replica);
             self.remove_earlier(index);
         }
     }
@@ -426,6 +432,7 @@ impl Directory {
             is_leaving: false,
             nodes: 0,
             list: 0,
+            has_begun: false,
             is_listing: false,
         });
         match self.replicas.get_mut(position) {
